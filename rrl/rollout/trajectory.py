@@ -1,0 +1,62 @@
+"""What one episode leaves behind: token ids, a role for each, and what the environment did."""
+
+import dataclasses
+
+import numpy as np
+from jaxtyping import Float, Int
+
+from rrl.data.questions import Question
+
+PROMPT, POLICY, ENVIRONMENT = 0, 1, 2
+"""Roles of a token. Only POLICY tokens were sampled; only they carry loss."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Search:
+    """One search that the policy made."""
+
+    turn: int
+    """Index of the turn that asked."""
+    query: str
+    titles: tuple[str, ...] = ()
+    """Titles of the passages that were returned, best first."""
+    failed: bool = False
+    """True when retrieval raised or timed out; the policy was told so."""
+
+
+@dataclasses.dataclass(slots=True)
+class Trajectory:
+    """A finished episode; tokens are the sampled ids themselves, never re-encoded text."""
+
+    question: Question
+    request: int
+    """Seed of the episode: the same request gives the same trajectory whatever else is in the batch."""
+    group: int
+    """Samples of one question share a group."""
+    tokens: Int[np.ndarray, "T"]
+    roles: Int[np.ndarray, "T"]
+    """PROMPT, POLICY or ENVIRONMENT."""
+    logps: Float[np.ndarray, "T"]
+    """Log-probability of each policy token under the full distribution (temperature 1, no truncation); 0 elsewhere."""
+    sampled_logps: Float[np.ndarray, "T"]
+    """The same under the distribution that was sampled from."""
+    turns: Int[np.ndarray, "T"]
+    """Index of the turn each token belongs to; a turn is policy tokens and the environment's answer to them."""
+    segments: list[tuple[int, str]]
+    """(role, text) in order, neighbours of one role merged; decoded from the bytes of the ids."""
+    searches: list[Search]
+    ended: str
+    """Why the episode ended: "answer", "turn_limit", "context_limit", ..."""
+    rewards: dict[str, float] = dataclasses.field(default_factory=dict)
+    """Reward by component, and "total"."""
+    metrics: dict[str, float] = dataclasses.field(default_factory=dict)
+    """em, f1, ... of the final answer."""
+    answer: str = ""
+    evidence: str = ""
+    reader_answer: str = ""
+    """What the cross-family reader answered from the evidence (R-Search, Eq. 4)."""
+
+    @property
+    def policy_tokens(self) -> int:
+        """Number of sampled tokens."""
+        return int((self.roles == POLICY).sum())
