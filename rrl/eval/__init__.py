@@ -1,0 +1,1 @@
+"""Reading what a run left behind: pages of trajectories, curves, tables."""

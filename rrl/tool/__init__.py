@@ -1,0 +1,1 @@
+"""A trained agent as a thing to call."""

@@ -1,0 +1,65 @@
+"""Packaging: what the main job needs is in the base; accelerators, seqio, tests and notebooks are extras."""
+
+import pathlib
+import re
+
+from setuptools import find_packages, setup
+
+HERE = pathlib.Path(__file__).parent
+VERSION = re.search(r'__version__ = "([^"]+)"', (HERE / "rrl/__init__.py").read_text()).group(1)
+
+BASE = [
+    "jax>=0.10,<0.13",
+    "flax>=0.12.8,<0.14",
+    "optax>=0.2.8,<0.4",
+    "orbax-checkpoint>=0.12.8,<0.14",
+    "tensorstore>=0.1.86",
+    "numpy>=2.0,<3",
+    "jaxtyping>=0.3,<0.4",
+    "ml-collections>=1.1,<2",
+    "absl-py>=2.1,<3",
+    "transformers>=5.0,<6",
+    "tokenizers>=0.22,<0.24",
+    "safetensors>=0.6,<1",
+    "jinja2>=3.1,<4",
+    "scann>=1.4.2,<1.5",
+    "bm25s>=0.3,<0.4",
+    "PyStemmer>=3.0,<4",
+    "matplotlib>=3.9,<4",
+    "tensorboardX>=2.6,<3",
+    "tqdm>=4.66,<5",
+]
+
+EXTRAS = {
+    "cuda12": ["jax[cuda12]>=0.10,<0.13"],
+    "tpu": ["jax[tpu]>=0.10,<0.13"],
+    # scann's own extra chooses the TensorFlow its shared objects were built against; another breaks `import scann`.
+    "seqio": ["seqio>=0.0.20,<0.1", "scann[tf]>=1.4.2,<1.5"],
+    "notebooks": ["jupyter>=1.1,<2", "nbclient>=0.10,<1", "ipykernel>=6.29,<8"],
+    "launch": ["xmanager>=0.7,<1"],
+    "parity": ["torch>=2.6,<3"],
+    "test": [
+        "pytest>=8.3,<10",
+        "pytest-timeout>=2.3,<3",
+        "hypothesis>=6.120,<7",
+        "ruff>=0.14,<0.18",
+        "mypy>=1.18,<3",
+        "import-linter>=2.5,<3",
+        "nbclient>=0.10,<1",
+        "ipykernel>=6.29,<8",
+    ],
+}
+
+setup(
+    name="rrl",
+    version=VERSION,
+    description="Reinforcement learning of search agents in JAX.",
+    long_description=(HERE / "README.md").read_text(),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    python_requires=">=3.11",
+    packages=find_packages(include=["rrl", "rrl.*"]),
+    package_data={"rrl": ["py.typed"]},
+    install_requires=BASE,
+    extras_require=EXTRAS,
+)
