@@ -1,0 +1,1 @@
+"""Questions, passages, the built-in world and its tokenizer."""

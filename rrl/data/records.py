@@ -1,0 +1,202 @@
+"""Records of a data file whatever its container: JSON lines, one JSON document or DPR's TSV, gzipped or not.
+
+The content decides: gzip by its magic bytes, JSON by its first characters; only `.jsonl` and `.tsv` (before `.gz`)
+are believed by name. A record that cannot be read is yielded as a `Broken`, so that the caller refuses or skips it.
+"""
+
+import csv
+import dataclasses
+import gzip
+import json
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, BinaryIO, Literal, TypeVar
+
+from rrl.errors import UserError
+
+OnError = Literal["refuse", "skip"]
+T = TypeVar("T")
+
+MAX_NAMED_LINES = 5
+"""How many broken places a log line names; the rest is counted."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Broken:
+    """A record that could not be read."""
+
+    reason: str
+
+
+def read_records(path: str | Path) -> Iterator[tuple[str, Any]]:
+    """Yield (place, record): place is "line 7" or "record 7" (from 1), record a decoded value or `Broken`.
+
+    Empty lines are passed over. A JSON object of {title: [sentences]} yields ("record i", (title, sentences)).
+    Raises UserError if the file cannot be opened or holds no readable text at all.
+    """
+    path = Path(path)
+    suffixes = [suffix for suffix in path.suffixes if suffix != ".gz"]
+    try:
+        with _open(path) as stream:
+            if suffixes[-1:] == [".tsv"]:
+                yield from _tsv(stream)
+            elif suffixes[-1:] == [".jsonl"]:
+                yield from _json_lines(stream)
+            else:
+                yield from _json_any(path, stream)
+    except (EOFError, gzip.BadGzipFile, OSError) as error:
+        raise UserError(f"{path}: cannot be read ({error}). Give an existing, complete file, plain or gzip.") from error
+
+
+def load_records(
+    path: str | Path,
+    parse: Callable[[int, Any], T],
+    allowed: str,
+    on_error: OnError,
+    skipped: list[str] | None,
+) -> list[T]:
+    """Parse every record by `parse(position, record)`, whose ValueError marks the record as broken.
+
+    Broken records are refused (UserError naming file, place, reason and `allowed`) or skipped: then each is
+    appended to `skipped` as "place: reason" and their number is logged.
+    """
+    if on_error not in ("refuse", "skip"):
+        raise UserError(f"on_error: got {on_error!r}; allowed are 'refuse' and 'skip'.")
+    items: list[T] = []
+    broken: list[str] = []
+    for position, (place, record) in enumerate(read_records(path)):
+        try:
+            if isinstance(record, Broken):
+                raise ValueError(record.reason)
+            items.append(parse(position, record))
+        except ValueError as error:
+            if on_error == "refuse":
+                raise UserError(
+                    f"{path}, {place}: {error}. Allowed: {allowed}. "
+                    "Repair the file, or skip its broken records with on_error='skip'."
+                ) from error
+            broken.append(f"{place}: {error}")
+    if not items:
+        found = f"all {len(broken)} records are broken (first: {broken[0]})" if broken else "the file is empty"
+        raise UserError(f"{path}: {found}. Allowed: {allowed}.")
+    if broken:
+        named = "; ".join(broken[:MAX_NAMED_LINES]) + ("; ..." if len(broken) > MAX_NAMED_LINES else "")
+        logging.getLogger(__name__).warning("%s: skipped %d broken records (%s)", path, len(broken), named)
+        if skipped is not None:
+            skipped.extend(broken)
+    return items
+
+
+def fields_of(record: Any) -> dict[str, Any]:
+    """The record as a mapping; ValueError if it is none."""
+    if not isinstance(record, dict):
+        raise ValueError(f"got {_short(record)}, not an object with named fields")
+    return record
+
+
+def text_field(record: dict[str, Any], *names: str) -> str:
+    """The first of the named fields that is there, which must be a string with something in it."""
+    for name in names:
+        if name in record:
+            value = record[name]
+            if not isinstance(value, str) or not value.strip():
+                raise ValueError(f"{name}: got {_short(value)}, not a non-empty string")
+            return value.strip()
+    found = ", ".join(list(map(str, record))[:8]) + (", ..." if len(record) > 8 else "")
+    raise ValueError(f"{' or '.join(names)}: missing; found the fields {found or '(none)'}")
+
+
+def id_field(record: dict[str, Any], position: int) -> str:
+    """`id` or `_id` as a string; the position in the file where there is neither."""
+    value = record.get("id", record.get("_id", position))
+    if isinstance(value, bool) or not isinstance(value, str | int) or value == "":
+        raise ValueError(f"id: got {_short(value)}, not a string or an integer")
+    return str(value)
+
+
+def _short(value: Any) -> str:
+    shown = repr(value)
+    return shown if len(shown) <= 60 else shown[:57] + "..."
+
+
+def _open(path: Path) -> BinaryIO:
+    stream = path.open("rb")
+    zipped = stream.read(2) == b"\x1f\x8b"
+    stream.seek(0)
+    return gzip.open(stream) if zipped else stream  # type: ignore[return-value]
+
+
+def _decode(line: bytes) -> str | Broken:
+    try:
+        return line.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        return Broken(f"not UTF-8 (byte {error.start + 1} of the line)")
+
+
+def _parse(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (json.JSONDecodeError, RecursionError) as error:
+        return Broken(f"not JSON ({error})")
+
+
+def _json_lines(stream: BinaryIO) -> Iterator[tuple[str, Any]]:
+    for number, line in enumerate(stream, 1):
+        text = _decode(line)
+        if isinstance(text, Broken):
+            yield f"line {number}", text
+        elif text.strip():
+            yield f"line {number}", _parse(text)
+
+
+def _json_any(path: Path, stream: BinaryIO) -> Iterator[tuple[str, Any]]:
+    """One JSON list, one JSON object of {title: sentences}, or JSON lines."""
+    first = stream.readline()
+    while first and not first.strip():
+        first = stream.readline()
+    head = _decode(first)
+    alone = _parse(head) if isinstance(head, str) and head.lstrip().startswith("{") else None
+    more = stream.readline() if isinstance(alone, dict) else b""
+    stream.seek(0)
+    if isinstance(alone, dict) and (more.strip() or not _is_pool(alone)):
+        yield from _json_lines(stream)
+        return
+    text = _decode(stream.read())
+    document = text if isinstance(text, Broken) else _parse(text) if text.strip() else []
+    if isinstance(document, Broken):
+        raise UserError(
+            f"{path}: {document.reason}. Allowed: JSON lines, one JSON list, or one JSON object of "
+            "{title: [sentences]}, in UTF-8."
+        )
+    if isinstance(document, list):
+        entries: Any = document
+    elif isinstance(document, dict) and _is_pool(document):
+        entries = document.items()
+    else:
+        entries = [document]
+    for number, entry in enumerate(entries, 1):
+        yield f"record {number}", entry
+
+
+def _is_pool(document: dict[str, Any]) -> bool:
+    return bool(document) and all(isinstance(value, list) for value in document.values())
+
+
+def _tsv(stream: BinaryIO) -> Iterator[tuple[str, Any]]:
+    """DPR's psgs_w100.tsv: a header "id, text, title", texts in doubled quotes, one passage a line."""
+    names = ["id", "text", "title"]
+    for number, line in enumerate(stream, 1):
+        text = _decode(line)
+        if isinstance(text, Broken):
+            yield f"line {number}", text
+            continue
+        if not text.strip():
+            continue
+        cells = next(csv.reader([text.rstrip("\r\n")], delimiter="\t"))
+        if number == 1 and "text" in cells:
+            names = cells
+        elif len(cells) != len(names):
+            yield f"line {number}", Broken(f"{len(cells)} columns instead of {len(names)} ({', '.join(names)})")
+        else:
+            yield f"line {number}", dict(zip(names, cells, strict=True))

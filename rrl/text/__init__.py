@@ -1,0 +1,1 @@
+"""Text without models: answer normalisation, answer metrics, tagged spans."""
