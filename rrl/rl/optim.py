@@ -1,0 +1,169 @@
+"""Optimisers and learning-rate schedules: one config, Optax underneath.
+
+Muon orthogonalises the update of each weight *matrix* (Jordan et al., 2024); embeddings, norms and biases go to AdamW. Our
+decoder stacks its layers on a leading axis, so that a parameter of shape [L, D, F] is L matrices: the leading axis is a batch
+axis, never part of the matrix. A gradient that is not finite leaves parameters and optimiser state as they were and is counted.
+"""
+
+import dataclasses
+import math
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Float, Int
+from optax import contrib
+
+from rrl.errors import UserError
+
+OPTIMIZERS = ("adamw", "muon", "sgd")
+SCHEDULES = ("constant", "cosine", "linear")
+
+MatrixRules = Sequence[tuple[str, tuple[tuple[int, ...], tuple[int, ...]] | None]]
+"""(regex over the parameter's path, (input axes, output axes) counted from the end, or None for "not a matrix")."""
+
+MATRIX_RULES: MatrixRules = (
+    (r"embed|norm|bias|scale|lm_head|unembed", None),
+    (r".*", ((-2,), (-1,))),
+)
+"""First match wins. Axes that are named on neither side (the leading layer axis) are batch axes."""
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimConfig:
+    """An optimiser with its schedule."""
+
+    name: str = "adamw"
+    """One of adamw, muon, sgd."""
+    lr: float = 1e-3
+    """Peak learning rate. For Muon: of the matrices, with updates scaled to the RMS size of Adam's (0.2), so that one
+    learning rate fits both."""
+    schedule: str = "constant"
+    """What follows the warm-up: constant, cosine (to final_ratio · lr) or linear (likewise)."""
+    final_ratio: float = 0.0
+    warmup_ratio: float = 0.0
+    """Share of total_steps in which the rate rises linearly; R-Search uses 0.95."""
+    warmup_steps: int = 0
+    """The same as a number of steps; give one of the two."""
+    weight_decay: float = 0.0
+    """Decoupled; on matrices only."""
+    b1: float = 0.9
+    b2: float = 0.95
+    eps: float = 1e-8
+    muon_beta: float = 0.95
+    adam_lr: float | None = None
+    """Rate of the parameters that Muon leaves to AdamW; None: lr."""
+    clip_norm: float | None = 1.0
+    """Global gradient norm above which gradients are scaled down; None: never."""
+    total_steps: int = 1000
+
+    def __post_init__(self) -> None:
+        for field, value, allowed in (
+            ("name", self.name, OPTIMIZERS),
+            ("schedule", self.schedule, SCHEDULES),
+        ):
+            if value not in allowed:
+                raise UserError(f"optim.{field}={value!r} is unknown; choose one of {', '.join(allowed)}.")
+        if self.warmup_ratio and self.warmup_steps:
+            raise UserError(
+                f"optim.warmup_ratio={self.warmup_ratio} and optim.warmup_steps={self.warmup_steps} are both given; set one to 0."
+            )
+        if not 0 <= self.warmup_ratio <= 1:
+            raise UserError(f"optim.warmup_ratio={self.warmup_ratio} must lie in 0..1.")
+        if self.lr < 0 or self.total_steps < 1 or self.warmup_steps < 0:
+            raise UserError(
+                f"optim needs lr >= 0, total_steps >= 1, warmup_steps >= 0; got {self.lr}, {self.total_steps}, {self.warmup_steps}."
+            )
+
+    @property
+    def warmup(self) -> int:
+        """Number of steps of the warm-up."""
+        return self.warmup_steps or math.ceil(self.warmup_ratio * self.total_steps)
+
+
+def make_schedule(config: OptimConfig, peak: float | None = None) -> Callable[[Int[Array, ""] | int], Float[Array, ""]]:
+    """The learning rate of update `step` (from 0).
+
+    It rises as (step + 1) / warmup, so that the first update is not lost and the last one of a run that is all warm-up has
+    the peak rate.
+    """
+    peak = config.lr if peak is None else peak
+
+    def rate(step: Int[Array, ""] | int) -> Float[Array, ""]:
+        step = jnp.asarray(step, jnp.float32)
+        rise = jnp.minimum(1.0, (step + 1) / max(1, config.warmup))
+        progress = jnp.clip((step - config.warmup) / max(1, config.total_steps - config.warmup), 0, 1)
+        if config.schedule == "cosine":
+            fall = config.final_ratio + (1 - config.final_ratio) * 0.5 * (1 + jnp.cos(jnp.pi * progress))
+        elif config.schedule == "linear":
+            fall = 1 - (1 - config.final_ratio) * progress
+        else:
+            fall = jnp.float32(1.0)
+        return peak * rise * fall
+
+    return rate
+
+
+def path_name(path: tuple[Any, ...]) -> str:
+    """A pytree path as "layers/attention/query/kernel"."""
+    parts = (str(getattr(p, "key", getattr(p, "name", getattr(p, "idx", p)))) for p in path)
+    return "/".join(p for p in parts if p != "value")
+
+
+def matrix_dimensions(params: Any, rules: MatrixRules = MATRIX_RULES) -> Any:
+    """For each parameter the axes that form its matrix, or None where it is none (the form that optax's Muon wants)."""
+
+    def of(path: tuple[Any, ...], leaf: Any) -> contrib.MuonDimensionNumbers | None:
+        for pattern, axes in rules:
+            if re.search(pattern, path_name(path)):
+                if axes is None or leaf.ndim < len(axes[0]) + len(axes[1]):
+                    return None
+                return contrib.MuonDimensionNumbers(reduction_axis=axes[0], output_axis=axes[1])
+        return None
+
+    return jax.tree_util.tree_map_with_path(of, params)
+
+
+def make_optimizer(config: OptimConfig, rules: MatrixRules = MATRIX_RULES) -> optax.GradientTransformation:
+    """The optimiser of a config: clip, rule, schedule; updates that are not finite are skipped and counted.
+
+    The skipped updates of its state are read with `skipped_updates`.
+    """
+    rate = make_schedule(config)
+
+    def dimensions(params: Any) -> Any:
+        return matrix_dimensions(params, rules)
+
+    def decayed(params: Any) -> Any:
+        return jax.tree.map(
+            lambda _, d: d is not None, params, dimensions(params), is_leaf=lambda x: x is None
+        )
+
+    if config.name == "muon":
+        rule = contrib.muon(
+            rate,
+            beta=config.muon_beta,
+            weight_decay=config.weight_decay,
+            adam_b1=config.b1,
+            adam_b2=config.b2,
+            adam_learning_rate=make_schedule(config, config.lr if config.adam_lr is None else config.adam_lr),
+            muon_weight_dimension_numbers=dimensions,
+            consistent_rms=0.2,
+        )
+    elif config.name == "adamw":
+        rule = optax.adamw(
+            rate, b1=config.b1, b2=config.b2, eps=config.eps, weight_decay=config.weight_decay, mask=decayed
+        )
+    else:
+        rule = optax.sgd(rate, momentum=config.b1 or None)
+    clip = optax.identity() if config.clip_norm is None else optax.clip_by_global_norm(config.clip_norm)
+    # optax gives up after so many bad updates in a row; the count of a run never reaches this.
+    return optax.apply_if_finite(optax.chain(clip, rule), max_consecutive_errors=2**31 - 2)
+
+
+def skipped_updates(state: optax.ApplyIfFiniteState) -> Int[Array, ""]:
+    """How many updates were skipped since the start because their gradient was not finite."""
+    return state.total_notfinite

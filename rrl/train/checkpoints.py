@@ -1,0 +1,196 @@
+"""Checkpoints of a run: Orbax underneath, exact resume, and a workdir that knows its config."""
+
+import contextlib
+import json
+import os
+import pathlib
+import signal
+import tempfile
+import threading
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+
+from rrl.errors import UserError
+
+
+class Checkpoints:
+    """The checkpoints of one workdir.
+
+    A workdir belongs to one config, written to `config.json`; another config is refused, since a run continued under other
+    settings is neither of the two. Saving is atomic (Orbax writes beside and renames), in the background.
+    """
+
+    def __init__(
+        self,
+        workdir: str | os.PathLike[str],
+        config: Mapping[str, Any],
+        keep: int = 2,
+        may_differ: tuple[str, ...] = (),
+    ) -> None:
+        """Opens a workdir, or makes it.
+
+        Args:
+            workdir: folder of the run.
+            config: the run's settings, as JSON-able values (nested mappings allowed).
+            keep: number of checkpoints that stay.
+            may_differ: dotted names of fields that do not change the numbers of a run (how often to log, ...).
+
+        Raises:
+            UserError: the workdir holds a run of another config; nothing is written then.
+        """
+        self.workdir = pathlib.Path(workdir).absolute()
+        refuse_other_config(self.workdir, config, may_differ)
+        self.workdir.mkdir(parents=True, exist_ok=True)
+        _write_json(self.workdir / "config.json", config)
+        self._manager = ocp.CheckpointManager(
+            self.workdir / "checkpoints",
+            options=ocp.CheckpointManagerOptions(max_to_keep=keep, enable_async_checkpointing=True),
+        )
+
+    @property
+    def latest(self) -> int | None:
+        """Step of the newest complete checkpoint."""
+        return self._manager.latest_step()
+
+    def save(self, step: int, state: Any, metadata: Mapping[str, Any] | None = None) -> None:
+        """Saves a pytree of arrays and JSON-able metadata as of `step` completed updates; a step already there is left."""
+        if step == self.latest:
+            return
+        items = ocp.args.Composite(
+            state=ocp.args.StandardSave(_plain(state)), metadata=ocp.args.JsonSave(dict(metadata or {}))
+        )
+        self._manager.save(step, args=items, force=True)
+
+    def restore(self, template: Any, step: int | None = None) -> tuple[Any, dict[str, Any]]:
+        """The state as saved, with the template's structure, dtypes and shardings, and its metadata.
+
+        Raises:
+            UserError: there is no checkpoint (of that step), or its arrays are not the template's.
+        """
+        self._manager.wait_until_finished()
+        step = self.latest if step is None else step
+        if step is None or step not in self._manager.all_steps():
+            raise UserError(
+                f"no checkpoint of step {step} in {self.workdir}; there are {list(self._manager.all_steps()) or 'none'}."
+            )
+        abstract = jax.tree.map(_abstract, _plain(template))
+        try:
+            found = self._manager.restore(
+                step,
+                args=ocp.args.Composite(
+                    state=ocp.args.StandardRestore(abstract), metadata=ocp.args.JsonRestore()
+                ),
+            )
+        except (ValueError, KeyError) as error:
+            raise UserError(
+                f"the checkpoint of step {step} in {self.workdir} does not fit this model and optimiser: {error} "
+                f"Use the code and config that made it, or another --workdir."
+            ) from error
+        leaves = jax.tree.leaves(found["state"])
+        return jax.tree.unflatten(jax.tree.structure(template), leaves), dict(found["metadata"])
+
+    def close(self) -> None:
+        """Waits until everything is on disk."""
+        self._manager.wait_until_finished()
+        self._manager.close()
+
+    def __enter__(self) -> "Checkpoints":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def refuse_other_config(
+    workdir: str | os.PathLike[str], config: Mapping[str, Any], may_differ: tuple[str, ...] = ()
+) -> None:
+    """Raises UserError when the workdir holds a run of another config, naming each field that differs."""
+    path = pathlib.Path(workdir) / "config.json"
+    if not path.exists():
+        return
+    stored = _flat(json.loads(path.read_text(encoding="utf-8")))
+    given = _flat(json.loads(json.dumps(config)))
+    names = sorted(n for n in stored.keys() | given.keys() if n not in may_differ)
+    absent = "(absent)"
+    differing = [
+        f"{n}: {stored.get(n, absent)!r} there, {given.get(n, absent)!r} now"
+        for n in names
+        if stored.get(n, absent) != given.get(n, absent)
+    ]
+    if differing:
+        raise UserError(
+            f"workdir {os.fspath(workdir)} holds a run of another config ({'; '.join(differing)}). "
+            "Use the same settings to continue it, choose another --workdir, or delete that folder."
+        )
+
+
+class StopSignal:
+    """Remembers that SIGTERM or SIGINT came, so that a loop can save and leave at its next step."""
+
+    def __init__(self) -> None:
+        self._event = threading.Event()
+
+    def __bool__(self) -> bool:
+        return self._event.is_set()
+
+    def set(self, *_: object) -> None:
+        """Asks for the stop."""
+        self._event.set()
+
+
+@contextlib.contextmanager
+def stop_requested() -> Iterator[StopSignal]:
+    """Within the block SIGTERM (and the first Ctrl-C) set the flag that is yielded instead of ending the process.
+
+    A second Ctrl-C interrupts at once. Outside the main thread, where signals cannot be caught, the flag stays unset.
+    """
+    flag = StopSignal()
+    if threading.current_thread() is not threading.main_thread():
+        yield flag
+        return
+
+    def interrupt(*_: object) -> None:
+        if flag:
+            raise KeyboardInterrupt
+        flag.set()
+
+    before = {s: signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGINT)}
+    signal.signal(signal.SIGTERM, flag.set)
+    signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield flag
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _plain(tree: Any) -> dict[str, Any]:
+    """Leaves by path, so that what is on disk does not depend on the Python classes around them."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {f"{i:04d}{jax.tree_util.keystr(path)}".replace("/", "_"): leaf for i, (path, leaf) in enumerate(leaves)}
+
+
+def _abstract(leaf: Any) -> Any:
+    if isinstance(leaf, jax.Array):
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
+    return np.asarray(leaf) if not isinstance(leaf, jax.ShapeDtypeStruct) else leaf
+
+
+def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    out: dict[str, Any] = {}
+    for name, value in tree.items():
+        if isinstance(value, Mapping):
+            out |= _flat(value, f"{prefix}{name}.")
+        else:
+            out[prefix + name] = value
+    return out
+
+
+def _write_json(path: pathlib.Path, value: Mapping[str, Any]) -> None:
+    with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=path.parent, delete=False) as beside:
+        json.dump(value, beside, indent=2, sort_keys=True)
+    os.replace(beside.name, path)

@@ -1,0 +1,80 @@
+"""Metrics of a run: `metrics.jsonl` (one line a step) and TensorBoard, consistent across resumes."""
+
+import json
+import math
+import os
+import pathlib
+import tempfile
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from tensorboardX import SummaryWriter
+
+
+class MetricsWriter:
+    """Appends the metrics of each step to `workdir/metrics.jsonl` and to TensorBoard.
+
+    A run resumed at step S drops what a former life wrote of later steps, so that the file reads as one uninterrupted run.
+    """
+
+    def __init__(self, workdir: str | os.PathLike[str], resume_step: int = 0, tensorboard: bool = True) -> None:
+        """Opens the files; lines of steps after `resume_step` (completed updates) are removed."""
+        folder = pathlib.Path(workdir)
+        folder.mkdir(parents=True, exist_ok=True)
+        self.path = folder / "metrics.jsonl"
+        _truncate(self.path, resume_step)
+        self._file = self.path.open("a", encoding="utf-8")
+        self._board = (
+            SummaryWriter(str(folder / "tensorboard"), purge_step=resume_step + 1, flush_secs=10) if tensorboard else None
+        )
+
+    def write(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Writes scalars of a step (the number of completed updates). A value that is not finite is written as null."""
+        plain = {name: _plain(value) for name, value in metrics.items()}
+        self._file.write(json.dumps({"step": step} | plain, allow_nan=False) + "\n")
+        self._file.flush()
+        if self._board is not None:
+            for name, value in plain.items():
+                if isinstance(value, int | float):
+                    self._board.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        """Flushes and closes both."""
+        self._file.close()
+        if self._board is not None:
+            self._board.close()
+
+    def __enter__(self) -> "MetricsWriter":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """The lines of a metrics file; a last line that a kill cut short is ignored."""
+    lines = []
+    for text in pathlib.Path(path).read_text(encoding="utf-8").splitlines():
+        try:
+            lines.append(json.loads(text))
+        except json.JSONDecodeError:
+            break
+    return lines
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, str | bool | None):
+        return value
+    value = np.asarray(value).item()
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _truncate(path: pathlib.Path, last_step: int) -> None:
+    if not path.exists():
+        return
+    kept = [json.dumps(line) + "\n" for line in read_metrics(path) if line["step"] <= last_step]
+    # A kill between two writes must not lose the past: write beside, then replace.
+    with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=path.parent, delete=False) as beside:
+        beside.writelines(kept)
+    os.replace(beside.name, path)

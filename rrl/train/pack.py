@@ -1,0 +1,153 @@
+"""Packing: many short sequences into few long rows (first-fit decreasing), on the host."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from jaxtyping import Bool, Int, Shaped
+
+from rrl.errors import UserError
+from rrl.rl.batch import Batch
+
+
+@dataclasses.dataclass(frozen=True)
+class Packed:
+    """Rows, and where each sequence went."""
+
+    batch: Batch
+    """NumPy arrays [B, T]."""
+    row: Int[np.ndarray, "N"]
+    """Row of each sequence; -1 where it was dropped."""
+    start: Int[np.ndarray, "N"]
+    """Its first column."""
+
+    def unpack(self, values: Shaped[np.ndarray, "B T"], lengths: Sequence[int]) -> list[np.ndarray]:
+        """Per-token values of each sequence, in the order in which the sequences were given."""
+        return [
+            values[row, start : start + length]
+            for row, start, length in zip(self.row, self.start, lengths, strict=True)
+        ]
+
+
+def first_fit_decreasing(lengths: Int[np.ndarray, "N"], row_length: int) -> tuple[np.ndarray, np.ndarray, int]:
+    """Places items of the given lengths into rows, longest first, each into the first row with room.
+
+    Returns:
+        Row and first column of each item, and the number of rows, which depends on the multiset of lengths only.
+    """
+    order = np.argsort(-lengths, kind="stable")
+    rows, starts = np.zeros(len(lengths), np.int64), np.zeros(len(lengths), np.int64)
+    # A tree of maxima over the room of the rows finds the first row with room in log time.
+    size = 1 << max(0, int(len(lengths) - 1).bit_length())
+    room = [row_length] * (2 * size)
+    used = 0
+    for item in order.tolist():
+        length, node = int(lengths[item]), 1
+        while node < size:
+            node *= 2
+            if room[node] < length:
+                node += 1
+        rows[item], starts[item] = node - size, row_length - room[node]
+        used = max(used, node - size + 1)
+        room[node] -= length
+        while node > 1:
+            node //= 2
+            room[node] = max(room[2 * node], room[2 * node + 1])
+    return rows, starts, used
+
+
+def pack(
+    tokens: Sequence[Int[np.ndarray, "T"]],
+    loss: Sequence[Bool[np.ndarray, "T"]],
+    row_length: int,
+    *,
+    extras: Mapping[str, Sequence[np.ndarray]] | None = None,
+    rows: int | None = None,
+    multiple: int = 1,
+    too_long: str = "error",
+    pad_id: int = 0,
+) -> Packed:
+    """Packs sequences into rows of tokens, positions, segment ids, target mask and any per-token side arrays.
+
+    The first token of a sequence is never a target, since nothing predicts it.
+
+    Args:
+        tokens: the sequences.
+        loss: for each token whether it is a target.
+        row_length: T.
+        extras: per-token arrays by name, one for each sequence; padding gets 0.
+        rows: B; more rows than needed are padding. None: as many as needed.
+        multiple: B is rounded up to a multiple of this (so that few shapes are compiled, or rows divide over devices).
+        too_long: what happens to a sequence longer than a row: "error", "cut" (its end is lost) or "drop".
+        pad_id: token of the padding.
+
+    Raises:
+        UserError: a sequence does not fit a row (with `too_long="error"`), or all do not fit `rows`.
+    """
+    if too_long not in ("error", "cut", "drop"):
+        raise UserError(f"too_long={too_long!r} is unknown; choose error, cut or drop.")
+    lengths = np.array([len(t) for t in tokens], np.int64)
+    if too_long == "error" and len(lengths) and lengths.max() > row_length:
+        raise UserError(
+            f"sequence {int(lengths.argmax())} has {int(lengths.max())} tokens, more than row_length={row_length}; raise "
+            f"row_length, or choose too_long=cut or too_long=drop."
+        )
+    kept = np.flatnonzero(lengths <= row_length) if too_long == "drop" else np.arange(len(lengths))
+    lengths = np.minimum(lengths, row_length)[kept]
+    row_of, start_of, used = first_fit_decreasing(lengths, row_length)
+    if rows is not None and used > rows:
+        raise UserError(f"{len(kept)} sequences need {used} rows of row_length={row_length}, more than rows={rows}; raise one.")
+    count = used if rows is None else rows
+    count = max(1, -(-count // multiple)) * multiple
+
+    # Flat index of each token of all kept sequences, in order: one vectorised scatter an array.
+    total = int(lengths.sum())
+    first = np.cumsum(lengths) - lengths
+    within = np.arange(total) - np.repeat(first, lengths)
+    flat = np.repeat(row_of * row_length + start_of, lengths) + within
+
+    def scatter(parts: Sequence[np.ndarray], fill: int, dtype: np.dtype | None = None) -> np.ndarray:
+        cut = [parts[i][:n] for i, n in zip(kept.tolist(), lengths.tolist(), strict=True)]
+        joined = np.concatenate(cut) if cut else np.zeros(0, dtype or np.float32)
+        out = np.full(count * row_length, fill, dtype or joined.dtype)
+        out[flat] = joined
+        return out.reshape(count, row_length)
+
+    # Segments count from 1 in the order of their columns.
+    by_place = np.lexsort((start_of, row_of))
+    segment = np.zeros(len(kept), np.int32)
+    new_row = np.diff(row_of[by_place], prepend=-1) != 0
+    index = np.arange(len(kept))
+    segment[by_place] = index - np.maximum.accumulate(np.where(new_row, index, 0)) + 1
+    segment_ids, positions = np.zeros(count * row_length, np.int32), np.zeros(count * row_length, np.int32)
+    segment_ids[flat], positions[flat] = np.repeat(segment, lengths), within
+    mask = scatter(loss, 0, np.dtype(bool))
+    mask &= positions.reshape(mask.shape) > 0
+
+    row, start = np.full(len(tokens), -1, np.int64), np.zeros(len(tokens), np.int64)
+    row[kept], start[kept] = row_of, start_of
+    batch = Batch(
+        tokens=scatter(tokens, pad_id, np.dtype(np.int32)),
+        positions=positions.reshape(mask.shape),
+        segment_ids=segment_ids.reshape(mask.shape),
+        loss=mask,
+        extras={name: scatter(parts, 0) for name, parts in (extras or {}).items()},
+    )
+    return Packed(batch, row, start)
+
+
+def take_rows(batch: Batch, rows: Int[np.ndarray, "B"]) -> Batch:
+    """The given rows of a batch; an index of -1 gives a row of padding."""
+
+    def take(x: np.ndarray) -> np.ndarray:
+        out = x[rows]
+        out[np.asarray(rows) < 0] = 0
+        return out
+
+    return Batch(
+        take(batch.tokens),
+        take(batch.positions),
+        take(batch.segment_ids),
+        take(batch.loss),
+        {name: take(x) for name, x in batch.extras.items()},
+    )
