@@ -1,0 +1,1 @@
+"""One file a paper: prompts, protocol, rewards put together, advantage shaping, the paper's numbers."""

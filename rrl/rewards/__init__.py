@@ -1,0 +1,1 @@
+"""How to score: pure reward functions and the models that judge."""

@@ -1,0 +1,105 @@
+"""Stop strings matched on bytes: one transition per vocabulary token, so that jitted code advances one integer.
+
+A tokenizer may spell `</search>` in many ways and glue `>` to what follows; bytes do not care. The automaton is
+Aho-Corasick over the stop strings; its transition for a token is the transition over all the token's bytes, and a
+stop string that ends anywhere inside a token counts.
+"""
+
+import collections
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+from jaxtyping import Int
+
+from rrl.errors import UserError
+
+_NO_BYTE = 256
+
+
+@dataclasses.dataclass(frozen=True)
+class StopAutomaton:
+    """The compiled stop strings of a protocol for one tokenizer."""
+
+    strings: tuple[str, ...]
+    table: Int[np.ndarray, "states V"]
+    """Next state after a token; state 0 is the start, the last `len(strings)` states are absorbing accepts."""
+
+    @property
+    def first_accept(self) -> int:
+        """States from this one on mean that stop string `state - first_accept` has been seen."""
+        return self.table.shape[0] - len(self.strings)
+
+
+def compile_stops(strings: Sequence[str], token_bytes: Sequence[bytes]) -> StopAutomaton:
+    """Compiles `strings` for a vocabulary given as the exact bytes of each token id.
+
+    The first string to be completed wins; of two that end at the same byte, the longer. Raises UserError for an empty
+    stop string or a repeated one.
+    """
+    patterns = [string.encode() for string in strings]
+    if not all(patterns) or len(set(patterns)) != len(patterns):
+        raise UserError(f"stop strings must be non-empty and distinct, found {list(strings)}")
+    delta, first_accept = _byte_automaton(patterns)
+    width = max((len(b) for b in token_bytes), default=0)
+    padded = np.full((len(token_bytes), width), _NO_BYTE, np.int32)
+    for token, data in enumerate(token_bytes):
+        padded[token, : len(data)] = np.frombuffer(data, np.uint8)
+    states = delta.shape[0]
+    table = np.empty((states, len(token_bytes)), np.int32)
+    for state in range(states):
+        current = np.full(len(token_bytes), state, np.int32)
+        for column in range(width):
+            current = delta[current, padded[:, column]]
+        table[state] = current
+    assert first_accept == states - len(patterns)
+    return StopAutomaton(tuple(strings), table)
+
+
+def _byte_automaton(patterns: list[bytes]) -> tuple[np.ndarray, int]:
+    """Aho-Corasick as a dense table [states, 257]; accepts are absorbing; column 256 (no byte) stays in place."""
+    children: list[dict[int, int]] = [{}]
+    ends: list[int] = [-1]
+    for index, pattern in enumerate(patterns):
+        node = 0
+        for byte in pattern:
+            if byte not in children[node]:
+                children[node][byte] = len(children)
+                children.append({})
+                ends.append(-1)
+            node = children[node][byte]
+        ends[node] = index
+    failure = [0] * len(children)
+    order: list[int] = []
+    queue = collections.deque(children[0].values())
+    while queue:
+        node = queue.popleft()
+        order.append(node)
+        for byte, child in children[node].items():
+            fallback = failure[node]
+            while fallback and byte not in children[fallback]:
+                fallback = failure[fallback]
+            failure[child] = children[fallback].get(byte, 0)
+            queue.append(child)
+    for node in order:
+        if ends[node] < 0:
+            ends[node] = ends[failure[node]]
+    live = [0] + [node for node in order if ends[node] < 0]
+    number = {node: i for i, node in enumerate(live)}
+    first_accept = len(live)
+    delta = np.zeros((first_accept + len(patterns), _NO_BYTE + 1), np.int32)
+    goto = np.zeros((len(children), 256), np.int64)
+    for node in [0, *order]:
+        if node:
+            goto[node] = goto[failure[node]]
+        for byte, child in children[node].items():
+            goto[node, byte] = child
+    for node in live:
+        row = number[node]
+        for byte in range(256):
+            target = goto[node, byte]
+            delta[row, byte] = first_accept + ends[target] if ends[target] >= 0 else number[target]
+        delta[row, _NO_BYTE] = row
+    for accept in range(first_accept, delta.shape[0]):
+        delta[accept] = accept
+    return delta, first_accept

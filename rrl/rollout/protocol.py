@@ -1,0 +1,134 @@
+"""What an environment is: the prompt, where the policy pauses, what it is answered, and when the episode ends."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Protocol
+
+from rrl.data.passages import Passage
+from rrl.data.questions import Question
+from rrl.rollout.trajectory import Search
+from rrl.text.spans import boxes
+
+EOS, TURN_TOKENS, CONTEXT = "<eos>", "<turn tokens>", "<context>"
+"""Why a turn paused, when it was not one of the protocol's stop strings."""
+
+
+@dataclasses.dataclass(slots=True)
+class Episode:
+    """What an environment may look at when a turn has paused."""
+
+    question: Question
+    turn: int = 0
+    """Index of the current turn; every answer of the environment opens the next one."""
+    searches: list[Search] = dataclasses.field(default_factory=list)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SearchFor:
+    """Action: retrieve passages, then append `Environment.observe(...)`."""
+
+    query: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Append:
+    """Action: append a message of the environment; only `body` is cut to the observation budget."""
+
+    prefix: str = ""
+    body: str = ""
+    suffix: str = ""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Finish:
+    """Action: the episode is over, and why."""
+
+    reason: str
+
+
+Action = SearchFor | Append | Finish
+
+
+class Environment(Protocol):
+    """One protocol between a policy and its tools."""
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """Strings at which the policy must pause (the end-of-sequence token always pauses)."""
+
+    turn_tokens: int
+    """Most tokens the policy may write in a turn."""
+    observation_tokens: int
+    """Most tokens of an observation's body."""
+
+    def react(self, episode: Episode, text: str, stop: str) -> Action:
+        """Answers a paused turn whose text is `text`; `stop` is a stop string, EOS, TURN_TOKENS or CONTEXT."""
+
+    def observe(self, episode: Episode, passages: Sequence[Passage] | None) -> Append:
+        """Words an observation; `passages` is None when the search failed."""
+
+
+def render_passages(passages: Sequence[Passage]) -> str:
+    """Documents as the policy reads them, one a line: `(Title: T) text` (R-Search, Table 8)."""
+    return "\n".join(f"(Title: {passage.title}) {passage.text}" for passage in passages)
+
+
+@dataclasses.dataclass(frozen=True)
+class Stream:
+    """Reasoning and search in one growing context (R-Search, TIRESRAG-R1, Search-R1, ReSearch ...).
+
+    The policy pauses at `</search>`; the environment appends an observation. After `max_searches` turns one last turn
+    runs with search off. A turn that neither searches nor answers gets `correction`, which costs a turn.
+    """
+
+    search: str = "search"
+    observation: str = "observation"
+    answer: str = "answer"
+    max_searches: int = 4
+    turn_tokens: int = 500
+    observation_tokens: int = 1800
+    correction: str = (
+        "My action is not correct. To search, I write the query between <{search}> and </{search}>. "
+        "To answer, I write the answer between <{answer}> and </{answer}>."
+    )
+    failure: str = "The search failed."
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        return (f"</{self.search}>",)
+
+    def react(self, episode: Episode, text: str, stop: str) -> Action:
+        if stop == CONTEXT:
+            return Finish("context_limit")
+        last = episode.turn >= self.max_searches
+        if stop == self.stops[0]:
+            queries = boxes(text, self.search)
+            if queries and queries[-1].strip():
+                return Finish("search_limit") if last else SearchFor(queries[-1].strip())
+        elif boxes(text, self.answer):
+            return Finish("answer")
+        if last:
+            return Finish("turn_limit")
+        return Append(prefix="\n" + self.correction.format(search=self.search, answer=self.answer) + "\n")
+
+    def observe(self, episode: Episode, passages: Sequence[Passage] | None) -> Append:
+        body = self.failure if passages is None else render_passages(passages)
+        return Append(f"\n<{self.observation}>\n", body, f"\n</{self.observation}>\n")
+
+
+@dataclasses.dataclass(frozen=True)
+class SingleTurn:
+    """One prompt, one output: readers, judges and closed-book generation."""
+
+    turn_tokens: int = 64
+    observation_tokens: int = 0
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        return ()
+
+    def react(self, episode: Episode, text: str, stop: str) -> Action:
+        return Finish("answer" if stop == EOS else "length")
+
+    def observe(self, episode: Episode, passages: Sequence[Passage] | None) -> Append:
+        raise NotImplementedError("a single-turn environment never searches")

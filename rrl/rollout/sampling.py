@@ -1,0 +1,54 @@
+"""Sampling that depends on the request and the position, never on the batch."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, Key
+
+_GREEDY = 1e-6
+
+
+def row_keys(base: Key[Array, ""], request: Int[Array, "B"], position: Int[Array, "B"]) -> Key[Array, "B"]:
+    """One key a row: fold_in(fold_in(base, request), position)."""
+    return jax.vmap(lambda r, p: jax.random.fold_in(jax.random.fold_in(base, r), p))(request, position)
+
+
+def truncate(
+    logits: Float[Array, "B V"], *, top_p: float = 1.0, top_k: int = 0
+) -> Float[Array, "B V"]:
+    """Sets the logits outside the top k tokens, or outside the smallest set with mass `top_p`, to -inf."""
+    if top_k:
+        kth = jax.lax.top_k(logits, top_k)[0][:, -1:]
+        logits = jnp.where(logits < kth, -jnp.inf, logits)
+    if top_p < 1.0:
+        ordered = jnp.sort(logits, axis=-1, descending=True)
+        mass = jnp.cumsum(jax.nn.softmax(ordered, axis=-1), axis=-1)
+        kept = jnp.sum(mass < top_p, axis=-1, keepdims=True)
+        threshold = jnp.take_along_axis(ordered, kept, axis=-1)
+        logits = jnp.where(logits < threshold, -jnp.inf, logits)
+    return logits
+
+
+def sample(
+    logits: Float[Array, "B V"],
+    keys: Key[Array, "B"],
+    temperature: Float[Array, "B"],
+    *,
+    top_p: float = 1.0,
+    top_k: int = 0,
+) -> tuple[Int[Array, "B"], Float[Array, "B"], Float[Array, "B"]]:
+    """Draws one token a row by inverting the cumulative distribution: one random number a row, whatever V.
+
+    Temperature 0 is greedy. Returns ids, their log-probability under the full distribution (temperature 1, not
+    truncated) and under the distribution that was sampled (0 for greedy rows).
+    """
+    greedy = temperature < _GREEDY
+    scaled = logits / jnp.where(greedy, 1.0, temperature)[:, None]
+    scaled = jax.nn.log_softmax(truncate(scaled, top_p=top_p, top_k=top_k), axis=-1)
+    cumulative = jnp.cumsum(jnp.exp(scaled), axis=-1)
+    uniform = jax.vmap(lambda key: jax.random.uniform(key, ()))(keys)
+    below = cumulative <= uniform[:, None] * cumulative[:, -1:]
+    drawn = jnp.minimum(jnp.sum(below, axis=-1), logits.shape[-1] - 1)
+    ids = jnp.where(greedy, jnp.argmax(logits, axis=-1), drawn).astype(jnp.int32)
+    full = jnp.take_along_axis(jax.nn.log_softmax(logits, axis=-1), ids[:, None], axis=-1)[:, 0]
+    sampled = jnp.take_along_axis(scaled, ids[:, None], axis=-1)[:, 0]
+    return ids, full, jnp.where(greedy, 0.0, sampled)
