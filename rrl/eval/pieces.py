@@ -1,0 +1,106 @@
+"""A trajectory's text cut into pieces: reasoning, search, observation, evidence, answer."""
+
+import codecs
+import dataclasses
+import itertools
+import re
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from rrl.rollout.trajectory import POLICY, PROMPT, Trajectory
+
+RSEARCH_TAGS = {"search": "search", "original_evidence": "evidence", "answer": "answer"}
+"""Tag written by the policy → kind of piece (R-Search, section 3.2.1)."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Piece:
+    """A run of text of one role and one kind."""
+
+    role: int
+    """PROMPT, POLICY or ENVIRONMENT."""
+    kind: str
+    """"prompt", "reasoning", "observation", "message" (of the environment), or a kind named by the tags."""
+    text: str
+    """Without the enclosing tags and the white space at both ends (a prompt is kept as it is)."""
+    spans: tuple[tuple[str, float], ...] = ()
+    """(text, log-probability) of each sampled token, if the tokens' bytes were given; their texts join to `text`."""
+
+
+def pieces(
+    trajectory: Trajectory,
+    tags: Mapping[str, str] = RSEARCH_TAGS,
+    token_bytes: Sequence[bytes] | None = None,
+) -> list[Piece]:
+    """Cuts every segment; text that is in no well-formed box is reasoning, blank stretches are dropped.
+
+    `token_bytes` holds the exact bytes of each token id; with it, policy pieces carry their tokens.
+    """
+    found: list[Piece] = []
+    texts = _token_texts(trajectory, token_bytes) if token_bytes is not None else None
+    for index, (role, text) in enumerate(trajectory.segments):
+        if role == POLICY:
+            found += _policy_pieces(text, tags, texts[index] if texts else [])
+        elif role == PROMPT:
+            found.append(Piece(role, "prompt", text))
+        elif text.strip():
+            # The label takes the place of the tags; a message without tags is a correction.
+            box = re.fullmatch(r"\s*<(\w+)>(.*)</\1>\s*", text, flags=re.DOTALL)
+            found.append(Piece(role, "observation" if box else "message", (box[2] if box else text).strip()))
+    return found
+
+
+def stray_tags(text: str, tags: Mapping[str, str] = RSEARCH_TAGS) -> list[tuple[int, int]]:
+    """(start, end) of the tags in a piece of reasoning: the box they should have made was malformed."""
+    return [match.span() for match in re.finditer(f"</?(?:{'|'.join(map(re.escape, tags))})>", text)]
+
+
+def _policy_pieces(text: str, tags: Mapping[str, str], tokens: list[tuple[str, float]]) -> list[Piece]:
+    names = "|".join(map(re.escape, tags))
+    # As everywhere, a box is an opening and the nearest closing, with no other opening of the same tag between.
+    box = re.compile(rf"<({names})>((?:(?!<\1>).)*?)</\1>", re.DOTALL) if tags else re.compile(r"(?!)()()")
+    cuts: list[tuple[str, int, int]] = []
+    end = 0
+    for match in box.finditer(text):
+        cuts.append(("reasoning", end, match.start()))
+        cuts.append((tags[match[1]], match.start(2), match.end(2)))
+        end = match.end()
+    cuts.append(("reasoning", end, len(text)))
+    if "".join(token for token, _ in tokens) != text:
+        tokens = []
+    found = []
+    for kind, start, stop in cuts:
+        inner = text[start:stop].strip()
+        if inner or kind != "reasoning":
+            start += len(text[start:stop]) - len(text[start:stop].lstrip())
+            found.append(Piece(POLICY, kind, inner, _cut_tokens(tokens, start, start + len(inner))))
+    return found
+
+
+def _cut_tokens(tokens: list[tuple[str, float]], start: int, stop: int) -> tuple[tuple[str, float], ...]:
+    """The tokens of characters start..stop; a token that crosses an edge (`> ` glued to a word) is cut there."""
+    spans: list[tuple[str, float]] = []
+    at = 0
+    for text, logp in tokens:
+        inside = text[max(start - at, 0) : max(stop - at, 0)]
+        if inside:
+            spans.append((inside, logp))
+        at += len(text)
+    return tuple(spans)
+
+
+def _token_texts(trajectory: Trajectory, token_bytes: Sequence[bytes]) -> list[list[tuple[str, float]]]:
+    """For each segment, (text, log-probability) of its tokens; a character of several tokens belongs to the last."""
+    roles = np.asarray(trajectory.roles)
+    starts = [0, *(np.flatnonzero(np.diff(roles)) + 1).tolist(), len(roles)]
+    runs: list[list[tuple[str, float]]] = []
+    for start, stop in itertools.pairwise(starts):
+        decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        run = []
+        for at in range(start, stop):
+            text = decoder.decode(token_bytes[trajectory.tokens[at]], final=at == stop - 1)
+            run.append((text, float(trajectory.logps[at])))
+        runs.append(run)
+    # Segments without tokens of their own cannot be lined up; then the text is shown without tokens.
+    return runs if len(runs) == len(trajectory.segments) else [[] for _ in trajectory.segments]

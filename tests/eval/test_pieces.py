@@ -1,0 +1,70 @@
+"""Cutting a trajectory into pieces keeps the text, the tags' meaning and the tokens."""
+
+import dataclasses
+
+from rrl.eval.pieces import pieces, stray_tags
+from rrl.rollout.trajectory import ENVIRONMENT, POLICY, PROMPT
+from tests.eval.fakes import FakeTokens, direct, malformed, spouse, winter
+
+
+def kinds(trajectory):
+    return [piece.kind for piece in pieces(trajectory)]
+
+
+def test_pieces_follow_the_papers_order():
+    assert kinds(spouse()) == [
+        *("prompt", "reasoning", "search", "observation", "reasoning", "search", "observation"),
+        *("evidence", "answer"),
+    ]
+
+
+def test_a_malformed_box_stays_reasoning_and_its_tags_are_found():
+    cut = pieces(malformed())
+    assert [piece.kind for piece in cut] == [
+        "prompt",
+        "reasoning",
+        "message",
+        "search",
+        "observation",
+        "reasoning",
+    ]
+    assert [cut[1].text[start:stop] for start, stop in stray_tags(cut[1].text)] == ["<search>", "<answer>"]
+
+
+def test_tags_in_the_prompt_are_not_the_policys():
+    cut = pieces(direct())
+    assert [piece.kind for piece in cut if piece.role == PROMPT] == ["prompt"]
+    assert cut[0].text == direct().segments[0][1]
+
+
+def test_tokens_join_to_the_text_of_each_policy_piece():
+    tokens = FakeTokens()
+    trajectory = winter(tokens=tokens)
+    for piece in pieces(trajectory, token_bytes=tokens.bytes):
+        assert "".join(text for text, _ in piece.spans) == (piece.text if piece.role == POLICY else "")
+
+
+def test_a_character_of_several_tokens_belongs_to_the_last():
+    trajectory = dataclasses.replace(direct(), segments=[(POLICY, "é!")])
+    trajectory.tokens, trajectory.roles = trajectory.tokens[:3], trajectory.roles[:3] * 0 + POLICY
+    trajectory.tokens[:] = [0, 1, 2]
+    trajectory.logps = trajectory.logps[:3] * 0 - [1.0, 2.0, 3.0]
+    (piece,) = pieces(trajectory, token_bytes=[b"\xc3", b"\xa9", b"!"])
+    assert piece.spans == (("é", -2.0), ("!", -3.0))
+
+
+def test_tokens_that_do_not_spell_the_text_are_left_out():
+    trajectory = spouse()
+    assert all(not piece.spans for piece in pieces(trajectory, token_bytes=[b"x"] * 1000))
+
+
+def test_other_tags_can_be_named():
+    trajectory = dataclasses.replace(
+        direct(), segments=[(POLICY, "<think> why </think><search>x</search>"), (ENVIRONMENT, "y")]
+    )
+    cut = pieces(trajectory, {"think": "reasoning", "search": "search"})
+    assert [(piece.kind, piece.text) for piece in cut] == [
+        ("reasoning", "why"),
+        ("search", "x"),
+        ("message", "y"),
+    ]

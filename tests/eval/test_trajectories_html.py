@@ -1,0 +1,154 @@
+"""The page shows everything, fetches nothing, and survives hostile text."""
+
+import dataclasses
+import re
+import time
+from html.parser import HTMLParser
+
+import pytest
+
+from rrl.data.questions import Question
+from rrl.eval.article import article, verdict
+from rrl.eval.trajectories_html import fragment, write_html
+from rrl.rollout.trajectory import ENVIRONMENT, POLICY, Search
+from tests.eval.fakes import FakeTokens, direct, malformed, many, spouse, winter
+
+HOSTILE = "</script></style><script>alert(1)</script><img src=x onerror=alert(2)>\"'&\u2028\x00"
+
+
+class Balanced(HTMLParser):
+    """Fails on a tag that closes no open one, and collects the text and the tags."""
+
+    VOID = frozenset({"meta", "input", "br"})
+
+    def __init__(self):
+        super().__init__()
+        self.open, self.tags, self.words = [], [], []
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.words.append(data)
+
+
+def parse(text):
+    parser = Balanced()
+    parser.feed(text)
+    parser.close()
+    assert not parser.open
+    return parser
+
+
+@pytest.fixture
+def page(tmp_path):
+    def write(trajectories, **options):
+        write_html(trajectories, tmp_path / "trajectories.html", **options)
+        return (tmp_path / "trajectories.html").read_text()
+
+    return write
+
+
+def test_page_is_self_contained(page):
+    text = page(many(8), title="R-Search")
+    assert not re.search(r"(https?:)?//[a-z]|@import|url\(", text.replace("// The list", ""))
+    assert "default-src 'none'" in text
+    parsed = parse(text)
+    assert not [attrs for tag, attrs in parsed.tags if "src" in attrs or tag in ("link", "iframe", "img")]
+
+
+def test_article_shows_all_that_was_asked_for():
+    words = " ".join(parse(article(spouse())).words)
+    for expected in (
+        *(
+            "Who is the spouse of the director of Silver Harbour?",
+            "Maren Tolvik-Asch",
+            "Edda Tolvik",
+            "partly right",
+        ),
+        *(
+            "two hop",
+            "gave an answer",
+            "director of Silver Harbour",
+            "Harbour Lights",
+            "never seen: Jonas Asch",
+        ),
+        *("1.40", "0.50", "1 of 2 gold passages found", "sampled, trained on"),
+    ):
+        assert expected in words
+
+
+def test_gold_titles_are_marked_and_others_not():
+    marked = re.findall(r'<span class="gold(?: again)?">(.*?)</span>', article(spouse()))
+    assert marked == ["Silver Harbour", "Silver Harbour"]
+
+
+def test_only_policy_text_is_shaded_as_trained():
+    text = article(winter())
+    assert len(re.findall(r"class='piece|class=\"piece", text)) == 5 + 4 + 4 + 1 + 1
+    assert not re.search(r"(observation|message|prompt) trained", text)
+    assert "observation given" in text
+
+
+def test_tokens_carry_their_log_probability():
+    tokens = FakeTokens()
+    trajectory = winter(tokens=tokens)
+    text = article(trajectory, token_bytes=tokens.bytes)
+    assert f'title="{trajectory.logps.min():.2f}"' in text
+
+
+def test_hostile_text_stays_text(page):
+    question = Question(HOSTILE, HOSTILE, (HOSTILE,), HOSTILE, (HOSTILE,))
+    evil = dataclasses.replace(
+        direct(),
+        question=question,
+        segments=[
+            (POLICY, f"{HOSTILE}<search>{HOSTILE}</search>"),
+            (ENVIRONMENT, f"(Title: {HOSTILE}) {HOSTILE}"),
+        ],
+        searches=[Search(0, HOSTILE, (HOSTILE,))],
+        answer=HOSTILE,
+        evidence=HOSTILE,
+        reader_answer=HOSTILE,
+        ended=HOSTILE,
+        rewards={HOSTILE: 1.0},
+        metrics={"em": 0.0, HOSTILE: 0.0},
+    )
+    text = page([evil], title=HOSTILE)
+    tags = [tag for tag, _ in parse(text).tags]
+    assert tags.count("script") == 1 and "img" not in tags
+    assert not [name for _, attrs in parse(text).tags for name in attrs if name.startswith("on")]
+
+
+def test_five_hundred_trajectories_are_quick_and_small(page):
+    tokens = FakeTokens()
+    trajectories = many(500, tokens)
+    start = time.perf_counter()
+    text = page(trajectories, token_bytes=tokens.bytes)
+    assert time.perf_counter() - start < 10
+    assert len(text) < 6_000_000
+    assert text.count("<article>") == 500
+
+
+def test_an_empty_page_is_a_page(page):
+    parse(page([]))
+
+
+def test_verdicts():
+    assert [verdict(make()) for make in (winter, spouse, malformed, direct)] == [
+        "right",
+        "partly",
+        "wrong",
+        "wrong",
+    ]
+    assert verdict(dataclasses.replace(direct(), metrics={})) == "unscored"
+
+
+def test_fragment_is_one_styled_trajectory_without_script():
+    tags = [tag for tag, _ in parse(fragment(direct())).tags]
+    assert tags.count("article") == 1 and "style" in tags and "script" not in tags
