@@ -1,0 +1,1 @@
+"""Search: passages, encoders and indexes behind one thread-safe `Retriever`."""

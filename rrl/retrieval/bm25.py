@@ -1,0 +1,107 @@
+"""BM25 over words (bm25s), with Lucene's English analysis and a weight for titles."""
+
+import dataclasses
+import json
+import re
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rrl.data.passages import Passage
+from rrl.errors import UserError
+from rrl.retrieval.ranking import Ranking, empty_ranking, top_k
+
+# fmt: off
+STOP_WORDS = frozenset((
+    "a", "an", "and", "are", "as", "at", "be", "but", "by", "for", "if", "in", "into", "is", "it", "no", "not", "of",
+    "on", "or", "such", "that", "the", "their", "then", "there", "these", "they", "this", "to", "was", "will", "with",
+))
+# fmt: on
+"""Lucene's English stop words."""
+
+_APOSTROPHES = str.maketrans("’‘`", "'''")
+_WORD = re.compile(r"\w+(?:'\w+)*")
+_LOCAL = threading.local()
+
+
+@dataclasses.dataclass(frozen=True)
+class Bm25Config:
+    """Settings of a BM25 index; the defaults are those of Pyserini and BEIR."""
+
+    k1: float = 0.9
+    """Saturation of repeated words."""
+    b: float = 0.4
+    """Strength of length normalisation."""
+    title_weight: int = 1
+    """How often the title counts; 3 in the built-in world, where names are made of shared words."""
+
+    def __post_init__(self) -> None:
+        if self.k1 < 0 or not 0 <= self.b <= 1 or self.title_weight < 0:
+            raise UserError(f"BM25 settings {self}: allowed are k1 >= 0, 0 <= b <= 1 and title_weight >= 0.")
+
+
+class Bm25Index:
+    """An inverted index with precomputed scores; safe to search from many threads."""
+
+    kind = "bm25"
+    needs_embeddings = False
+
+    def __init__(self, model: Any, config: Bm25Config):
+        self.config = config
+        self._vocabulary: dict[str, int] = model.vocab_dict
+        self._model = model
+
+    @classmethod
+    def build(cls, passages: Sequence[Passage], config: Bm25Config | None = None) -> "Bm25Index":
+        """Index title + text of each passage, the title repeated `title_weight` times."""
+        import bm25s  # It runs a JAX operation when imported, which must not come before the launcher's set-up.
+
+        config = config or Bm25Config()
+        model = bm25s.BM25(k1=config.k1, b=config.b)
+        words = [analyse(passage.title) * config.title_weight + analyse(passage.text) for passage in passages]
+        model.index(words, show_progress=False)
+        return cls(model, config)
+
+    def save(self, folder: Path) -> None:
+        """Write the index under `folder`."""
+        self._model.save(str(folder), show_progress=False)
+        (folder / "settings.json").write_text(json.dumps(dataclasses.asdict(self.config)))
+
+    @classmethod
+    def load(cls, folder: Path) -> "Bm25Index":
+        """Open what `save` wrote, memory-mapped."""
+        import bm25s
+
+        model = bm25s.BM25.load(str(folder), mmap=True, show_progress=False)
+        return cls(model, Bm25Config(**json.loads((folder / "settings.json").read_text())))
+
+    def search(self, queries: Sequence[str], k: int, embeddings: None = None) -> Ranking:
+        """Rank the passages that share a word with the query; others are not returned."""
+        ids, scores = empty_ranking(len(queries), k)
+        for row, query in enumerate(queries):
+            words = [self._vocabulary[word] for word in analyse(query) if word in self._vocabulary]
+            if not words:
+                continue
+            found = self._model.get_scores_from_ids(words)
+            best = top_k(found, k)
+            best = best[found[best] > 0]
+            ids[row, : len(best)] = best
+            scores[row, : len(best)] = found[best]
+        return ids, scores
+
+
+def analyse(text: str) -> list[str]:
+    """Words as Lucene's EnglishAnalyzer has them: lower case, no possessive, no stop words, Porter2 stems."""
+    words = (word.removesuffix("'s") for word in _WORD.findall(text.lower().translate(_APOSTROPHES)))
+    return _stemmer().stemWords([word for word in words if word not in STOP_WORDS])
+
+
+def _stemmer() -> Any:
+    # A PyStemmer object is not thread-safe (it holds a cache), so each thread has its own.
+    stemmer = getattr(_LOCAL, "stemmer", None)
+    if stemmer is None:
+        import Stemmer
+
+        stemmer = _LOCAL.stemmer = Stemmer.Stemmer("english")
+    return stemmer

@@ -1,0 +1,189 @@
+"""From text to embeddings: an encoder with its tokenizer and prefixes, run jitted over length buckets."""
+
+import dataclasses
+import functools
+import hashlib
+import json
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+from jaxtyping import Float, Int
+
+from rrl.data.passages import Passage
+from rrl.data.tokenizer import load_tokenizer
+from rrl.errors import UserError
+from rrl.models.encoder import Encoder, load_encoder, save_encoder
+
+SETTINGS_FILE = "text_encoder.json"
+FINGERPRINTED = ("config.json", "model.safetensors", "tokenizer.json", SETTINGS_FILE)
+"""The files that decide an embedding."""
+
+SMALLEST_BUCKET = 16
+
+
+@dataclasses.dataclass(frozen=True)
+class TextSettings:
+    """How texts become token ids; kept in the encoder's folder as `text_encoder.json`."""
+
+    query_prefix: str = "query: "
+    passage_prefix: str = "passage: "
+    query_tokens: int = 32
+    """Fixed width of tokenised queries; longer ones are cut."""
+    passage_tokens: int = 128
+    """Passages are cut at this many tokens."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TextEncoder:
+    """A bi-encoder: queries and passages become unit vectors whose inner product ranks."""
+
+    encoder: Encoder
+    tokenizer: Any
+    settings: TextSettings
+    name: str = "encoder"
+    fingerprint: str = ""
+    """SHA-256 of the folder it was loaded from; indexes remember it."""
+
+    @property
+    def dim(self) -> int:
+        """Length of an embedding, E."""
+        return self.encoder.config.embedding_dim
+
+    @functools.cached_property
+    def _split(self) -> tuple[Any, Any]:
+        return nnx.split(self.encoder)
+
+    @functools.cached_property
+    def _encode_ids(self) -> Callable[[Iterable[str], int], list[list[int]]]:
+        return token_cutter(self.tokenizer)
+
+    def tokenize_queries(self, queries: Sequence[str]) -> Int[np.ndarray, "Q T"]:
+        """Token ids int32 of prefix + query, padded to `query_tokens`. NumPy only, thread-safe."""
+        width = self.settings.query_tokens
+        ids = self._encode_ids((self.settings.query_prefix + query for query in queries), width)
+        return pad(ids, width, self.tokenizer.pad_token_id)
+
+    def embed_queries(self, queries: Sequence[str]) -> Float[np.ndarray, "Q E"]:
+        """Unit vectors float32 of the queries, by JAX; padded to a power of two of queries, so few programs compile."""
+        tokens = self.tokenize_queries(queries)
+        rows = max(SMALLEST_BUCKET, 1 << (len(tokens) - 1).bit_length()) if len(tokens) else SMALLEST_BUCKET
+        return self._embed(tokens, rows)[: len(tokens)]
+
+    def embed_passages(self, passages: Sequence[Passage], batch: int = 256) -> Float[np.ndarray, "N E"]:
+        """Unit vectors float32 of "prefix title text", in the passages' order.
+
+        Passages of similar length are batched together, in widths of powers of two; those longer than
+        `passage_tokens` are cut, and their number is logged.
+        """
+        limit = self.settings.passage_tokens
+        texts = (f"{self.settings.passage_prefix}{passage.title} {passage.text}" for passage in passages)
+        ids = self._encode_ids(texts, limit + 1)
+        cut = sum(len(row) > limit for row in ids)
+        if cut:
+            logging.getLogger(__name__).info("%d of %d passages cut at %d tokens", cut, len(ids), limit)
+        embeddings = np.empty((len(ids), self.dim), np.float32)
+        for width, rows in length_buckets([min(len(row), limit) for row in ids], limit):
+            for start in range(0, len(rows), batch):
+                chosen = rows[start : start + batch]
+                tokens = pad([ids[row][:width] for row in chosen], width, self.tokenizer.pad_token_id)
+                embeddings[chosen] = self._embed(tokens, batch)[: len(chosen)]
+        return embeddings
+
+    def _embed(self, tokens: Int[np.ndarray, "B T"], rows: int) -> Float[np.ndarray, "B E"]:
+        """Embed, with the batch padded to `rows` so that each width compiles once."""
+        padding = rows - len(tokens)
+        tokens = np.pad(tokens, ((0, padding), (0, 0)), constant_values=self.tokenizer.pad_token_id)
+        graph, state = self._split
+        return np.asarray(_embed(graph, state, tokens, tokens != self.tokenizer.pad_token_id), np.float32)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _embed(graph: Any, state: Any, tokens: Any, mask: Any) -> Any:
+    return nnx.merge(graph, state).embed(tokens, mask)
+
+
+def token_cutter(tokenizer: Any) -> Callable[[Iterable[str], int], list[list[int]]]:
+    """A thread-safe function (texts, width) -> token ids, cut at width with a closing special token kept.
+
+    The tokenizer's own padding and truncation change shared state on each call, which fails under threads.
+    """
+    backend = tokenizer.backend_tokenizer
+    backend.no_padding()
+    backend.no_truncation()
+    frame = backend.encode("").ids
+    # An empty text shows the special tokens: those of the end must survive the cut ([CLS] [SEP]: one of each).
+    closing = frame[(len(frame) + 1) // 2 :]
+
+    def cut(texts: Iterable[str], width: int) -> list[list[int]]:
+        encodings = backend.encode_batch_fast(list(texts))
+        rows = [encoding.ids for encoding in encodings]
+        return [row if len(row) <= width else row[: width - len(closing)] + closing for row in rows]
+
+    return cut
+
+
+def pad(rows: Sequence[Sequence[int]], width: int, pad_id: int) -> Int[np.ndarray, "B T"]:
+    """Rows of ids as int32 [B, width], padded on the right."""
+    tokens = np.full((len(rows), width), pad_id, np.int32)
+    for index, row in enumerate(rows):
+        tokens[index, : len(row)] = row
+    return tokens
+
+
+def length_buckets(lengths: Sequence[int], limit: int) -> list[tuple[int, Int[np.ndarray, "n"]]]:
+    """(width, rows whose length fits it and no smaller width); widths are powers of two up to the limit."""
+    sizes = np.asarray(lengths)
+    buckets, low, width = [], 0, min(SMALLEST_BUCKET, limit)
+    while low < limit:
+        rows = np.flatnonzero((sizes > low) & (sizes <= width)) if low else np.flatnonzero(sizes <= width)
+        if len(rows):
+            buckets.append((width, rows))
+        low, width = width, min(2 * width, limit)
+    return buckets
+
+
+def load_text_encoder(folder: str | Path) -> TextEncoder:
+    """Open an encoder folder: Hugging Face weights and tokenizer, with `text_encoder.json` beside them.
+
+    Raises UserError naming what is missing.
+    """
+    folder = Path(folder)
+    settings = folder / SETTINGS_FILE
+    if not settings.is_file():
+        raise UserError(
+            f"encoder folder {folder}: no {SETTINGS_FILE}, which holds the prefixes. Write one with the fields "
+            f"{', '.join(field.name for field in dataclasses.fields(TextSettings))} "
+            '(E5: "query: " and "passage: "), or give another folder.'
+        )
+    try:
+        values = TextSettings(**json.loads(settings.read_text(encoding="utf-8")))
+    except (TypeError, ValueError) as error:
+        raise UserError(f"{settings}: {error}. Allowed: {TextSettings()}.") from error
+    tokenizer = load_tokenizer(folder)
+    return TextEncoder(load_encoder(folder), tokenizer, values, folder.name, folder_fingerprint(folder))
+
+
+def save_text_encoder(folder: str | Path, text_encoder: TextEncoder) -> TextEncoder:
+    """Write what `load_text_encoder` opens; returns the encoder with its name and fingerprint."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    save_encoder(folder, text_encoder.encoder, text_encoder.tokenizer)
+    (folder / SETTINGS_FILE).write_text(
+        json.dumps(dataclasses.asdict(text_encoder.settings), indent=2) + "\n"
+    )
+    return dataclasses.replace(text_encoder, name=folder.name, fingerprint=folder_fingerprint(folder))
+
+
+def folder_fingerprint(folder: Path) -> str:
+    """SHA-256 over the files that decide an embedding."""
+    digest = hashlib.sha256()
+    for name in FINGERPRINTED:
+        file = folder / name
+        data = file.read_bytes() if file.is_file() else b""
+        digest.update(f"{name} {len(data)} ".encode() + data)
+    return digest.hexdigest()
