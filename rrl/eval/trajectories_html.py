@@ -65,7 +65,7 @@ def fragment(
 
 
 def _filter_data(trajectory: Trajectory) -> str:
-    words = [
+    searched = [
         trajectory.question.text,
         *trajectory.question.answers,
         trajectory.answer,
