@@ -1,0 +1,48 @@
+"""miniwiki: a generated closed encyclopedia with random facts, and questions of the 2WikiMultiHopQA types about it.
+
+    >>> wiki = generate("train", seed=0, passages=200)
+    >>> wiki.passages[0].title, wiki.questions("two_hop", 1, seed=0)[0].question.text
+
+Facts are random, so a model that does not search answers near chance; names of one split never occur in another.
+"""
+
+import dataclasses
+
+from rrl.data.miniwiki.questions import KINDS, Hop, MiniQuestion, Plan, ask
+from rrl.data.miniwiki.world import World, build_world, write_passages
+from rrl.data.passages import Passage
+
+__all__ = ["KINDS", "Hop", "MiniQuestion", "MiniWiki", "Plan", "generate"]
+
+
+@dataclasses.dataclass(frozen=True)
+class MiniWiki:
+    """Passages of one or more closed sub-worlds, and questions about them."""
+
+    world: World
+    passages: list[Passage]
+    """One about each entity, sub-world after sub-world."""
+    spans: tuple[range, ...]
+    """Positions in `passages` of each sub-world."""
+
+    def questions(self, kind: str, n: int, seed: int) -> list[MiniQuestion]:
+        """`n` different questions of one of KINDS; UserError when there are not so many."""
+        return ask(self.world, kind, n, seed)
+
+
+def generate(split: str, seed: int, passages: int, worlds: int = 1) -> MiniWiki:
+    """Make a world: the same arguments give the same passages.
+
+    Args:
+      split: "train", "dev" or "test"; entity names of one never occur in another.
+      seed: 0 or more.
+      passages: 50 to 1,000,000 in all; one about each entity.
+      worlds: closed sub-worlds to divide them into, of at least 50 passages each.
+
+    Raises:
+      UserError: an argument out of range.
+    """
+    world = build_world(split, seed, passages, worlds)
+    edges = [w * passages // worlds for w in range(worlds + 1)]
+    spans = tuple(range(low, high) for low, high in zip(edges, edges[1:], strict=False))
+    return MiniWiki(world, write_passages(world), spans)

@@ -1,0 +1,187 @@
+"""Names of the built-in world: made of reusable sub-words, unique in a call, disjoint between splits."""
+
+import dataclasses
+import math
+
+import numpy as np
+from jaxtyping import Int
+
+from rrl.errors import UserError
+
+FIRST = """Marta Ivo Lena Tomas Greta Anders Nadia Oskar Petra Bruno Selma Viktor Alma Jonas Ingrid Pavel Clara Emil Rosa
+Henrik Vera Milan Edith Lukas Sonja Hugo Tilda Arno Wanda Felix Irma Casper Nora Stefan Elsa Mateo Doris Anton Freda Leon
+Hilda Marek Agnes Otto Paula Simon Gerda Rafael Thea Konrad Livia Albin Judit Ernst Salma Boris Helga Dario Maren Yusuf
+Iris Filip Runa Walter Celia Axel Bianca Roman Tessa Gustav Mira Cyril Astrid Nils Olga Theo Renata Samir Linnea Karl
+Dagmar Elias Flora Jakob Zelda Martin Ottilie Ruben Sigrid Vadim Amina Edgar Katrin Lars Magda Noel Ramona Sven Ursula Ivan
+Berta Claus Delia Enzo Gisela Hamid Jorge Kira Luis Malin Nestor Odile Perla Quentin Rolf Sara Timo Vilma Xenia Zoran""".split()
+
+START = """Vel Dan Kor Mar Bel Tor Hal Ros Fen Gar Lin Bor Cal Dor Fal Gren Hol Jar Kel Lam Mor Nor Or Pal Ran Sal Tal Ul Ver
+Wal Zan Bran Cor Del Er Fos Gil Har Is Jon Kar Lor Mel Nav Oth Pol Rem Sol Tam Ur Vas Wen Yor Zel Alb Bren Car Dun El Fer
+Gol Hem Il Jun Kir Lan Mun Nel Ost Per Rav Ser Tel Und Vin Wil Yar Zor Arn Bas Cran Dem Est Flor Gav Helm Ing Jess Kost
+Lund Mir Nes Ob Prin Rud Stav Tren""".split()
+
+MIDDLE = """a e i o u am an ar el em en er il im in ir ol om on or ul um un ur and end ind ond und ath eth oth""".split()
+
+SURNAME_END = """ikov ner sen dal mann berg ini escu ovic ley ton stad kin ard ell ius ez ova ström off ein ault ero aly wick low
+ham quist gren lund holt ssen ert ado elli ac uk aro ten vik lan zer mont dov bert roth nik sov""".split()
+
+CITY_END = """ford mouth bury haven field ville port gate minster stead by wick holm stow moor bridge dale grad burg mere
+polis cester ness thorpe wold beck ton ham fell shaw combe lea""".split()
+
+CITY_FRONT = """New Port North East Upper Saint West South Old Lower Great Fort""".split()
+
+COMPANY_MID = """ax ix o ex yn era ico ium ant ent ora os us yx ian est al ar en is et on am ul""".split()
+
+COMPANY_KIND = """Motors Foods Steel Press Airlines Bank Energy Systems Textiles Chemicals Shipping Studios Hotels Mining Paper Insurance""".split()
+
+ADJECTIVE = """Silver Golden Quiet Broken Hidden Distant Crimson Hollow Frozen Burning Silent Last First Lost Secret Wild Bitter
+Gentle Ancient Empty Endless Scarlet Pale Dark Bright Deep Narrow Lonely Sacred Savage Faded Stolen Painted Iron Velvet Winter
+Summer Autumn Midnight Morning Northern Southern Eastern Western Restless Patient Honest Crooked Final Second Third Seventh
+Forgotten Promised Borrowed Wandering Sleeping Dancing Falling Rising Drowned Shining Broad Blue Green White Black Grey Amber
+Copper Marble Paper Glass Wooden Stone Salted Sweet Proud Brave Humble Noble Royal Common Foreign Familiar Strange Perfect
+Simple Double Single Open Closed Little Great Tall Small Early Late""".split()
+
+NOUN = """Harbour Garden River Mountain Letter Promise Shadow Mirror Island Forest Castle Bridge Window Lantern Voyage Winter
+Summer Kingdom Orchard Valley Desert Ocean Tower Station Journey Sister Brother Daughter Soldier Sailor Painter Doctor Teacher
+Hunter Stranger Widow Prince Thief Captain Dancer Singer Horse Raven Tiger Sparrow Wolf Falcon Serpent Rose Lily Willow Maple
+Crown Sword Arrow Candle Clock Compass Map Key Door Road Street Square Market Theatre Palace Temple Cottage Cabin Prison Island
+Shore Lake Meadow Canyon Cave Storm Thunder Rain Snow Fire Flame Ember Ash Dust Stone Star Moon Sun Sky Cloud Wind Tide Wave
+Dream Memory Silence Echo Song Dance Story Legend Riddle Question Answer Secret Signal Message Portrait Diary Symphony Waltz
+Harvest Feast Wedding Funeral Game Wager Duel Trial Verdict Escape Return Arrival Departure""".split()
+
+COUNTRY = """Norvia Estland Calder Morania Sulvia Tarkand Ostria Belmark Veronia Ludania Gorland Pelia Ardovia Kestria Zamora
+Ilyria Dravia Westmark Halvia Corenia Rundia Sarnia Tolmark Ulmia""".split()
+
+SPLITS = ("train", "dev", "test")
+_SHARES = (0.5, 0.25, 0.25)
+_KEY = 20250601
+"""Key of the partition of names into splits; another value would be another data set."""
+
+_PAIRED = 5
+"""Every fifth drawn name brings its namesake into the same call."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Pattern:
+    """One way to build a name: a part from each table, put into `form`.
+
+    Names that differ only in the first table, by half of its length, are *namesakes*; they always share a split.
+    """
+
+    form: str
+    parts: tuple[tuple[str, ...], ...]
+    share: float = 1.0
+    """The share of names this pattern takes from what earlier patterns left over, as long as its names last."""
+
+    @property
+    def pairs(self) -> int:
+        """Number of pairs of namesakes in all splits together."""
+        return math.prod(len(part) for part in self.parts) // 2
+
+    def bounds(self, split: str) -> tuple[int, int]:
+        """Range of (permuted) pair numbers that belong to `split`."""
+        i = SPLITS.index(split)
+        edges = np.cumsum((0.0, *_SHARES)) * self.pairs
+        return int(edges[i]), int(edges[i + 1])
+
+    def render(self, pair: Int[np.ndarray, "n"], second: Int[np.ndarray, "n"]) -> list[str]:
+        """Names of the given pair numbers; `second` chooses the namesake."""
+        head, *rest = self.parts
+        half = len(head) // 2
+        number = permute(pair, self.pairs, _KEY)
+        columns = [np.asarray(head, object)[number % half + half * second]]
+        number = number // half
+        for part in rest:
+            columns.append(np.asarray(part, object)[number % len(part)])
+            number = number // len(part)
+        return [self.form.format(*row) for row in zip(*columns, strict=True)]
+
+
+def _parts(*tables: list[str]) -> tuple[tuple[str, ...], ...]:
+    """Tables without repetitions; the first one of even length, so that it has two halves."""
+    unique = [tuple(dict.fromkeys(table)) for table in tables]
+    return (unique[0][: len(unique[0]) // 2 * 2], *unique[1:])
+
+
+PATTERNS: dict[str, tuple[Pattern, ...]] = {
+    "person": (
+        Pattern("{0} {1}{2}", _parts(FIRST, START, SURNAME_END), share=0.9),
+        Pattern("{0} {1}{2}{3}", _parts(FIRST, START, MIDDLE, SURNAME_END)),
+    ),
+    "work": (
+        Pattern("{0} {1}", _parts(ADJECTIVE, NOUN), share=0.8),
+        Pattern("The {1} of the {0} {2}", _parts(ADJECTIVE, NOUN, NOUN), share=0.6),
+        Pattern("The {1} and the {0} {2}", _parts(ADJECTIVE, NOUN, NOUN)),
+    ),
+    "company": (
+        Pattern("{1}{2} {0}", _parts(COMPANY_KIND, START, COMPANY_MID), share=0.9),
+        Pattern("{1}{2}{3} {0}", _parts(COMPANY_KIND, START, MIDDLE, COMPANY_MID)),
+    ),
+    "city": (
+        Pattern("{1}{0}", _parts(CITY_END, START), share=0.8),
+        Pattern("{1}{2}{0}", _parts(CITY_END, START, MIDDLE), share=0.95),
+        Pattern("{3} {1}{2}{0}", _parts(CITY_END, START, MIDDLE, CITY_FRONT)),
+    ),
+}
+"""Ways to name each family; films and books are both "work", so that they confuse each other and never collide."""
+
+
+def permute(number: Int[np.ndarray, "n"], size: int, key: int) -> Int[np.ndarray, "n"]:
+    """A keyed permutation of 0..size-1 (four Feistel rounds, cycle walking), computed for `number` alone."""
+    half = max(1, (max(size - 1, 1).bit_length() + 1) // 2)
+    mask = np.uint64((1 << half) - 1)
+    shift = np.uint64(half)
+    keys = np.random.Generator(np.random.PCG64(key)).integers(1, 2**63, 4, dtype=np.uint64) | np.uint64(1)
+
+    def rounds(x: np.ndarray) -> np.ndarray:
+        left, right = x >> shift, x & mask
+        for k in keys:
+            mixed = (right + np.uint64(0x9E3779B9)) * k
+            left, right = right, left ^ ((mixed ^ (mixed >> np.uint64(29))) >> np.uint64(17) & mask)
+        return (left << shift) | right
+
+    result = rounds(np.asarray(number, np.uint64))
+    while (outside := np.flatnonzero(result >= size)).size:
+        result[outside] = rounds(result[outside])
+    return result.astype(np.int64)
+
+
+def draw_names(family: str, count: int, split: str, seed: int) -> list[str]:
+    """`count` different names of `split`, namesakes next to each other.
+
+    Args:
+      family: a key of PATTERNS.
+      count: how many names.
+      split: "train", "dev" or "test"; their names never overlap.
+      seed: which names of the split.
+
+    Raises:
+      UserError: the split has fewer names of this family.
+    """
+    rng = np.random.default_rng((seed, *family.encode()))
+    # Group g holds one name, or two namesakes when g is a multiple of _PAIRED.
+    groups = -(-count * _PAIRED // (_PAIRED + 1)) + 1
+    sizes = 1 + (np.arange(groups) % _PAIRED == 0)
+    patterns = PATTERNS[family]
+    remaining, taken = groups, []
+    for pattern in patterns:
+        low, high = pattern.bounds(split)
+        taken.append(min(high - low, math.ceil(remaining * pattern.share)))
+        remaining -= taken[-1]
+    if remaining:
+        raise UserError(
+            f"passages: the {split} split of miniwiki has names for {sum(taken)} groups of kind {family!r}, "
+            f"{groups} are needed; ask for fewer passages"
+        )
+    which = rng.permutation(np.repeat(np.arange(len(patterns)), taken))
+    group = np.repeat(np.arange(groups), sizes)
+    second = np.concatenate([[0], (group[1:] == group[:-1]).astype(np.int64)])
+    names = np.empty(len(group), object)
+    for i, pattern in enumerate(patterns):
+        low, high = pattern.bounds(split)
+        key = int(rng.integers(2**62))
+        pair = np.zeros(groups, np.int64)
+        pair[which == i] = low + permute(np.arange(taken[i]), high - low, key) if taken[i] else 0
+        mine = np.flatnonzero(which[group] == i)
+        names[mine] = pattern.render(pair[group[mine]], second[mine])
+    return names[:count].tolist()

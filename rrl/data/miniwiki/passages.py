@@ -1,0 +1,128 @@
+"""What the built-in world knows (relations) and how a passage says it (templates)."""
+
+import dataclasses
+
+TYPES = ("person", "film", "book", "company", "city")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Relation:
+    """A fact an entity has: its `name`, whose it is, and what its value is."""
+
+    name: str
+    subject: str
+    """Entity type of the subject."""
+    value: str
+    """Entity type of the value, or "year" or "country"."""
+    phrases: tuple[str, ...]
+    """Noun phrases for the value inside a longer question, "{}" is the subject."""
+    asks: tuple[str, ...]
+    """Whole questions for the value."""
+    years: tuple[int, int] = (0, 0)
+    """First and last year, for values that are years."""
+
+    def query(self, subject: str) -> str:
+        """The search query for this fact, worded the same everywhere."""
+        return f"{self.name} of {subject}"
+
+
+RELATIONS = (
+    Relation("director", "film", "person", ("the director of {}", "the person who directed {}"),
+             ("Who directed {}?", "Who is the director of {}?", "Who was {} directed by?")),
+    Relation("release year", "film", "year", ("the release year of {}",),
+             ("When was {} released?", "In which year did {} come out?", "What is the release year of {}?"), (1930, 2019)),
+    Relation("author", "book", "person", ("the author of {}", "the person who wrote {}"),
+             ("Who wrote {}?", "Who is the author of {}?", "Who was {} written by?")),
+    Relation("publication year", "book", "year", ("the publication year of {}",),
+             ("When was {} published?", "In which year was {} published?", "What is the publication year of {}?"), (1900, 2019)),
+    Relation("founder", "company", "person", ("the founder of {}", "the person who founded {}"),
+             ("Who founded {}?", "Who is the founder of {}?", "By whom was {} founded?")),
+    Relation("headquarters", "company", "city", ("the city where {} is based", "the headquarters city of {}"),
+             ("Where is {} based?", "In which city is {} based?", "Where are the headquarters of {}?")),
+    Relation("founding year", "company", "year", ("the founding year of {}",),
+             ("When was {} founded?", "In which year was {} founded?", "What is the founding year of {}?"), (1850, 1999)),
+    Relation("country", "city", "country", ("the country of {}",),
+             ("In which country is {}?", "Which country is {} in?", "In what country does {} lie?")),
+    Relation("founding year", "city", "year", ("the founding year of {}",),
+             ("When was {} founded?", "In which year was {} founded?", "What is the founding year of {}?"), (1000, 1899)),
+    Relation("mayor", "city", "person", ("the mayor of {}",),
+             ("Who is the mayor of {}?", "What is the name of the mayor of {}?", "Who governs {} as mayor?")),
+    Relation("birth year", "person", "year", ("the birth year of {}",),
+             ("When was {} born?", "In which year was {} born?", "What is the birth year of {}?"), (1900, 1989)),
+    Relation("birthplace", "person", "city", ("the city where {} was born", "the birthplace of {}"),
+             ("Where was {} born?", "In which city was {} born?", "What is the birthplace of {}?")),
+    Relation("spouse", "person", "person", ("the spouse of {}", "the person married to {}"),
+             ("Who is the spouse of {}?", "Who is {} married to?", "To whom is {} married?")),
+    Relation("employer", "person", "company", ("the employer of {}", "the company {} works for"),
+             ("Who does {} work for?", "Which company does {} work for?", "What is the employer of {}?")),
+)  # fmt: skip
+
+RELATION = {(relation.subject, relation.name): relation for relation in RELATIONS}
+"""Relations by (subject type, name)."""
+
+MENTION = {
+    "person": ("{}",),
+    "film": ("the film {}", "{}"),
+    "book": ("the book {}", "{}"),
+    "company": ("{}", "the company {}"),
+    "city": ("{}", "the city of {}"),
+}
+"""How a question names an entity of each type."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Slot:
+    """One sentence of a passage: the relations it states ({1}, {2}; {0} is the subject) and its wordings."""
+
+    relations: tuple[str, ...]
+    templates: tuple[str, ...]
+
+
+SLOTS: dict[str, tuple[Slot, ...]] = {
+    "film": (
+        Slot(("director",), ("{0} is a film directed by {1}.", "{1} directed the film {0}.",
+                             "The director of the film {0} is {1}.", "{0} is a film made by the director {1}.")),
+        Slot(("release year",), ("{0} was released in {1}.", "{0} came out in {1}.",
+                                 "The release year of {0} is {1}.", "The film {0} was first shown in {1}.")),
+    ),
+    "book": (
+        Slot(("author",), ("{0} is a book written by {1}.", "{1} wrote the book {0}.",
+                           "The author of the book {0} is {1}.", "{0} is a book by the author {1}.")),
+        Slot(("publication year",), ("{0} was published in {1}.", "{0} appeared in {1}.",
+                                     "The publication year of {0} is {1}.", "The book {0} was first printed in {1}.")),
+    ),
+    "company": (
+        Slot(("founder", "founding year"), ("{0} is a company founded by {1} in {2}.", "{1} founded the company {0} in {2}.",
+                                            "The company {0} was founded in {2} by {1}.",
+                                            "The founder of {0} is {1}, and the founding year is {2}.")),
+        Slot(("headquarters",), ("{0} is based in {1}.", "{0} has its headquarters in {1}.",
+                                 "The headquarters of {0} are in {1}.", "The city where {0} is based is {1}.")),
+    ),
+    "city": (
+        Slot(("country", "founding year"), ("{0} is a city in {1}, founded in {2}.", "{0}, a city in {1}, was founded in {2}.",
+                                            "The city of {0} in {1} was founded in {2}.",
+                                            "The country of {0} is {1}, and the founding year of the city is {2}.")),
+        Slot(("mayor",), ("The mayor of {0} is {1}.", "{1} is the mayor of {0}.",
+                          "{0} is governed by the mayor {1}.", "{1} serves as mayor of {0}.")),
+    ),
+    "person": (
+        Slot(("birth year", "birthplace"), ("{0} was born in {1} in {2}.", "{0} was born in {2} in the year {1}.",
+                                            "The birthplace of {0} is {2}, and the birth year is {1}.",
+                                            "In {1}, {0} was born in {2}.")),
+        Slot(("spouse",), ("{0} is married to {1}.", "The spouse of {0} is {1}.",
+                           "{1} is the spouse of {0}.", "{0} married {1}.")),
+        Slot(("employer",), ("{0} works for {1}.", "{0} is employed by {1}.",
+                             "The employer of {0} is {1}.", "{0} has a job at {1}.")),
+    ),
+}  # fmt: skip
+"""The sentences of each type of passage, in order (a passage may start with any of them)."""
+
+SLOT_OF = {
+    (kind, name): i
+    for kind, slots in SLOTS.items()
+    for i, slot in enumerate(slots)
+    for name in slot.relations
+}
+"""Index of the slot that states a relation, by (subject type, relation)."""
+
+TEMPLATES_PER_SLOT = 4
