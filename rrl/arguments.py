@@ -48,7 +48,9 @@ def parse(arg: str | None, **defaults: Any) -> types.SimpleNamespace:
         default = defaults[key]
         if not equals:
             if not isinstance(default, bool):
-                raise UserError(f"config argument {key!r} has no value; write {key}=VALUE ({_allowed(default)}).")
+                raise UserError(
+                    f"config argument {key!r} has no value; write {key}=VALUE ({_allowed(default)})."
+                )
             values[key] = True
         else:
             values[key] = _convert(key, text, default)
@@ -58,7 +60,9 @@ def parse(arg: str | None, **defaults: Any) -> types.SimpleNamespace:
 def _first(key: str, default: Any) -> Any:
     value = default[0] if isinstance(default, tuple) else default
     if type(value) not in _KINDS:
-        raise TypeError(f"default of argument {key!r} must be bool, int, float, str or a tuple of them, not {default!r}")
+        raise TypeError(
+            f"default of argument {key!r} must be bool, int, float, str or a tuple of them, not {default!r}"
+        )
     return value
 
 

@@ -23,7 +23,11 @@ class LanguageModel(Protocol):
     """What the log-probabilities need of a decoder."""
 
     def __call__(
-        self, tokens: Int[Array, "B T"], *, positions: Int[Array, "B T"], segment_ids: Int[Array, "B T"] | None = None
+        self,
+        tokens: Int[Array, "B T"],
+        *,
+        positions: Int[Array, "B T"],
+        segment_ids: Int[Array, "B T"] | None = None,
     ) -> Float[Array, "B T D"]: ...
 
     def unembed(self, hidden: Float[Array, "... D"]) -> Float[Array, "... V"]: ...
@@ -119,7 +123,9 @@ def score_targets(
 
     def nothing(states: Float[Array, "B c D"], targets: Int[Array, "B c"]) -> dict[str, Array]:
         zero = jnp.zeros(targets.shape, jnp.float32)
-        return {"logp": zero} | ({"entropy": zero} if entropy else {}) | ({"greedy": zero > 0} if greedy else {})
+        return (
+            {"logp": zero} | ({"entropy": zero} if entropy else {}) | ({"greedy": zero > 0} if greedy else {})
+        )
 
     def one_chunk(at: Int[Array, "B c"]) -> dict[str, Array]:
         states = jnp.take_along_axis(hidden, jnp.minimum(at, length - 2)[..., None], axis=1)
@@ -127,7 +133,9 @@ def score_targets(
         targets = jnp.take_along_axis(tokens, at_target, axis=1)
         real = jnp.take_along_axis(loss, at_target, axis=1) & (at < length - 1)
         out = jax.lax.cond(real.any(), head, nothing, states, targets)
-        return {name: jnp.where(real, value, False if name == "greedy" else 0.0) for name, value in out.items()}
+        return {
+            name: jnp.where(real, value, False if name == "greedy" else 0.0) for name, value in out.items()
+        }
 
     if remat:
         one_chunk = jax.checkpoint(one_chunk)

@@ -26,10 +26,13 @@ MatrixRules = Sequence[tuple[str, tuple[tuple[int, ...], tuple[int, ...]] | None
 """(regex over the parameter's path, (input axes, output axes) counted from the end, or None for "not a matrix")."""
 
 MATRIX_RULES: MatrixRules = (
-    (r"embed|norm|bias|scale|lm_head|unembed", None),
-    (r".*", ((-2,), (-1,))),
+    (r"embedding$|norm$|bias$|head$", None),
+    (r"/(q|k|v)$", ((-3,), (-2, -1))),
+    (r"/o$", ((-3, -2), (-1,))),
+    (r"/(gate|up|down)$", ((-2,), (-1,))),
 )
-"""First match wins. Axes that are named on neither side (the leading layer axis) are batch axes."""
+"""Of our decoder's parameters; first match wins, a parameter without a match is no matrix. Axes named on neither side (the
+leading layer axis) are batch axes."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,7 +87,9 @@ class OptimConfig:
         return self.warmup_steps or math.ceil(self.warmup_ratio * self.total_steps)
 
 
-def make_schedule(config: OptimConfig, peak: float | None = None) -> Callable[[Int[Array, ""] | int], Float[Array, ""]]:
+def make_schedule(
+    config: OptimConfig, peak: float | None = None
+) -> Callable[[Int[Array, ""] | int], Float[Array, ""]]:
     """The learning rate of update `step` (from 0).
 
     It rises as (step + 1) / warmup, so that the first update is not lost and the last one of a run that is all warm-up has

@@ -171,7 +171,10 @@ def stop_requested() -> Iterator[StopSignal]:
 def _plain(tree: Any) -> dict[str, Any]:
     """Leaves by path, so that what is on disk does not depend on the Python classes around them."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return {f"{i:04d}{jax.tree_util.keystr(path)}".replace("/", "_"): leaf for i, (path, leaf) in enumerate(leaves)}
+    return {
+        f"{i:04d}{jax.tree_util.keystr(path)}".replace("/", "_"): leaf
+        for i, (path, leaf) in enumerate(leaves)
+    }
 
 
 def _abstract(leaf: Any) -> Any:

@@ -18,7 +18,9 @@ class MetricsWriter:
     A run resumed at step S drops what a former life wrote of later steps, so that the file reads as one uninterrupted run.
     """
 
-    def __init__(self, workdir: str | os.PathLike[str], resume_step: int = 0, tensorboard: bool = True) -> None:
+    def __init__(
+        self, workdir: str | os.PathLike[str], resume_step: int = 0, tensorboard: bool = True
+    ) -> None:
         """Opens the files; lines of steps after `resume_step` (completed updates) are removed."""
         folder = pathlib.Path(workdir)
         folder.mkdir(parents=True, exist_ok=True)
@@ -26,7 +28,9 @@ class MetricsWriter:
         _truncate(self.path, resume_step)
         self._file = self.path.open("a", encoding="utf-8")
         self._board = (
-            SummaryWriter(str(folder / "tensorboard"), purge_step=resume_step + 1, flush_secs=10) if tensorboard else None
+            SummaryWriter(str(folder / "tensorboard"), purge_step=resume_step + 1, flush_secs=10)
+            if tensorboard
+            else None
         )
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:

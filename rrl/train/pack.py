@@ -29,7 +29,9 @@ class Packed:
         ]
 
 
-def first_fit_decreasing(lengths: Int[np.ndarray, "N"], row_length: int) -> tuple[np.ndarray, np.ndarray, int]:
+def first_fit_decreasing(
+    lengths: Int[np.ndarray, "N"], row_length: int
+) -> tuple[np.ndarray, np.ndarray, int]:
     """Places items of the given lengths into rows, longest first, each into the first row with room.
 
     Returns:
@@ -96,7 +98,9 @@ def pack(
     lengths = np.minimum(lengths, row_length)[kept]
     row_of, start_of, used = first_fit_decreasing(lengths, row_length)
     if rows is not None and used > rows:
-        raise UserError(f"{len(kept)} sequences need {used} rows of row_length={row_length}, more than rows={rows}; raise one.")
+        raise UserError(
+            f"{len(kept)} sequences need {used} rows of row_length={row_length}, more than rows={rows}; raise one."
+        )
     count = used if rows is None else rows
     count = max(1, -(-count // multiple)) * multiple
 

@@ -15,13 +15,22 @@ class Progress:
     """
 
     def __init__(
-        self, total: int, start: int = 0, label: str = "train", seconds: float = 10.0, stream: TextIO | None = None
+        self,
+        total: int,
+        start: int = 0,
+        label: str = "train",
+        seconds: float = 10.0,
+        stream: TextIO | None = None,
     ) -> None:
         self.total, self.step, self.label, self.seconds = total, start, label, seconds
         self._start, self._tokens = start, 0
         self._stream = stream or sys.stderr
         self._began = self._last = time.monotonic()
-        self._bar = tqdm(total=total, initial=start, desc=label, file=self._stream, dynamic_ncols=True) if self._stream.isatty() else None
+        self._bar = (
+            tqdm(total=total, initial=start, desc=label, file=self._stream, dynamic_ncols=True)
+            if self._stream.isatty()
+            else None
+        )
 
     def update(self, step: int, metrics: Mapping[str, Any], tokens: int = 0) -> None:
         """Tells that `step` updates are done; `tokens` is what the steps since the last call processed."""

@@ -1,0 +1,30 @@
+"""Supervised training from a config: `python launch/sft.py --config=configs/miniwiki_pretrain.py --workdir=FOLDER`."""
+
+from collections.abc import Sequence
+
+from absl import flags
+from ml_collections import config_flags
+
+from rrl.train import launcher
+
+_CONFIG = config_flags.DEFINE_config_file(
+    "config", None, "Config file, with its arguments after a colon.", lock_config=True
+)
+_WORKDIR = flags.DEFINE_string(
+    "workdir", None, "Folder of the run; a run that is there already is continued."
+)
+flags.mark_flags_as_required(["config", "workdir"])
+
+
+def main(_: Sequence[str]) -> None:
+    """Trains, then writes the Hugging Face folder."""
+    from rrl.parallel.runtime import prepare_host
+
+    prepare_host()  # before jax is imported
+    from rrl.recipes.miniwiki_sft import run
+
+    run(_CONFIG.value, _WORKDIR.value)
+
+
+if __name__ == "__main__":
+    launcher.run(main)

@@ -1,0 +1,50 @@
+"""Demonstrations of a recipe as training examples, tokenised piece by piece exactly as the engine would see them."""
+
+from collections.abc import Sequence
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from rrl.data.examples import Example
+from rrl.data.miniwiki.questions import MiniQuestion
+from rrl.data.passages import Passage
+from rrl.recipes.base import Recipe
+from rrl.retrieval.retriever import Retriever
+from rrl.rollout.protocol import message_ids
+from rrl.text.chat import chat_ids
+
+
+def demonstrations(
+    recipe: Recipe,
+    tokenizer: PreTrainedTokenizerBase,
+    items: Sequence[MiniQuestion],
+    retriever: Retriever,
+    top_k: int,
+) -> list[Example]:
+    """What the recipe's scripted expert does on each question, with the real retriever's passages.
+
+    Targets are the policy's tokens, the end-of-sequence token among them; prompt and observations are context.
+    """
+    queries = list(dict.fromkeys(hop.query for item in items for hop in item.plan.hops))
+    vectors = retriever.embed(queries) if retriever.needs_embeddings else None
+    found = dict(zip(queries, retriever.search(queries, top_k, vectors), strict=True))
+
+    def retrieve(query: str) -> list[Passage]:
+        return [hit.passage for hit in found[query]]
+
+    def encode(text: str) -> np.ndarray:
+        return np.asarray(tokenizer.encode(text, add_special_tokens=False), np.int32)
+
+    examples = []
+    for item in items:
+        pieces = [(chat_ids(tokenizer, recipe.prompt(item.question)), False)]
+        for segment in recipe.demonstrate(item, retrieve):
+            if isinstance(segment, str):
+                pieces.append((encode(segment), True))
+            else:
+                pieces.append((message_ids(segment, encode, recipe.environment.observation_tokens), False))
+        pieces.append((np.array([tokenizer.eos_token_id], np.int32), True))
+        tokens = np.concatenate([ids for ids, _ in pieces])
+        loss = np.concatenate([np.full(len(ids), own) for ids, own in pieces])
+        examples.append(Example(tokens, loss))
+    return examples

@@ -1,0 +1,263 @@
+"""Supervised training on packed rows: pretraining on text and fine-tuning on demonstrations are the same loop."""
+
+import dataclasses
+import json
+import os
+import pathlib
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+from rrl.data.examples import Example
+from rrl.errors import UserError
+from rrl.models.decoder import Decoder
+from rrl.rl.batch import Batch
+from rrl.rl.logprobs import token_logprobs
+from rrl.rl.optim import OptimConfig, make_optimizer, make_schedule, skipped_updates
+from rrl.train.checkpoints import Checkpoints, stop_requested
+from rrl.train.metrics import MetricsWriter
+from rrl.train.pack import pack
+from rrl.train.progress import Progress
+from rrl.train.sources import Source
+
+
+@dataclasses.dataclass(frozen=True)
+class SFTConfig:
+    """Settings of one supervised run."""
+
+    steps: int
+    optim: OptimConfig
+    rows: int = 16
+    """Rows a step; what a row holds is up to the source."""
+    row_length: int = 512
+    chunk: int = 4096
+    """Positions whose logits exist at a time."""
+    seed: int = 0
+    log_every: int = 10
+    eval_every: int = 0
+    """Steps between evaluations; 0: at the end only."""
+    patience: int = 0
+    """Stop after so many evaluations without a better held-out loss and keep the best parameters; 0: never."""
+    checkpoint_every: int = 0
+    """Steps between checkpoints; 0: at the end only (and when SIGTERM comes)."""
+    minutes: float = 0.0
+    """Stop at the first evaluation after so much training time; 0: never. Such a run is not reproducible to the bit."""
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "rows", "row_length", "chunk", "log_every"):
+            if getattr(self, name) < 1:
+                raise UserError(f"{name}={getattr(self, name)} must be at least 1.")
+
+
+MAY_DIFFER = ("log_every", "checkpoint_every")
+"""Fields that a continued run may change: they don't touch its numbers."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TrainState:
+    """What an update changes."""
+
+    params: nnx.State
+    opt_state: optax.OptState
+    step: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """How a run ended."""
+
+    step: int
+    evaluation: dict[str, float]
+    """Of the parameters that the decoder now has."""
+    stopped: str
+    """One of done, patience, minutes, signal."""
+
+
+def loss_sums(decoder: Decoder, batch: Batch, chunk: int) -> tuple[jax.Array, jax.Array]:
+    """Negative log-likelihood summed over targets, and their number: summed over microbatches, divided once."""
+    scores = token_logprobs(decoder, batch, chunk=chunk)
+    return -scores.logp.sum(), batch.loss[:, 1:].sum()
+
+
+def make_update(
+    graph: nnx.GraphDef, optimizer: optax.GradientTransformation, chunk: int
+) -> Callable[..., Any]:
+    """The jitted update: (state, batch) -> (state, metrics). The old state's buffers are donated."""
+
+    def loss(params: nnx.State, batch: Batch) -> jax.Array:
+        total, count = loss_sums(nnx.merge(graph, params), batch, chunk)
+        return total / jnp.maximum(count, 1)
+
+    def update(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
+        value, grads = jax.value_and_grad(loss)(state.params, batch)
+        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+        metrics = {
+            "loss": value,
+            "grad_norm": optax.global_norm(grads),
+            "skipped": skipped_updates(opt_state),
+            "tokens": (batch.segment_ids > 0).sum(),
+            "targets": batch.loss.sum(),
+        }
+        return TrainState(optax.apply_updates(state.params, updates), opt_state, state.step + 1), metrics
+
+    return jax.jit(update, donate_argnums=0)
+
+
+class Evaluator:
+    """Held-out loss, token accuracy and exact match of whole responses, over named sets of examples.
+
+    A response counts as matched when every one of its targets is the most probable token given the true text before it
+    (teacher-forced), which is exactly when greedy decoding would reproduce it.
+    """
+
+    def __init__(self, sets: Mapping[str, Sequence[Example]], rows: int, row_length: int, chunk: int) -> None:
+        self._sets = {}
+        for name, examples in sets.items():
+            packed = pack([e.tokens for e in examples], [e.loss for e in examples], row_length, multiple=rows)
+            self._sets[name] = (packed, [len(e) for e in examples])
+        self._rows = rows
+
+        @jax.jit
+        def scores(decoder: Decoder, batch: Batch) -> tuple[jax.Array, jax.Array]:
+            out = token_logprobs(decoder, batch, chunk=chunk, greedy=True)
+            return out.logp, out.greedy
+
+        self._scores = scores
+
+    def __call__(self, decoder: Decoder) -> dict[str, float]:
+        """Metrics "loss", "accuracy" (of tokens), "match" (of responses) over all sets, and of each as "match/NAME"."""
+        totals = np.zeros(3)
+        matches: dict[str, float] = {}
+        pieces = []
+        for name, (packed, lengths) in self._sets.items():
+            batch = packed.batch
+            parts = []
+            for at in range(0, len(batch.tokens), self._rows):
+                part = jax.tree.map(lambda x, at=at: jnp.asarray(x[at : at + self._rows]), batch)
+                parts.append(jax.device_get(self._scores(decoder, part)))
+            logp, greedy = (np.concatenate(p) for p in zip(*parts, strict=True))
+            totals += [-logp[batch.loss].sum(dtype=np.float64), greedy[batch.loss].sum(), batch.loss.sum()]
+            right = [
+                g[m].all()
+                for g, m in zip(
+                    packed.unpack(greedy, lengths), packed.unpack(batch.loss, lengths), strict=True
+                )
+            ]
+            matches[f"match/{name}"] = float(np.mean(right))
+            pieces += right
+        count = max(1.0, totals[2])
+        return {
+            "loss": totals[0] / count,
+            "accuracy": totals[1] / count,
+            "match": float(np.mean(pieces)),
+            **matches,
+        }
+
+
+def train(
+    config: SFTConfig,
+    source: Source,
+    decoder: Decoder,
+    workdir: str | os.PathLike[str],
+    *,
+    held_out: Mapping[str, Sequence[Example]] | None = None,
+    identity: Mapping[str, Any] | None = None,
+) -> Result:
+    """Trains `decoder` in place, continuing what the workdir holds.
+
+    Args:
+        config: settings.
+        source: gives the batch of each step.
+        decoder: its parameters are replaced by the trained ones (the best ones, with `patience`).
+        workdir: gets config.json, checkpoints, metrics.jsonl and TensorBoard files.
+        held_out: named sets of examples for evaluation.
+        identity: what else makes this run what it is (model, data); a workdir made with another is refused.
+
+    Raises:
+        UserError: the workdir belongs to another config.
+    """
+    graph, params = nnx.split(decoder)
+    optimizer = make_optimizer(config.optim)
+    state = TrainState(params, optimizer.init(params), jnp.zeros((), jnp.int32))
+    update = make_update(graph, optimizer, config.chunk)
+    rate = make_schedule(config.optim)
+    evaluate = Evaluator(held_out, config.rows, config.row_length, config.chunk) if held_out else None
+    settings = dataclasses.asdict(config) | {"run": dict(identity or {})}
+    best: dict[str, Any] = {"loss": None, "bad": 0, "seconds": 0.0}
+    with Checkpoints(workdir, settings, may_differ=MAY_DIFFER) as checkpoints, stop_requested() as stop:
+        best_params = jax.tree.map(jnp.copy, params) if config.patience else None
+        if checkpoints.latest is not None:
+            (state, best_params), best = checkpoints.restore((state, best_params))
+        start = int(state.step)
+        stopped = best.get("stopped") or ""
+        with MetricsWriter(workdir, start) as writer, Progress(config.steps, start, "sft") as progress:
+            began, tokens, step = time.monotonic(), 0, start
+            spent = best["seconds"]
+            while step < config.steps and not stopped:
+                batch = jax.tree.map(jnp.asarray, source.batch(step))
+                state, metrics = update(state, batch)
+                step += 1
+                last = step == config.steps
+                if step % config.log_every == 0 or last:
+                    host = {k: v.item() for k, v in jax.device_get(metrics).items()} | {
+                        "lr": float(rate(step - 1))
+                    }
+                    tokens = host["tokens"] * (step - start if not tokens else config.log_every)
+                    writer.write(step, host)
+                    progress.update(step, {"loss": host["loss"], "lr": host["lr"]}, tokens)
+                best["seconds"] = spent + time.monotonic() - began
+                if evaluate and config.eval_every and step % config.eval_every == 0 and not last:
+                    found = evaluate(nnx.merge(graph, state.params))
+                    writer.write(
+                        step, {f"eval/{k}": v for k, v in found.items()} | {"seconds": best["seconds"]}
+                    )
+                    progress.note(f"step {step} ({best['seconds']:.0f} s): {_table(found)}")
+                    if config.patience:
+                        if best["loss"] is None or found["loss"] < best["loss"]:
+                            best |= {"loss": found["loss"], "bad": 0}
+                            best_params = jax.tree.map(jnp.copy, state.params)
+                        else:
+                            best["bad"] += 1
+                        if best["bad"] >= config.patience:
+                            stopped = "patience"
+                    if config.minutes and best["seconds"] > 60 * config.minutes:
+                        stopped = "minutes"
+                if stop:
+                    stopped = "signal"
+                    break
+                if (
+                    config.checkpoint_every
+                    and step % config.checkpoint_every == 0
+                    and not stopped
+                    and not last
+                ):
+                    checkpoints.save(step, (state, best_params), best)
+            if stopped != "signal":
+                best["stopped"] = stopped = stopped or "done"
+            checkpoints.save(step, (state, best_params), best)
+            final = state.params
+            if config.patience and best["loss"] is not None:
+                final = best_params
+                if evaluate and stopped == "done":
+                    now = evaluate(nnx.merge(graph, state.params))
+                    final = state.params if now["loss"] < best["loss"] else best_params
+            nnx.update(decoder, final)
+            found = evaluate(decoder) if evaluate else {}
+            if found:
+                writer.write(step, {f"eval/{k}": v for k, v in found.items()} | {"seconds": best["seconds"]})
+                progress.note(f"end, step {step} ({stopped}): {_table(found)}")
+    pathlib.Path(workdir, "result.json").write_text(
+        json.dumps({"step": step, "stopped": stopped, "evaluation": found}, indent=2), encoding="utf-8"
+    )
+    return Result(step, found, stopped)
+
+
+def _table(metrics: Mapping[str, float]) -> str:
+    return " ".join(f"{name}={value:.3f}" for name, value in metrics.items())

@@ -1,0 +1,179 @@
+"""One policy update: trajectories into length-bucketed packed rows, gradients summed over them, one optimiser step."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from jaxtyping import Float, PyTree
+
+from rrl.errors import UserError
+from rrl.rl.batch import Batch
+from rrl.rl.logprobs import token_logprobs
+from rrl.rl.losses import clipped_objective, kl_k3, sequence_weights
+from rrl.rl.optim import skipped_updates
+from rrl.rollout.trajectory import POLICY, Trajectory
+from rrl.train.pack import pack
+
+
+@dataclasses.dataclass(frozen=True)
+class ObjectiveConfig:
+    """The policy objective; defaults are R-Search's GRPO."""
+
+    kl_coef: float = 0.001
+    """Weight of the k3 estimate of KL(policy || reference) in the loss."""
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    aggregation: str = "token_mean"
+    """What the loss is a mean over: policy tokens, or sequences of token means ("sequence_mean")."""
+    drop_zero_spread: bool = False
+    """Leave out groups whose rewards are all equal; with a KL weight their KL is lost too."""
+    minibatches: int = 1
+    """Optimiser steps a rollout batch, each on its share of the groups."""
+    microbatch_tokens: int = 8192
+    """Tokens whose activations exist at a time."""
+    lengths: tuple[int, ...] = (512, 1024, 2048, 4096, 8192)
+    """Row lengths that are compiled; the last is the longest trajectory."""
+
+    def __post_init__(self) -> None:
+        if not self.lengths or list(self.lengths) != sorted(set(self.lengths)):
+            raise UserError(f"objective.lengths={self.lengths} must be increasing row lengths")
+        for name in ("minibatches", "microbatch_tokens"):
+            if getattr(self, name) < 1:
+                raise UserError(f"objective.{name}={getattr(self, name)} must be at least 1")
+
+
+def microbatches(
+    trajectories: Sequence[Trajectory], advantages: Float[np.ndarray, "N"], config: ObjectiveConfig
+) -> tuple[list[Batch], float]:
+    """Packs trajectories into rows of few lengths; returns the batches and what the summed loss is divided by.
+
+    Short trajectories that do not fill a batch of their length move up to the next one, so that only the last is padded.
+    """
+    counts = np.array([t.policy_tokens for t in trajectories], np.int64)
+    weights, total = sequence_weights(counts, config.aggregation)
+    sizes = np.array([len(t.tokens) for t in trajectories])
+    if sizes.max(initial=0) > config.lengths[-1]:
+        raise UserError(
+            f"a trajectory of {sizes.max()} tokens is longer than the longest of objective.lengths={config.lengths}"
+        )
+    batches: list[Batch] = []
+    waiting: list[int] = []
+    for place, length in enumerate(config.lengths):
+        low = config.lengths[place - 1] if place else 0
+        waiting += np.flatnonzero((sizes > low) & (sizes <= length)).tolist()
+        rows = max(1, config.microbatch_tokens // length)
+        chosen = [trajectories[i] for i in waiting]
+        packed = pack(
+            [t.tokens for t in chosen],
+            [t.roles == POLICY for t in chosen],
+            length,
+            multiple=rows,
+            extras={
+                "old_logp": [t.logps for t in chosen],
+                "advantage": [
+                    np.full(len(t.tokens), advantages[i], np.float32) for i, t in zip(waiting, chosen)
+                ],
+                "weight": [np.full(len(t.tokens), weights[i], np.float32) for i, t in zip(waiting, chosen)],
+            },
+        )
+        used = int((packed.row.max() + 1) if len(chosen) else 0)
+        last = place == len(config.lengths) - 1
+        full = used // rows if not last else -(-used // rows)
+        for index in range(full):
+            span = slice(index * rows, (index + 1) * rows)
+            batches.append(jax.tree.map(lambda x, span=span: x[span], packed.batch))
+        waiting = [i for i, row in zip(waiting, packed.row, strict=True) if row >= full * rows]
+    return batches, total
+
+
+class Updater:
+    """The jitted pieces of an update for one model graph."""
+
+    def __init__(
+        self, graph: nnx.GraphDef, optimizer: optax.GradientTransformation, config: ObjectiveConfig
+    ) -> None:
+        self.config = config
+
+        def loss(params: PyTree, reference: PyTree, batch: Batch) -> tuple[jax.Array, dict[str, jax.Array]]:
+            scores = token_logprobs(nnx.merge(graph, params), batch, entropy=True)
+            old = batch.extras["old_logp"]
+            objective, ratio, clipped = clipped_objective(
+                scores.logp,
+                old,
+                batch.extras["advantage"],
+                clip_low=config.clip_low,
+                clip_high=config.clip_high,
+            )
+            frozen = jax.lax.stop_gradient(token_logprobs(nnx.merge(graph, reference), batch).logp)
+            kl = kl_k3(scores.logp, frozen)
+            mask = batch.loss.astype(jnp.float32)
+            value = jnp.sum(mask * batch.extras["weight"] * (objective + config.kl_coef * kl))
+            assert scores.entropy is not None
+            sums = {
+                "kl": jnp.sum(mask * kl),
+                "entropy": jnp.sum(mask * scores.entropy),
+                "ratio": jnp.sum(mask * ratio),
+                "clip_fraction": jnp.sum(mask * clipped),
+                "logp_gap": jnp.sum(mask * jnp.abs(scores.logp - old)),
+                "tokens": jnp.sum(mask),
+            }
+            return value, sums
+
+        def accumulate(
+            params: PyTree, reference: PyTree, grads: PyTree, sums: dict[str, jax.Array], batch: Batch
+        ) -> tuple[PyTree, dict[str, jax.Array]]:
+            (value, new), grad = jax.value_and_grad(loss, has_aux=True)(params, reference, batch)
+            new = new | {"loss": value}
+            return jax.tree.map(jnp.add, grads, grad), {name: sums[name] + new[name] for name in new}
+
+        def apply(
+            params: PyTree, opt_state: optax.OptState, grads: PyTree, total: jax.Array
+        ) -> tuple[PyTree, optax.OptState, dict[str, jax.Array]]:
+            grads = jax.tree.map(lambda g: g / total, grads)
+            updates, opt_state = optimizer.update(grads, opt_state, params)
+            metrics = {"grad_norm": optax.global_norm(grads), "skipped": skipped_updates(opt_state)}
+            return optax.apply_updates(params, updates), opt_state, metrics
+
+        self._accumulate: Callable[..., Any] = jax.jit(accumulate, donate_argnums=(2, 3))
+        self._apply: Callable[..., Any] = jax.jit(apply, donate_argnums=(0, 1, 2))
+
+    def __call__(
+        self,
+        params: PyTree,
+        opt_state: optax.OptState,
+        reference: PyTree,
+        trajectories: Sequence[Trajectory],
+        advantages: Float[np.ndarray, "N"],
+    ) -> tuple[PyTree, optax.OptState, dict[str, float]]:
+        """Updates on all trajectories; the buffers of `params` and `opt_state` are donated.
+
+        Returns new parameters, optimiser state, and means over policy tokens: kl, entropy, ratio, clip_fraction,
+        logp_gap (|log-prob here - log-prob of the sampler|; before the first step it is their numerical gap).
+        """
+        groups = np.array([t.group for t in trajectories])
+        names = np.unique(groups)
+        metrics: dict[str, float] = {}
+        shares = np.array_split(names, min(self.config.minibatches, len(names)))
+        for share in shares:
+            inside = np.flatnonzero(np.isin(groups, share))
+            batches, total = microbatches([trajectories[i] for i in inside], advantages[inside], self.config)
+            grads = jax.tree.map(jnp.zeros_like, params)
+            zero = ("kl", "entropy", "ratio", "clip_fraction", "logp_gap", "tokens", "loss")
+            sums = {name: jnp.zeros(()) for name in zero}
+            for batch in batches:
+                grads, sums = self._accumulate(
+                    params, reference, grads, sums, jax.tree.map(jnp.asarray, batch)
+                )
+            params, opt_state, extra = self._apply(params, opt_state, grads, jnp.float32(total))
+            found = {name: float(value) for name, value in jax.device_get({**sums, **extra}).items()}
+            tokens = max(found.pop("tokens"), 1.0)
+            means = {n: v / tokens for n, v in found.items() if n not in ("loss", "grad_norm", "skipped")}
+            means |= {"loss": found["loss"] / total, "grad_norm": found["grad_norm"]}
+            metrics = {n: metrics.get(n, 0.0) + v / len(shares) for n, v in means.items()}
+            metrics["skipped"] = found["skipped"]
+        return params, opt_state, metrics

@@ -1,0 +1,125 @@
+"""Optimisers: schedules, Muon on stacked layers, updates that are not finite."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from rrl.errors import UserError
+from rrl.rl.optim import OptimConfig, make_optimizer, make_schedule, skipped_updates
+
+
+def stacked_params():
+    shapes = {
+        "q": (3, 8, 2, 4),
+        "o": (3, 2, 4, 8),
+        "gate": (3, 8, 16),
+        "attention_norm": (3, 8),
+        "q_bias": (3, 2, 4),
+    }
+    keys = dict(zip(shapes, jax.random.split(jax.random.key(0), len(shapes)), strict=True))
+    layers = {n: jax.random.normal(keys[n], s) for n, s in shapes.items()}
+    return {"embedding": jax.random.normal(jax.random.key(9), (20, 8)), "layers": layers}
+
+
+def test_rsearch_warm_up_of_095_rises_for_95_percent_of_the_run():
+    rate = make_schedule(OptimConfig(lr=1e-6, warmup_ratio=0.95, total_steps=100))
+    rates = np.array([rate(s) for s in range(100)])
+    assert np.all(np.diff(rates[:95]) > 0)
+    np.testing.assert_allclose(rates[94:], 1e-6, rtol=1e-6)
+    np.testing.assert_allclose(rates[0], 1e-6 / 95, rtol=1e-6)
+
+
+def test_cosine_ends_at_the_final_ratio():
+    rate = make_schedule(
+        OptimConfig(lr=1.0, schedule="cosine", warmup_steps=10, total_steps=110, final_ratio=0.1)
+    )
+    np.testing.assert_allclose([rate(9), rate(60), rate(110)], [1.0, 0.55, 0.1], rtol=1e-5)
+
+
+def test_linear_falls_evenly():
+    rate = make_schedule(OptimConfig(lr=1.0, schedule="linear", total_steps=10))
+    np.testing.assert_allclose([rate(s) for s in range(11)], 1 - np.arange(11) / 10, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["q", "o", "gate"])
+def test_muon_orthogonalises_each_layer_by_itself(name):
+    params = stacked_params()
+    config = OptimConfig(name="muon", lr=1.0, clip_norm=None)
+    optimizer = make_optimizer(config)
+    grads = jax.tree.map(lambda x: x * 3.0, params)
+    updates, _ = optimizer.update(grads, optimizer.init(params), params)
+    matrices = {"q": (8, 8), "o": (8, 8), "gate": (8, 16)}
+    for layer in updates["layers"][name]:
+        values = np.linalg.svd(np.asarray(layer).reshape(matrices[name]), compute_uv=False)
+        # Five Newton-Schulz steps bring singular values near 1 (Jordan et al.: 0.7 to 1.2); 0.2 sqrt(fan) sets the RMS.
+        scale = 0.2 * max(matrices[name]) ** 0.5
+        assert values.max() < 1.35 * scale and np.median(values) > 0.6 * scale
+
+    one = {"embedding": params["embedding"], "layers": jax.tree.map(lambda x: x[1:2], params["layers"])}
+    alone, _ = optimizer.update(jax.tree.map(lambda x: x * 3.0, one), optimizer.init(one), one)
+    np.testing.assert_allclose(alone["layers"][name][0], updates["layers"][name][1], atol=1e-5)
+
+
+def test_muon_leaves_embeddings_norms_and_biases_to_adam():
+    params = stacked_params()
+    grads = jax.tree.map(jnp.ones_like, params)
+    muon = make_optimizer(OptimConfig(name="muon", lr=1.0, adam_lr=0.1, clip_norm=None))
+    adam = optax.adamw(
+        0.1, b2=0.95, weight_decay=0.0, nesterov=True
+    )  # optax's Muon has Nesterov's Adam beside it
+    by_muon, _ = muon.update(grads, muon.init(params), params)
+    by_adam, _ = adam.update(grads, adam.init(params), params)
+    np.testing.assert_allclose(by_muon["embedding"], by_adam["embedding"], rtol=1e-4)
+    for name in ("attention_norm", "q_bias"):
+        np.testing.assert_allclose(by_muon["layers"][name], by_adam["layers"][name], rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_weight_decay_is_on_matrices_only(name):
+    params = stacked_params()
+    optimizer = make_optimizer(OptimConfig(name=name, lr=1.0, weight_decay=0.5))
+    updates, _ = optimizer.update(jax.tree.map(jnp.zeros_like, params), optimizer.init(params), params)
+    np.testing.assert_allclose(updates["layers"]["q"], -0.5 * params["layers"]["q"], rtol=1e-5)
+    assert not updates["layers"]["attention_norm"].any() and not updates["embedding"].any()
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_update_with_a_gradient_that_is_not_finite_is_skipped_and_counted(bad):
+    params = stacked_params()
+    optimizer = make_optimizer(OptimConfig(name="adamw", lr=0.1))
+    good = jax.tree.map(jnp.ones_like, params)
+    broken = {"embedding": good["embedding"].at[0, 0].set(bad), "layers": good["layers"]}
+    _, once = optimizer.update(good, optimizer.init(params), params)
+    updates, after = optimizer.update(broken, once, params)
+    assert not any(u.any() for u in jax.tree.leaves(updates))
+    assert skipped_updates(after) == 1
+    want, _ = optimizer.update(good, once, params)
+    got, last = optimizer.update(good, after, params)
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+    assert skipped_updates(last) == 1
+
+
+def test_adamw_is_optax_adamw():
+    params, grads = {"layers": {"gate": jnp.ones((1, 2, 2))}}, {"layers": {"gate": jnp.full((1, 2, 2), 0.3)}}
+    ours = make_optimizer(OptimConfig(name="adamw", lr=0.01, b2=0.95, clip_norm=None))
+    theirs = optax.adamw(0.01, b2=0.95, weight_decay=0.0)
+    got, _ = ours.update(grads, ours.init(params), params)
+    want, _ = theirs.update(grads, theirs.init(params), params)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), got, want)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"name": "lion"}, ["optim.name", "lion", "adamw"]),
+        ({"schedule": "step"}, ["optim.schedule", "step", "cosine"]),
+        ({"warmup_ratio": 0.5, "warmup_steps": 3}, ["warmup_ratio", "warmup_steps"]),
+        ({"warmup_ratio": 95}, ["warmup_ratio", "95"]),
+    ],
+)
+def test_wrong_settings_are_refused(fields, words):
+    with pytest.raises(UserError) as error:
+        OptimConfig(**fields)
+    assert all(w in str(error.value) for w in words)

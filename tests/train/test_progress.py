@@ -1,0 +1,37 @@
+"""Progress is quiet where nobody watches."""
+
+import io
+
+from rrl.train.progress import Progress
+
+
+class Terminal(io.StringIO):
+    """A stream that says it is a terminal."""
+
+    def isatty(self):
+        return True
+
+
+def test_a_log_file_gets_the_last_line_only_when_the_run_is_short():
+    stream = io.StringIO()
+    with Progress(3, label="sft", seconds=60, stream=stream) as progress:
+        for step in range(1, 4):
+            progress.update(step, {"loss": 0.5}, tokens=100)
+    assert stream.getvalue().count("\n") == 1 and "sft: 3/3 loss=0.5 tok/s=" in stream.getvalue()
+
+
+def test_a_log_file_gets_a_line_every_so_often():
+    stream = io.StringIO()
+    with Progress(3, seconds=0, stream=stream) as progress:
+        for step in range(1, 4):
+            progress.update(step, {})
+    assert stream.getvalue().count("\n") == 3
+
+
+def test_a_terminal_gets_a_bar():
+    stream = Terminal()
+    with Progress(3, stream=stream) as progress:
+        progress.update(2, {"loss": 0.25})
+        progress.note("hello")
+        progress.update(3, {"loss": 0.25})
+    assert "loss=0.25" in stream.getvalue() and "hello" in stream.getvalue() and "3/3" in stream.getvalue()

@@ -1,0 +1,121 @@
+"""Supervised training: learns, resumes exactly, keeps the best."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+from rrl.data.examples import Example
+from rrl.models.config import DecoderConfig
+from rrl.models.decoder import Decoder
+from rrl.rl.optim import OptimConfig
+from rrl.train.metrics import read_metrics
+from rrl.train.sft import SFTConfig, train
+from rrl.train.sources import FixedSource, StreamSource
+
+CONFIG = SFTConfig(
+    steps=6,
+    optim=OptimConfig(name="muon", lr=1e-2, total_steps=6),
+    rows=2,
+    row_length=32,
+    log_every=1,
+    eval_every=2,
+)
+
+
+def make_decoder():
+    shape = DecoderConfig(vocab_size=32, hidden=16, layers=2, heads=2, kv_heads=1, head_dim=8, mlp=32)
+    return Decoder(shape, rngs=nnx.Rngs(0))
+
+
+def make_examples(count, seed=0):
+    """Texts that repeat their first half."""
+    rng = np.random.default_rng(seed)
+    halves = [rng.integers(1, 32, n) for n in rng.integers(3, 7, count)]
+    tokens = [np.concatenate([h, h]).astype(np.int32) for h in halves]
+    return [Example(t, np.arange(len(t)) >= len(t) // 2) for t in tokens]
+
+
+def params_of(decoder):
+    return jax.tree.leaves(nnx.state(decoder))
+
+
+def test_loss_falls_and_metrics_are_written(tmp_path):
+    config = dataclasses.replace(CONFIG, steps=30, optim=dataclasses.replace(CONFIG.optim, total_steps=30))
+    examples = make_examples(40)
+    result = train(
+        config, FixedSource(examples, 2, 32, 0), make_decoder(), tmp_path, held_out={"train": examples}
+    )
+    lines = read_metrics(tmp_path / "metrics.jsonl")
+    losses = [line["loss"] for line in lines if "loss" in line]
+    assert losses[-1] < losses[0] and len(losses) == 30
+    assert result.stopped == "done" and result.evaluation["loss"] < losses[0]
+    assert {"loss", "accuracy", "match", "match/train"} == set(result.evaluation)
+
+
+@pytest.mark.parametrize("killed_at", [1, 4])
+def test_a_run_cut_in_two_ends_with_the_bits_of_one_that_was_not(tmp_path, killed_at):
+    def source():
+        return StreamSource(lambda block: make_examples(9, seed=block), 2, 32, seed=3, steps_per_block=2)
+
+    class Killed(StreamSource):
+        def batch(self, step):
+            if step == killed_at:
+                raise KeyboardInterrupt
+            return super().batch(step)
+
+    held_out = {"dev": make_examples(8, seed=99)}
+    config = dataclasses.replace(CONFIG, checkpoint_every=1, patience=50)
+    whole, cut = make_decoder(), make_decoder()
+    train(config, source(), whole, tmp_path / "whole", held_out=held_out)
+    with pytest.raises(KeyboardInterrupt):
+        train(
+            config,
+            Killed(**{f.name: getattr(source(), f.name) for f in dataclasses.fields(StreamSource)}),
+            cut,
+            tmp_path / "cut",
+            held_out=held_out,
+        )
+    train(config, source(), cut := make_decoder(), tmp_path / "cut", held_out=held_out)
+    for a, b in zip(params_of(whole), params_of(cut), strict=True):
+        np.testing.assert_array_equal(a, b)
+    strip = lambda lines: [{k: v for k, v in line.items() if k != "seconds"} for line in lines]  # noqa: E731
+    assert strip(read_metrics(tmp_path / "whole/metrics.jsonl")) == strip(
+        read_metrics(tmp_path / "cut/metrics.jsonl")
+    )
+
+
+def test_a_finished_run_started_again_changes_nothing(tmp_path):
+    first, again = make_decoder(), make_decoder()
+    for decoder in (first, again):
+        train(CONFIG, FixedSource(make_examples(9), 2, 32, 0), decoder, tmp_path)
+    for a, b in zip(params_of(first), params_of(again), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_patience_stops_and_keeps_the_best(tmp_path):
+    config = dataclasses.replace(
+        CONFIG, steps=200, eval_every=1, patience=2, optim=OptimConfig(name="adamw", lr=0.5, total_steps=200)
+    )
+    held_out = {"dev": make_examples(6, seed=5)}
+    result = train(
+        config, FixedSource(make_examples(6), 2, 32, 0), make_decoder(), tmp_path, held_out=held_out
+    )
+    lines = [line for line in read_metrics(tmp_path / "metrics.jsonl") if "eval/loss" in line]
+    assert result.stopped == "patience" and result.step < 200
+    assert result.evaluation["loss"] == pytest.approx(min(line["eval/loss"] for line in lines), rel=1e-5)
+
+
+def test_fixed_source_shows_every_example_once_an_epoch_and_is_a_function_of_the_step():
+    examples = make_examples(23)
+    source, other = FixedSource(examples, 2, 32, 7), FixedSource(examples, 2, 32, 7)
+    targets = sum(int(e.loss.sum()) for e in examples)
+    for epoch in range(2):
+        steps = range(epoch * source.steps_per_epoch, (epoch + 1) * source.steps_per_epoch)
+        assert sum(int(source.batch(s).loss.sum()) for s in steps) == targets
+    late = source.steps_per_epoch + 1
+    source.batch(0)
+    np.testing.assert_array_equal(source.batch(late).tokens, other.batch(late).tokens)
+    assert not np.array_equal(source.batch(0).tokens, source.batch(source.steps_per_epoch).tokens)
