@@ -1,0 +1,285 @@
+"""What a decoder or an encoder is made of, read from and written to Hugging Face's config.json."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from rrl.errors import UserError
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Family:
+    """What sets one family of decoders apart from the others; everything else is the same code."""
+
+    architecture: str
+    """Name of the class in transformers."""
+    qkv_bias: bool
+    qk_norm: bool
+
+
+FAMILIES = {
+    "llama": Family("LlamaForCausalLM", qkv_bias=False, qk_norm=False),
+    "qwen2": Family("Qwen2ForCausalLM", qkv_bias=True, qk_norm=False),
+    "qwen3": Family("Qwen3ForCausalLM", qkv_bias=False, qk_norm=True),
+}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Llama3Scaling:
+    """Llama 3.1's stretching of the slow RoPE frequencies (Hugging Face's rope_type "llama3")."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position_embeddings: int
+
+
+@dataclasses.dataclass(frozen=True)
+class DecoderConfig:
+    """Shape of a decoder: RMSNorm, RoPE, grouped-query attention, SwiGLU."""
+
+    vocab_size: int
+    hidden: int
+    """Width D of the residual stream."""
+    layers: int
+    heads: int
+    """Query heads N."""
+    kv_heads: int
+    """Key and value heads K; divides `heads`."""
+    head_dim: int
+    """H; need not be hidden / heads."""
+    mlp: int
+    """Width F of the SwiGLU layer."""
+    model_type: str = "qwen2"
+    """A key of FAMILIES; says whether q, k, v have biases (Qwen2) or norms (Qwen3)."""
+    rope_theta: float = 10_000.0
+    rope_scaling: Llama3Scaling | None = None
+    rms_eps: float = 1e-6
+    tie_embeddings: bool = True
+    max_positions: int = 4096
+    bos_token_id: int | None = None
+    eos_token_id: int | tuple[int, ...] | None = None
+    pad_token_id: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.model_type not in FAMILIES:
+            raise UserError(
+                f"model_type={self.model_type!r} is not supported; choose one of {', '.join(FAMILIES)}"
+            )
+        for name in (
+            "vocab_size",
+            "hidden",
+            "layers",
+            "heads",
+            "kv_heads",
+            "head_dim",
+            "mlp",
+            "max_positions",
+        ):
+            if getattr(self, name) < 1:
+                raise UserError(f"{name}={getattr(self, name)} must be at least 1")
+        if self.heads % self.kv_heads:
+            raise UserError(
+                f"heads={self.heads} is not a multiple of kv_heads={self.kv_heads}; change one of them"
+            )
+        if self.head_dim % 2:
+            raise UserError(f"head_dim={self.head_dim} is odd; rotary positions need an even head_dim")
+
+    @property
+    def qkv_bias(self) -> bool:
+        """Whether q, k and v have biases."""
+        return FAMILIES[self.model_type].qkv_bias
+
+    @property
+    def qk_norm(self) -> bool:
+        """Whether each head of q and k is normalised before RoPE."""
+        return FAMILIES[self.model_type].qk_norm
+
+    @classmethod
+    def from_hf(cls, hf: Mapping[str, Any]) -> "DecoderConfig":
+        """Reads config.json of transformers 4 or 5.
+
+        Raises:
+            UserError: model_type is unknown, a field is missing, or the config asks for something that this decoder
+                does not do (sliding windows, other RoPE scalings, other activations, other biases).
+        """
+        model_type = hf.get("model_type")
+        if model_type not in FAMILIES:
+            raise UserError(
+                f"config.json: model_type={model_type!r} is not supported; choose one of {', '.join(FAMILIES)}"
+            )
+        _refuse_unsupported(hf)
+        heads, hidden = _need(hf, "num_attention_heads"), _need(hf, "hidden_size")
+        theta, scaling = _rope(hf)
+        eos = hf.get("eos_token_id")
+        return cls(
+            vocab_size=_need(hf, "vocab_size"),
+            hidden=hidden,
+            layers=_need(hf, "num_hidden_layers"),
+            heads=heads,
+            kv_heads=hf.get("num_key_value_heads") or heads,
+            head_dim=hf.get("head_dim") or hidden // heads,
+            mlp=_need(hf, "intermediate_size"),
+            model_type=model_type,
+            rope_theta=theta,
+            rope_scaling=scaling,
+            rms_eps=float(hf.get("rms_norm_eps", 1e-6)),
+            tie_embeddings=bool(hf.get("tie_word_embeddings", False)),
+            max_positions=_need(hf, "max_position_embeddings"),
+            bos_token_id=hf.get("bos_token_id"),
+            eos_token_id=tuple(eos) if isinstance(eos, list) else eos,
+            pad_token_id=hf.get("pad_token_id"),
+        )
+
+    def to_hf(self) -> dict[str, Any]:
+        """The config.json that transformers and vLLM read."""
+        scaling = self.rope_scaling
+        hf: dict[str, Any] = {
+            "architectures": [FAMILIES[self.model_type].architecture],
+            "model_type": self.model_type,
+            "vocab_size": self.vocab_size,
+            "hidden_size": self.hidden,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads,
+            "head_dim": self.head_dim,
+            "intermediate_size": self.mlp,
+            "hidden_act": "silu",
+            "rope_theta": self.rope_theta,
+            "rope_scaling": None
+            if scaling is None
+            else {"rope_type": "llama3", **dataclasses.asdict(scaling)},
+            "rms_norm_eps": self.rms_eps,
+            "tie_word_embeddings": self.tie_embeddings,
+            "max_position_embeddings": self.max_positions,
+            "attention_dropout": 0.0,
+            "bos_token_id": self.bos_token_id,
+            "eos_token_id": list(self.eos_token_id)
+            if isinstance(self.eos_token_id, tuple)
+            else self.eos_token_id,
+            "pad_token_id": self.pad_token_id,
+        }
+        if self.model_type != "qwen2":
+            hf["attention_bias"] = False
+        return hf
+
+
+@dataclasses.dataclass(frozen=True)
+class EncoderConfig:
+    """Shape of a BERT-like encoder: post-LayerNorm, learned positions, GELU, mean pooling, unit length."""
+
+    vocab_size: int
+    hidden: int
+    layers: int
+    heads: int
+    mlp: int
+    max_positions: int = 512
+    type_vocab_size: int = 2
+    layer_norm_eps: float = 1e-12
+    pad_token_id: int = 0
+    model_type: str = "bert"
+
+    def __post_init__(self) -> None:
+        if self.model_type != "bert":
+            raise UserError(f"model_type={self.model_type!r} is not a supported encoder; it must be 'bert'")
+        for name in ("vocab_size", "hidden", "layers", "heads", "mlp", "max_positions", "type_vocab_size"):
+            if getattr(self, name) < 1:
+                raise UserError(f"{name}={getattr(self, name)} must be at least 1")
+        if self.hidden % self.heads:
+            raise UserError(
+                f"hidden={self.hidden} is not a multiple of heads={self.heads}; change one of them"
+            )
+
+    @property
+    def head_dim(self) -> int:
+        """H."""
+        return self.hidden // self.heads
+
+    @classmethod
+    def from_hf(cls, hf: Mapping[str, Any]) -> "EncoderConfig":
+        """Reads config.json.
+
+        Raises:
+            UserError: not a BERT, a field is missing, or an activation or position scheme that is not BERT's.
+        """
+        if hf.get("model_type") != "bert":
+            raise UserError(
+                f"config.json: model_type={hf.get('model_type')!r} is not a supported encoder; it must be 'bert'"
+            )
+        if (act := hf.get("hidden_act", "gelu")) != "gelu":
+            raise UserError(f"config.json: hidden_act={act!r} is not supported; it must be 'gelu'")
+        if (kind := hf.get("position_embedding_type", "absolute")) != "absolute":
+            raise UserError(
+                f"config.json: position_embedding_type={kind!r} is not supported; it must be 'absolute'"
+            )
+        return cls(
+            vocab_size=_need(hf, "vocab_size"),
+            hidden=_need(hf, "hidden_size"),
+            layers=_need(hf, "num_hidden_layers"),
+            heads=_need(hf, "num_attention_heads"),
+            mlp=_need(hf, "intermediate_size"),
+            max_positions=_need(hf, "max_position_embeddings"),
+            type_vocab_size=hf.get("type_vocab_size", 2),
+            layer_norm_eps=float(hf.get("layer_norm_eps", 1e-12)),
+            pad_token_id=hf.get("pad_token_id") or 0,
+        )
+
+    def to_hf(self) -> dict[str, Any]:
+        """The config.json that transformers reads."""
+        return {
+            "architectures": ["BertModel"],
+            "model_type": "bert",
+            "vocab_size": self.vocab_size,
+            "hidden_size": self.hidden,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
+            "intermediate_size": self.mlp,
+            "hidden_act": "gelu",
+            "max_position_embeddings": self.max_positions,
+            "type_vocab_size": self.type_vocab_size,
+            "layer_norm_eps": self.layer_norm_eps,
+            "pad_token_id": self.pad_token_id,
+            "position_embedding_type": "absolute",
+            "hidden_dropout_prob": 0.0,
+            "attention_probs_dropout_prob": 0.0,
+        }
+
+
+def _need(hf: Mapping[str, Any], field: str) -> Any:
+    if hf.get(field) is None:
+        raise UserError(
+            f"config.json: field {field!r} is missing; this is not a complete {hf.get('model_type')} config"
+        )
+    return hf[field]
+
+
+def _refuse_unsupported(hf: Mapping[str, Any]) -> None:
+    if hf.get("use_sliding_window") or "sliding_attention" in (hf.get("layer_types") or ()):
+        raise UserError(
+            "config.json asks for sliding-window attention (use_sliding_window or layer_types), which is not supported; "
+            "only models that attend to the whole context can be loaded"
+        )
+    if (act := hf.get("hidden_act", "silu")) != "silu":
+        raise UserError(f"config.json: hidden_act={act!r} is not supported; it must be 'silu'")
+    for field in ("attention_bias", "mlp_bias"):
+        if hf.get(field):
+            raise UserError(
+                f"config.json: {field}=true is not supported for model_type={hf['model_type']!r}; it must be false"
+            )
+
+
+def _rope(hf: Mapping[str, Any]) -> tuple[float, Llama3Scaling | None]:
+    """RoPE base and scaling, from transformers 5's rope_parameters or transformers 4's rope_theta and rope_scaling."""
+    rope = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
+    theta = float(rope.get("rope_theta") or hf.get("rope_theta") or 10_000.0)
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind == "default":
+        return theta, None
+    if kind != "llama3":
+        raise UserError(
+            f"config.json: RoPE scaling rope_type={kind!r} is not supported; it must be 'default' or 'llama3'"
+        )
+    fields = {field.name for field in dataclasses.fields(Llama3Scaling)}
+    if missing := fields - rope.keys():
+        raise UserError(f"config.json: RoPE scaling 'llama3' lacks {', '.join(sorted(missing))}")
+    return theta, Llama3Scaling(**{name: rope[name] for name in fields})

@@ -1,0 +1,199 @@
+"""The decoder: one class for Qwen2, Qwen3 and Llama, as a Flax NNX module.
+
+Two paths share one layer. Training (`__call__`) scans over layers stacked on a leading axis L. Generation (`extend`)
+writes into a KVCache and unrolls the layers, so that XLA updates each cache array in place inside a while_loop.
+"""
+
+from collections.abc import Callable
+from typing import Literal, get_args
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+from rrl.errors import UserError
+from rrl.models.attention import cache_attention, causal_attention
+from rrl.models.cache import KVCache, read, write
+from rrl.models.config import DecoderConfig
+from rrl.models.rope import rotate, rotation
+
+Remat = Literal["none", "dots", "full"]
+Hidden = Float[Array, "B T D"]
+Attend = Callable[
+    [Float[Array, "B T N H"], Float[Array, "B T K H"], Float[Array, "B T K H"]], Float[Array, "B T N H"]
+]
+
+
+class Layer(nnx.Module):
+    """Attention and SwiGLU with their norms. `Decoder.layers` holds all L of them in one, stacked on a leading axis."""
+
+    def __init__(self, config: DecoderConfig, stack: int, *, rngs: nnx.Rngs, param_dtype: DTypeLike):
+        c, residual = config, (2 * config.layers) ** -0.5
+
+        def kernel(*shape: int, fan_in: int, scale: float = 1.0) -> nnx.Param:
+            draw = jax.random.normal(rngs.params(), (stack, *shape), param_dtype)
+            return nnx.Param(draw * jnp.asarray(scale * fan_in**-0.5, param_dtype))
+
+        def constant(value: float, *shape: int) -> nnx.Param:
+            return nnx.Param(jnp.full((stack, *shape), value, param_dtype))
+
+        self.config = config
+        self.attention_norm = constant(1.0, c.hidden)
+        self.q = kernel(c.hidden, c.heads, c.head_dim, fan_in=c.hidden)
+        self.k = kernel(c.hidden, c.kv_heads, c.head_dim, fan_in=c.hidden)
+        self.v = kernel(c.hidden, c.kv_heads, c.head_dim, fan_in=c.hidden)
+        if c.qkv_bias:
+            self.q_bias = constant(0.0, c.heads, c.head_dim)
+            self.k_bias = constant(0.0, c.kv_heads, c.head_dim)
+            self.v_bias = constant(0.0, c.kv_heads, c.head_dim)
+        if c.qk_norm:
+            self.q_norm = constant(1.0, c.head_dim)
+            self.k_norm = constant(1.0, c.head_dim)
+        self.o = kernel(c.heads, c.head_dim, c.hidden, fan_in=c.heads * c.head_dim, scale=residual)
+        self.mlp_norm = constant(1.0, c.hidden)
+        self.gate = kernel(c.hidden, c.mlp, fan_in=c.hidden)
+        self.up = kernel(c.hidden, c.mlp, fan_in=c.hidden)
+        self.down = kernel(c.mlp, c.hidden, fan_in=c.mlp, scale=residual)
+
+    def __call__(self, x: Hidden, rotary: tuple[Array, Array], attend: Attend) -> Hidden:
+        """One layer; `attend` gets rotated q and k, and v, so that it decides where keys come from."""
+        c, eps = self.config, self.config.rms_eps
+
+        def project(y: Hidden, name: str) -> Float[Array, "B T N H"]:
+            out = jnp.einsum("BTD,DNH->BTNH", y, getattr(self, name)[...].astype(y.dtype))
+            if c.qkv_bias:
+                out += getattr(self, f"{name}_bias")[...].astype(y.dtype)
+            if c.qk_norm and name != "v":
+                out = rms_norm(out, getattr(self, f"{name}_norm")[...], eps)
+            return out
+
+        y = rms_norm(x, self.attention_norm[...], eps)
+        q, k, v = rotate(project(y, "q"), *rotary), rotate(project(y, "k"), *rotary), project(y, "v")
+        attended = attend(q * jnp.asarray(c.head_dim**-0.5, q.dtype), k, v)
+        x = x + jnp.einsum("BTNH,NHD->BTD", attended, self.o[...].astype(x.dtype))
+        y = rms_norm(x, self.mlp_norm[...], eps)
+        gated = jax.nn.silu(y @ self.gate[...].astype(y.dtype)) * (y @ self.up[...].astype(y.dtype))
+        return x + gated @ self.down[...].astype(x.dtype)
+
+
+class Decoder(nnx.Module):
+    """A causal language model without its loss: tokens in, final hidden states out, `unembed` for logits.
+
+    Args:
+        config: shape of the model.
+        rngs: stream "params" draws the initial parameters.
+        dtype: of the computation; norms, softmax, RoPE and logits are float32 whatever it is.
+        param_dtype: of the stored parameters.
+        remat: what the backward pass keeps of each layer: "none" recomputes nothing, "dots" keeps matrix products
+            only, "full" keeps the layer's input only.
+    """
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        *,
+        rngs: nnx.Rngs,
+        dtype: DTypeLike = jnp.float32,
+        param_dtype: DTypeLike = jnp.float32,
+        remat: Remat = "none",
+    ):
+        if remat not in get_args(Remat):
+            raise UserError(f"remat={remat!r} is unknown; choose one of {', '.join(get_args(Remat))}")
+        self.config = config
+        self.dtype = jnp.dtype(dtype)
+        self.remat = remat
+        embedding = jax.random.normal(rngs.params(), (config.vocab_size, config.hidden), param_dtype)
+        self.embedding = nnx.Param(embedding * jnp.asarray(0.02, param_dtype))
+        self.layers = Layer(config, config.layers, rngs=rngs, param_dtype=param_dtype)
+        self.norm = nnx.Param(jnp.ones(config.hidden, param_dtype))
+        if not config.tie_embeddings:
+            head = jax.random.normal(rngs.params(), (config.hidden, config.vocab_size), param_dtype)
+            self.head = nnx.Param(head * jnp.asarray(config.hidden**-0.5, param_dtype))
+
+    def __call__(
+        self,
+        tokens: Int[Array, "B T"],
+        *,
+        positions: Int[Array, "B T"],
+        segment_ids: Int[Array, "B T"] | None = None,
+    ) -> Float[Array, "B T D"]:
+        """Hidden states of a packed batch.
+
+        Args:
+            tokens: ids below vocab_size.
+            positions: RoPE position of each token in its own segment.
+            segment_ids: a token sees earlier tokens of its own segment only; 0 is padding. None: each row is one segment.
+        """
+        rotary = rotation(self.config, positions)
+        graph, stacked = nnx.split(self.layers)
+
+        def one_layer(x: Hidden, state: nnx.State) -> tuple[Hidden, None]:
+            layer = nnx.merge(graph, state)
+            return layer(x, rotary, lambda q, k, v: causal_attention(q, k, v, segment_ids)), None
+
+        if self.remat != "none":
+            policies = jax.checkpoint_policies
+            keep = (
+                policies.nothing_saveable
+                if self.remat == "full"
+                else policies.dots_with_no_batch_dims_saveable
+            )
+            one_layer = jax.checkpoint(one_layer, policy=keep, prevent_cse=False)
+        x, _ = jax.lax.scan(one_layer, self._embed(tokens), stacked)
+        return rms_norm(x, self.norm[...], self.config.rms_eps)
+
+    def extend(
+        self,
+        tokens: Int[Array, "P T"],
+        *,
+        positions: Int[Array, "P T"],
+        cache: KVCache,
+        rows: Int[Array, "P"] | None = None,
+        window: int | None = None,
+    ) -> tuple[Float[Array, "P T D"], KVCache]:
+        """Continues sequences whose past is in the cache: decoding (T = 1) and prefilling (T > 1).
+
+        Args:
+            tokens: the next tokens of P rows.
+            positions: slot and RoPE position of each; tokens at positions >= S are padding and leave no trace.
+            cache: where keys and values of the past are, and of these tokens will be.
+            rows: cache row of each of the P rows, without repeats; None: the p-th is row p, and P = R.
+            window: static; attend to the first `window` slots only (every position must be below it, or padding).
+
+        Returns:
+            Hidden states, and the cache with the new slots written.
+        """
+        rotary = rotation(self.config, positions)
+        graph, stacked = nnx.split(self.layers)
+        x, keys, values = self._embed(tokens), list(cache.k), list(cache.v)
+        for index in range(self.config.layers):
+
+            def attend(q: Array, k: Array, v: Array, index: int = index) -> Array:
+                keys[index] = write(keys[index], k, positions, rows)
+                values[index] = write(values[index], v, positions, rows)
+                past_k, past_v = (read(past[index], rows, window).astype(q.dtype) for past in (keys, values))
+                return cache_attention(q, past_k, past_v, positions)
+
+            layer = nnx.merge(graph, jax.tree.map(lambda leaf, index=index: leaf[index], stacked))
+            x = layer(x, rotary, attend)
+        return rms_norm(x, self.norm[...], self.config.rms_eps), KVCache(tuple(keys), tuple(values))
+
+    def unembed(self, hidden: Float[Array, "... D"]) -> Float[Array, "... V"]:
+        """Logits, float32."""
+        if self.config.tie_embeddings:
+            table = self.embedding[...].astype(hidden.dtype)
+            return jnp.einsum("...D,VD->...V", hidden, table, preferred_element_type=jnp.float32)
+        table = self.head[...].astype(hidden.dtype)
+        return jnp.einsum("...D,DV->...V", hidden, table, preferred_element_type=jnp.float32)
+
+    def _embed(self, tokens: Int[Array, "B T"]) -> Hidden:
+        return self.embedding[...][tokens].astype(self.dtype)
+
+
+def rms_norm(x: Float[Array, "... D"], scale: Float[Array, "D"], eps: float) -> Float[Array, "... D"]:
+    """x / rms(x) * scale over the last axis; computed in float32, returned in x's dtype."""
+    wide = x.astype(jnp.float32)
+    wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+    return (wide * scale.astype(jnp.float32)).astype(x.dtype)

@@ -1,0 +1,1 @@
+"""Meshes, sharding rules, and what must be set up before jax starts."""
