@@ -110,9 +110,8 @@ def _totals(trajectories: Sequence[Trajectory]) -> str:
 def _filters(trajectories: Sequence[Trajectory]) -> str:
     kinds = sorted({item.question.kind for item in trajectories} - {""})
     endings = sorted({item.ended for item in trajectories})
-    verdicts = [
-        name for name in ("right", "partly", "wrong", "unscored") if name in set(map(verdict, trajectories))
-    ]
+    states = {verdict(item) for item in trajectories}
+    verdicts = sorted(states, key=["right", "partly", "wrong", "unscored"].index)
     counts = sorted({str(len(item.searches)) for item in trajectories}, key=int)
     selects: list[tuple[str, str, list[str], dict[str, str]]] = [
         ("verdict", "right or wrong", verdicts, {"partly": "partly right"}),

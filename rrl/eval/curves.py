@@ -1,0 +1,200 @@
+"""Curves of a run over its steps (R-Search, Figure 3), and of several arms with their spread over seeds."""
+
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import matplotlib.figure
+import numpy as np
+
+from rrl.errors import UserError
+from rrl.train.metrics import read_metrics
+
+Rows = Sequence[Mapping[str, Any]]
+Source = Rows | str | pathlib.Path
+"""Rows of metrics, each with "step", or the path of a metrics.jsonl."""
+
+INK, QUIET, GRID = "#2a2927", "#7a766f", "#e4e0d9"
+COLOURS = ("#2667c9", "#c26a00", "#7a3fc0", "#1c7f4a", "#c0362c", "#5b6570")
+
+PANELS: tuple[tuple[str, tuple[tuple[str, str], ...], tuple[str, str] | None], ...] = (
+    (
+        "reward",
+        (
+            ("reward/total", "total"),
+            ("reward/answer", "answer (Eq. 3)"),
+            ("reward/evidence", "evidence (Eq. 4)"),
+            ("reward/format", "format (Eq. 5)"),
+        ),
+        None,
+    ),
+    ("exact match", (("train/em", "training, sampled"),), ("eval/em", "held out, greedy")),
+    ("F1", (("train/f1", "training, sampled"),), ("eval/f1", "held out, greedy")),
+    ("valid searches a question", (("train/searches", "training"),), ("eval/searches", "held out")),
+    ("entropy (nats a token)", (("train/entropy", "policy"),), None),
+    ("KL to the start (nats a token)", (("train/kl", "policy"),), None),
+)
+"""Title, (metric, label) drawn as lines, (metric, label) drawn as markers."""
+
+
+def plot_training(rows: Source, out_png: str | pathlib.Path, title: str = "") -> None:
+    """Draws reward, exact match, F1, searches, entropy and KL over the steps of one run.
+
+    Held-out evaluations are markers. A panel without metrics says so. Raises UserError for a run without steps.
+    """
+    lines = _rows(rows)
+    figure, axes = _figure(2, 3, title)
+    for axis, (name, drawn, marked) in zip(axes, PANELS):
+        _dress(axis, name)
+        for colour, (metric, label) in zip(COLOURS, drawn):
+            steps, values = series(lines, metric)
+            _line(axis, steps, values, label, colour)
+        if marked:
+            steps, values = series(lines, marked[0])
+            if len(steps):
+                axis.plot(steps, values, "D--", color=COLOURS[1], label=marked[1], markersize=6, linewidth=1)
+                for at in {0, len(steps) - 1}:
+                    axis.annotate(
+                        f"{values[at]:.3g}",
+                        (steps[at], values[at]),
+                        textcoords="offset points",
+                        xytext=(0, 7),
+                        ha="center",
+                        fontsize=8,
+                        color=INK,
+                    )
+        _finish(axis, legend=len(drawn) > 1 or marked is not None)
+    _save(figure, out_png)
+
+
+def plot_spread(
+    runs: Mapping[str, Sequence[Source]],
+    out_png: str | pathlib.Path,
+    metrics: Mapping[str, str] | None = None,
+    x: str = "step",
+    title: str = "",
+) -> None:
+    """Draws the mean over seeds of several arms, with a band from the lowest seed to the highest.
+
+    `runs` maps an arm's name to the runs of its seeds; `metrics` maps metrics to panel titles; `x` is "step" or a
+    metric such as minutes, so that arms whose steps cost differently share an axis. Points are paired over seeds by
+    their place in the run; a run that is shorter shortens its arm. Raises UserError for an arm without runs.
+    """
+    metrics = metrics or {
+        "eval/em": "held-out exact match",
+        "eval/f1": "held-out F1",
+        "reward/total": "reward",
+        "train/searches": "valid searches a question",
+    }
+    columns = min(2, len(metrics))
+    figure, axes = _figure(-(-len(metrics) // columns), columns, title)
+    loaded = {}
+    for name, sources in runs.items():
+        if not sources:
+            raise UserError(
+                f"runs[{name!r}] is empty: give the metrics.jsonl of one seed or more, or leave the arm out"
+            )
+        loaded[name] = [_rows(source) for source in sources]
+    for axis, (metric, panel) in zip(axes, metrics.items()):
+        _dress(axis, panel, "" if x == "step" else x.split("/")[-1])
+        for at, (name, seeds) in enumerate(loaded.items()):
+            _band(
+                axis,
+                seeds,
+                metric,
+                x,
+                f"{name} ({len(seeds)} seed{'s' if len(seeds) > 1 else ''})",
+                COLOURS[at % 6],
+            )
+        _finish(axis, legend=True)
+    _save(figure, out_png)
+
+
+def series(rows: Rows, metric: str, x: str = "step") -> tuple[np.ndarray, np.ndarray]:
+    """(x, value) of the rows that hold a finite value of `metric`, as float64 arrays in order of x."""
+    points = [(row[x], row[metric]) for row in rows if row.get(metric) is not None and row.get(x) is not None]
+    found = np.array(points, np.float64).reshape(-1, 2)
+    found = found[np.isfinite(found).all(axis=1)]
+    found = found[np.argsort(found[:, 0], kind="stable")]
+    return found[:, 0], found[:, 1]
+
+
+def smooth(values: np.ndarray, width: int) -> np.ndarray:
+    """Mean over a centred window, which is narrower at both ends."""
+    if width < 2:
+        return values
+    sums = np.concatenate([[0.0], np.cumsum(values)])
+    at = np.arange(len(values))
+    low, high = np.maximum(at - width // 2, 0), np.minimum(at + width // 2 + 1, len(values))
+    return (sums[high] - sums[low]) / (high - low)
+
+
+def _line(axis: Any, steps: np.ndarray, values: np.ndarray, label: str, colour: str) -> None:
+    if not len(steps):
+        return
+    width = len(values) // 12
+    if width >= 2:
+        axis.plot(steps, values, color=colour, alpha=0.22, linewidth=0.9)
+    marker = "." if len(steps) < 10 else ""
+    axis.plot(steps, smooth(values, width), marker=marker, color=colour, label=label, linewidth=1.7)
+
+
+def _band(axis: Any, seeds: Sequence[Rows], metric: str, x: str, label: str, colour: str) -> None:
+    curves = [series(rows, metric, x) for rows in seeds]
+    length = min(len(values) for _, values in curves)
+    if not length:
+        return
+    places = np.mean([at[:length] for at, _ in curves], axis=0)
+    # A noisy curve is smoothed; the few points of an evaluation are drawn as they are.
+    width = length // 12 if length > 24 else 0
+    values = np.stack([smooth(found[:length], width) for _, found in curves])
+    axis.fill_between(places, values.min(axis=0), values.max(axis=0), color=colour, alpha=0.16, linewidth=0)
+    marker = "o" if length <= 24 else ""
+    axis.plot(
+        places, values.mean(axis=0), marker=marker, markersize=4, color=colour, label=label, linewidth=1.8
+    )
+
+
+def _rows(source: Source) -> Rows:
+    if not isinstance(source, str | pathlib.Path):
+        rows: Rows = source
+    elif not pathlib.Path(source).is_file():
+        raise UserError(f"no metrics at {source}: give the metrics.jsonl of a run's workdir")
+    else:
+        rows = read_metrics(source)
+    if not rows:
+        raise UserError(
+            f"{source if isinstance(source, str | pathlib.Path) else 'rows'}: no step has been logged yet"
+        )
+    return rows
+
+
+def _figure(rows: int, columns: int, title: str) -> tuple[matplotlib.figure.Figure, list[Any]]:
+    # A Figure of its own, without pyplot: no window system, no global state.
+    figure = matplotlib.figure.Figure(figsize=(4.3 * columns, 3.1 * rows), dpi=120, layout="constrained")
+    if title:
+        figure.suptitle(title, fontsize=12, color=INK)
+    return figure, list(np.ravel(figure.subplots(rows, columns)))
+
+
+def _dress(axis: Any, title: str, x: str = "") -> None:
+    axis.set_title(title, fontsize=10.5, color=INK, loc="left")
+    axis.set_xlabel(x or "step", fontsize=9, color=QUIET)
+    axis.grid(color=GRID, linewidth=0.7)
+    axis.tick_params(labelsize=8, colors=QUIET, length=0)
+    axis.margins(y=0.14)
+    for side in ("top", "right", "left"):
+        axis.spines[side].set_visible(False)
+    axis.spines["bottom"].set_color(GRID)
+
+
+def _finish(axis: Any, legend: bool) -> None:
+    if not axis.lines:
+        axis.text(0.5, 0.5, "not logged", transform=axis.transAxes, ha="center", color=QUIET, fontsize=9)
+    elif legend:
+        axis.legend(fontsize=7.5, frameon=False, labelcolor=INK)
+
+
+def _save(figure: matplotlib.figure.Figure, out_png: str | pathlib.Path) -> None:
+    pathlib.Path(out_png).parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(out_png)

@@ -1,0 +1,92 @@
+"""Curves: what is missing is said, spread is over seeds, and a picture comes out."""
+
+import json
+
+import numpy as np
+import pytest
+
+from rrl.errors import UserError
+from rrl.eval.curves import plot_spread, plot_training, series, smooth
+
+
+def run(steps=40, seed=0, slope=1.0):
+    rng = np.random.default_rng(seed)
+    rows = []
+    for step in range(1, steps + 1):
+        noise = rng.normal(0, 0.05, 9)
+        done = slope * step / steps
+        rows.append(
+            {
+                "step": step,
+                "time/minutes": step / 8,
+                "reward/total": 0.9 + 0.5 * done + noise[0],
+                "reward/answer": 0.4 + 0.2 * done + noise[1],
+                "reward/evidence": 0.3 + 0.2 * done + noise[2],
+                "reward/format": 0.3 + 0.1 * done + noise[3] / 5,
+                "train/em": 0.35 + 0.15 * done + noise[4],
+                "train/f1": 0.4 + 0.15 * done + noise[5],
+                "train/searches": 1.8 + 0.4 * done + noise[6],
+                "train/entropy": 0.4 - 0.2 * done + noise[7] / 5,
+                "train/kl": 0.02 * done + abs(noise[8]) / 50,
+            }
+        )
+    for step in (0, steps // 2, steps):
+        held_out = {"step": step, "time/minutes": step / 8, "eval/em": 0.46 + 0.1 * slope * step / steps}
+        rows.append(held_out | {"eval/f1": held_out["eval/em"] + 0.04})
+    return rows
+
+
+def is_png(path):
+    return path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+
+
+def test_a_run_is_drawn_from_rows_and_from_its_file(tmp_path):
+    plot_training(run(), tmp_path / "deep" / "rows.png", "R-Search on miniwiki")
+    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, run())))
+    plot_training(tmp_path / "metrics.jsonl", tmp_path / "file.png", "R-Search on miniwiki")
+    assert is_png(tmp_path / "file.png")
+    assert (tmp_path / "file.png").read_bytes() == (tmp_path / "deep" / "rows.png").read_bytes()
+
+
+def test_a_run_of_one_step_with_missing_metrics_is_drawn(tmp_path):
+    plot_training([{"step": 1, "reward/total": None, "train/em": 0.5}], tmp_path / "short.png")
+    assert is_png(tmp_path / "short.png")
+
+
+def test_arms_of_different_lengths_are_drawn_over_minutes(tmp_path):
+    arms = {
+        "GRPO": [run(seed=seed) for seed in range(4)],
+        "SFT continued": [run(90, 9, 0.1), run(80, 8, 0.0)],
+    }
+    plot_spread(arms, tmp_path / "spread.png", x="time/minutes")
+    assert is_png(tmp_path / "spread.png")
+
+
+def test_series_leaves_out_what_was_not_measured_and_sorts():
+    rows = [
+        {"step": 2, "a": 1.0},
+        {"step": 1, "a": 3.0},
+        {"step": 3, "a": None},
+        {"step": 4, "a": float("nan")},
+        {"step": 5},
+    ]
+    steps, values = series(rows, "a")
+    assert steps.tolist() == [1, 2]
+    assert values.tolist() == [3, 1]
+
+
+def test_smoothing_keeps_constants_and_the_mean_of_the_middle():
+    np.testing.assert_allclose(smooth(np.full(9, 2.0), 4), 2.0)
+    np.testing.assert_allclose(smooth(np.arange(9.0), 3)[4], 4.0)
+
+
+@pytest.mark.parametrize("source", ["nowhere/metrics.jsonl", []])
+def test_a_run_without_steps_is_refused_by_name(tmp_path, source):
+    with pytest.raises(UserError, match=r"nowhere|no step"):
+        plot_training(source, tmp_path / "x.png")
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_arm_without_runs_is_refused(tmp_path):
+    with pytest.raises(UserError, match="permuted"):
+        plot_spread({"permuted": []}, tmp_path / "x.png")

@@ -1,0 +1,49 @@
+"""The closing table: gains are differences, missing figures are dashes, columns line up."""
+
+from rrl.eval.summary import summary, table
+
+BEFORE = {
+    "eval/em": 0.462,
+    "eval/f1": 0.5,
+    "eval/searches": 1.9,
+    "eval/em/one_hop": 0.6,
+    "eval/f1/one_hop": 0.7,
+}
+AFTER = {
+    "eval/em": 0.55,
+    "eval/f1": 0.6,
+    "eval/searches": 2.25,
+    "eval/em/one_hop": 0.7,
+    "eval/f1/one_hop": 0.75,
+}
+
+
+def test_gain_and_kinds_are_shown():
+    text = summary(
+        BEFORE, AFTER, run={"steps": 80, "minutes": 6.25, "tokens/s": 5120.4}, files=["curves.png"]
+    )
+    lines = text.splitlines()
+    assert [line.split()[:2] for line in lines if line.startswith(("one hop", "all"))] == [
+        ["one", "hop"],
+        ["all", "46.2"],
+    ]
+    assert "+8.8" in next(line for line in lines if line.startswith("all"))
+    assert "steps 80   minutes 6.2   tokens/s 5,120" in text
+    assert lines[-1] == "curves.png"
+
+
+def test_missing_figures_are_dashes():
+    line = summary({}, {"eval/em": 0.5}).splitlines()[-1]
+    assert line.split() == ["all", "–", "50.0", "–", "–", "–", "–", "–"]
+
+
+def test_reference_is_named_beside_the_result():
+    assert "cold start on clean demonstrations: EM 46.2" in summary(
+        BEFORE, AFTER, reference=("cold start on clean demonstrations", 0.462)
+    )
+
+
+def test_columns_line_up():
+    lines = table([("", "a", "bb"), ("long name", "1", "2"), ("x", "10", "200")], rule_before_last=True)
+    assert len({len(line) for line in lines}) == 1
+    assert lines[-1] == "x          10  200"
