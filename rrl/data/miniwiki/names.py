@@ -8,49 +8,75 @@ from jaxtyping import Int
 
 from rrl.errors import UserError
 
-FIRST = """Marta Ivo Lena Tomas Greta Anders Nadia Oskar Petra Bruno Selma Viktor Alma Jonas Ingrid Pavel Clara Emil Rosa
-Henrik Vera Milan Edith Lukas Sonja Hugo Tilda Arno Wanda Felix Irma Casper Nora Stefan Elsa Mateo Doris Anton Freda Leon
-Hilda Marek Agnes Otto Paula Simon Gerda Rafael Thea Konrad Livia Albin Judit Ernst Salma Boris Helga Dario Maren Yusuf
-Iris Filip Runa Walter Celia Axel Bianca Roman Tessa Gustav Mira Cyril Astrid Nils Olga Theo Renata Samir Linnea Karl
-Dagmar Elias Flora Jakob Zelda Martin Ottilie Ruben Sigrid Vadim Amina Edgar Katrin Lars Magda Noel Ramona Sven Ursula Ivan
-Berta Claus Delia Enzo Gisela Hamid Jorge Kira Luis Malin Nestor Odile Perla Quentin Rolf Sara Timo Vilma Xenia Zoran""".split()
 
-START = """Vel Dan Kor Mar Bel Tor Hal Ros Fen Gar Lin Bor Cal Dor Fal Gren Hol Jar Kel Lam Mor Nor Or Pal Ran Sal Tal Ul Ver
-Wal Zan Bran Cor Del Er Fos Gil Har Is Jon Kar Lor Mel Nav Oth Pol Rem Sol Tam Ur Vas Wen Yor Zel Alb Bren Car Dun El Fer
-Gol Hem Il Jun Kir Lan Mun Nel Ost Per Rav Ser Tel Und Vin Wil Yar Zor Arn Bas Cran Dem Est Flor Gav Helm Ing Jess Kost
-Lund Mir Nes Ob Prin Rud Stav Tren""".split()
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(text.split())
 
-MIDDLE = """a e i o u am an ar el em en er il im in ir ol om on or ul um un ur and end ind ond und ath eth oth""".split()
 
-SURNAME_END = """ikov ner sen dal mann berg ini escu ovic ley ton stad kin ard ell ius ez ova ström off ein ault ero aly wick low
-ham quist gren lund holt ssen ert ado elli ac uk aro ten vik lan zer mont dov bert roth nik sov""".split()
+FIRST = _words("""
+Marta Ivo Lena Tomas Greta Anders Nadia Oskar Petra Bruno Selma Viktor Alma Jonas Ingrid Pavel Clara Emil Rosa
+Henrik Vera Milan Edith Lukas Sonja Hugo Tilda Arno Wanda Felix Irma Nora Stefan Elsa Mateo Doris Anton Freda
+Leon Hilda Marek Agnes Otto Paula Simon Gerda Rafael Thea Konrad Livia Albin Ernst Boris Helga Dario Maren Yusuf
+Iris Filip Runa Walter Celia Axel Bianca Roman Tessa Gustav Mira Astrid Nils Olga Theo Renata Samir Linnea Karl
+Elias Flora Jakob Martin Ruben Amina Edgar Katrin Lars Magda Noel Sven Ursula Ivan Kira Luis Sara Timo Vilma
+Zoran
+""")
 
-CITY_END = """ford mouth bury haven field ville port gate minster stead by wick holm stow moor bridge dale grad burg mere
-polis cester ness thorpe wold beck ton ham fell shaw combe lea""".split()
+START = _words("""
+Vel Dan Kor Mar Bel Tor Hal Ros Fen Gar Lin Bor Cal Dor Fal Gren Hol Jar Kel Lam Mor Nor Or Pal Ran Sal Tal Ul
+Ver Wal Zan Bran Cor Del Er Fos Gil Har Is Jon Kar Lor Mel Nav Oth Pol Rem Sol Tam Ur Vas Wen Yor Zel Alb Bren
+Car Dun El Fer Gol Hem Il Jun Kir Lan Mun Nel Ost Per Rav Ser Tel Und Vin Wil Yar Zor Arn Bas Cran Dem Est Flor
+Gav Helm Ing Jess Kost Lund Mir Nes Ob Prin Rud Stav Tren
+""")
 
-CITY_FRONT = """New Port North East Upper Saint West South Old Lower Great Fort""".split()
+MIDDLE = _words("""
+a e i o u am an ar el em en er il im in ir ol om on or ul um un ur and end ind ond und ath eth oth
+""")
 
-COMPANY_MID = """ax ix o ex yn era ico ium ant ent ora os us yx ian est al ar en is et on am ul""".split()
+SURNAME_END = _words("""
+ikov ner sen dal mann berg ini escu ovic ley ton stad kin ard ius ez ova ström off ein ero wick low ham quist
+gren lund holt ssen ert aro ten vik lan mont dov bert roth nik sov
+""")
 
-COMPANY_KIND = """Motors Foods Steel Press Airlines Bank Energy Systems Textiles Chemicals Shipping Studios Hotels Mining Paper Insurance""".split()
+CITY_END = _words("""
+ford mouth bury haven field ville port gate minster stead by wick holm stow moor bridge dale grad burg mere
+polis cester ness thorpe wold beck ton ham fell shaw combe lea
+""")
 
-ADJECTIVE = """Silver Golden Quiet Broken Hidden Distant Crimson Hollow Frozen Burning Silent Last First Lost Secret Wild Bitter
-Gentle Ancient Empty Endless Scarlet Pale Dark Bright Deep Narrow Lonely Sacred Savage Faded Stolen Painted Iron Velvet Winter
-Summer Autumn Midnight Morning Northern Southern Eastern Western Restless Patient Honest Crooked Final Second Third Seventh
-Forgotten Promised Borrowed Wandering Sleeping Dancing Falling Rising Drowned Shining Broad Blue Green White Black Grey Amber
-Copper Marble Paper Glass Wooden Stone Salted Sweet Proud Brave Humble Noble Royal Common Foreign Familiar Strange Perfect
-Simple Double Single Open Closed Little Great Tall Small Early Late""".split()
+CITY_FRONT = _words("""
+New Port North East Upper Saint West South Old Lower Great Fort
+""")
 
-NOUN = """Harbour Garden River Mountain Letter Promise Shadow Mirror Island Forest Castle Bridge Window Lantern Voyage Winter
-Summer Kingdom Orchard Valley Desert Ocean Tower Station Journey Sister Brother Daughter Soldier Sailor Painter Doctor Teacher
-Hunter Stranger Widow Prince Thief Captain Dancer Singer Horse Raven Tiger Sparrow Wolf Falcon Serpent Rose Lily Willow Maple
-Crown Sword Arrow Candle Clock Compass Map Key Door Road Street Square Market Theatre Palace Temple Cottage Cabin Prison Island
-Shore Lake Meadow Canyon Cave Storm Thunder Rain Snow Fire Flame Ember Ash Dust Stone Star Moon Sun Sky Cloud Wind Tide Wave
-Dream Memory Silence Echo Song Dance Story Legend Riddle Question Answer Secret Signal Message Portrait Diary Symphony Waltz
-Harvest Feast Wedding Funeral Game Wager Duel Trial Verdict Escape Return Arrival Departure""".split()
+COMPANY_MID = _words("""
+ax ix o ex yn era ico ium ant ent ora os us yx ian est al ar en is et on am ul
+""")
 
-COUNTRY = """Norvia Estland Calder Morania Sulvia Tarkand Ostria Belmark Veronia Ludania Gorland Pelia Ardovia Kestria Zamora
-Ilyria Dravia Westmark Halvia Corenia Rundia Sarnia Tolmark Ulmia""".split()
+COMPANY_KIND = _words("""
+Motors Foods Steel Press Airlines Bank Energy Systems Textiles Chemicals Shipping Studios Hotels Mining Paper
+Insurance
+""")
+
+ADJECTIVE = _words("""
+Silver Golden Quiet Broken Hidden Distant Crimson Hollow Frozen Burning Silent Last Lost Secret Wild Bitter
+Gentle Ancient Empty Endless Scarlet Pale Dark Bright Deep Narrow Lonely Sacred Savage Faded Stolen Painted Iron
+Velvet Winter Summer Autumn Midnight Morning Restless Patient Honest Crooked Final Forgotten Promised Borrowed
+Wandering Sleeping Dancing Falling Rising Drowned Shining Broad Blue Green White Black Grey Amber Copper Marble
+Paper Glass Wooden Stone Salted Sweet Proud Brave Royal Strange Simple Open Closed Little Great Tall Late
+""")
+
+NOUN = _words("""
+Harbour Garden River Mountain Letter Promise Shadow Mirror Island Forest Castle Bridge Window Lantern Winter
+Summer Kingdom Orchard Valley Desert Ocean Tower Station Journey Sister Brother Daughter Soldier Sailor Painter
+Doctor Teacher Hunter Widow Prince Thief Dancer Singer Horse Raven Tiger Wolf Rose Lily Willow Maple Crown Sword
+Arrow Candle Clock Map Key Door Road Street Market Palace Temple Cabin Prison Shore Lake Meadow Cave Storm
+Thunder Rain Snow Fire Flame Ember Ash Dust Stone Star Moon Sun Sky Cloud Wind Tide Wave Dream Memory Silence
+Echo Song Dance Story Secret Signal Message Diary Harvest Feast Wedding Game Trial Return
+""")
+
+COUNTRY = _words("""
+Norvia Estland Calder Morania Sulvia Tarkand Ostria Belmark Veronia Ludania Gorland Pelia Ardovia Kestria Zamora
+Ilyria Dravia Westmark Halvia Corenia Rundia Sarnia Tolmark Ulmia
+""")
 
 SPLITS = ("train", "dev", "test")
 _SHARES = (0.5, 0.25, 0.25)
@@ -97,10 +123,9 @@ class Pattern:
         return [self.form.format(*row) for row in zip(*columns, strict=True)]
 
 
-def _parts(*tables: list[str]) -> tuple[tuple[str, ...], ...]:
-    """Tables without repetitions; the first one of even length, so that it has two halves."""
-    unique = [tuple(dict.fromkeys(table)) for table in tables]
-    return (unique[0][: len(unique[0]) // 2 * 2], *unique[1:])
+def _parts(*tables: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
+    """The tables, the first one cut to even length, so that it has two halves."""
+    return (tables[0][: len(tables[0]) // 2 * 2], *tables[1:])
 
 
 PATTERNS: dict[str, tuple[Pattern, ...]] = {
@@ -111,7 +136,8 @@ PATTERNS: dict[str, tuple[Pattern, ...]] = {
     "work": (
         Pattern("{0} {1}", _parts(ADJECTIVE, NOUN), share=0.8),
         Pattern("The {1} of the {0} {2}", _parts(ADJECTIVE, NOUN, NOUN), share=0.6),
-        Pattern("The {1} and the {0} {2}", _parts(ADJECTIVE, NOUN, NOUN)),
+        Pattern("The {1} and the {0} {2}", _parts(ADJECTIVE, NOUN, NOUN), share=0.95),
+        Pattern("The {0} {1} and the {2} {3}", _parts(ADJECTIVE, NOUN, ADJECTIVE, NOUN)),
     ),
     "company": (
         Pattern("{1}{2} {0}", _parts(COMPANY_KIND, START, COMPANY_MID), share=0.9),

@@ -1,0 +1,158 @@
+"""Tokenizers: training a byte-level BPE, loading any Hugging Face one, and the exact bytes of every token id."""
+
+import json
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from rrl.errors import UserError
+
+PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
+"""Padding, start and end of a chat message, named as in Qwen2.5; the end of a message ends generation."""
+
+PIECES = r" ?\p{L}+| ?\p{N}{1,2}| ?</(?=\p{L})| ?[^\s\p{L}\p{N}]|\s+(?!\S)|\s+"
+"""What may never be merged across: words, digits in pairs ("19" "31"), "</" and single signs, white space."""
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+"""ChatML, without a system message of its own."""
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
+    """Byte-level BPE of at most `vocab_size` tokens, the 256 bytes and the 3 special tokens among them.
+
+    The same texts in the same order give the same tokenizer. Tags such as <search> are ordinary text in it.
+
+    Raises:
+      UserError: a vocabulary too small for bytes and special tokens.
+    """
+    smallest = 256 + 3
+    if vocab_size < smallest:
+        raise UserError(
+            f"vocab_size={vocab_size}: must be at least {smallest} (256 bytes and 3 special tokens)"
+        )
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(PIECES), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[PAD, START, END],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    wrapped = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token=PAD,
+        eos_token=END,
+        additional_special_tokens=[START],
+        model_max_length=32768,
+        clean_up_tokenization_spaces=False,
+    )
+    wrapped.chat_template = CHAT_TEMPLATE
+    return wrapped
+
+
+def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerFast:
+    """Load the tokenizer of a Hugging Face folder, offline.
+
+    Raises:
+      UserError: no such folder, no tokenizer files in it, or one without a fast (Rust) form.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise UserError(
+            f"tokenizer folder {folder}: not a folder; give a Hugging Face folder with tokenizer.json"
+        )
+    files = ("tokenizer.json", "vocab.json", "tokenizer.model", "vocab.txt")
+    if not any((folder / name).is_file() for name in files):
+        raise UserError(
+            f"tokenizer folder {folder}: found none of {', '.join(files)}; "
+            "download the tokenizer files of the model into it"
+        )
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+    except Exception as error:
+        raise UserError(f"tokenizer folder {folder}: transformers cannot load it: {error}") from error
+    if not isinstance(tokenizer, PreTrainedTokenizerFast):
+        raise UserError(
+            f"tokenizer folder {folder}: {type(tokenizer).__name__} has no fast form; add its tokenizer.json"
+        )
+    return tokenizer
+
+
+def token_bytes(tokenizer: PreTrainedTokenizerBase) -> list[bytes]:
+    """The exact bytes of each token id, b"" for special tokens and ids without a token.
+
+    Decoding one id at a time is lossy (half a character becomes U+FFFD, a leading space may vanish); this is not.
+    Understands byte-level tokenizers (GPT-2, Qwen2, Llama 3) and those of SentencePiece with byte fallback.
+
+    Raises:
+      UserError: a tokenizer of another kind, for example WordPiece.
+    """
+    pieces = tokenizer.get_vocab()
+    special = set(tokenizer.all_special_ids)
+    added = tokenizer.added_tokens_decoder
+    special |= {index for index, token in added.items() if token.special}
+    to_bytes = _byte_level if _is_byte_level(tokenizer) else _sentence_piece
+    if to_bytes is _sentence_piece and not any("▁" in piece for piece in pieces):
+        raise UserError(
+            f"tokenizer {type(tokenizer).__name__}: neither byte-level nor SentencePiece, so the bytes of its tokens "
+            "are unknown; use the tokenizer of a causal language model"
+        )
+    table = [b""] * (max(pieces.values()) + 1)
+    for piece, index in pieces.items():
+        if index in special:
+            continue
+        table[index] = piece.encode() if index in added else to_bytes(piece)
+    return table
+
+
+def _is_byte_level(tokenizer: PreTrainedTokenizerBase) -> bool:
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        return False
+    return any(kind == "ByteLevel" for kind in _types(json.loads(backend.to_str())))
+
+
+def _types(node: object) -> Iterator[str]:
+    """The "type" of every decoder and pre-tokenizer in a tokenizer.json."""
+    if isinstance(node, dict):
+        for part in ("decoder", "pre_tokenizer", "decoders", "pretokenizers"):
+            yield from _types(node.get(part))
+        if isinstance(node.get("type"), str):
+            yield node["type"]
+    elif isinstance(node, list):
+        for item in node:
+            yield from _types(item)
+
+
+def _character_to_byte() -> dict[str, int]:
+    """GPT-2's alphabet: printable bytes stand for themselves, the others for U+0100 and up, in order."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in set(printable)]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+_BYTES = _character_to_byte()
+
+
+def _byte_level(piece: str) -> bytes:
+    return bytes(_BYTES[character] for character in piece)
+
+
+def _sentence_piece(piece: str) -> bytes:
+    byte = re.fullmatch(r"<0x([0-9A-Fa-f]{2})>", piece)
+    return bytes([int(byte.group(1), 16)]) if byte else piece.replace("▁", " ").encode()
