@@ -29,14 +29,20 @@ def load_folder(path: str | Path, on_error: OnError = "refuse") -> DataFolder:
     """
     folder = Path(path)
     if not folder.is_dir():
-        raise UserError(f"data folder {folder}: not a folder. Give a folder that holds a corpus and question files.")
+        raise UserError(
+            f"data folder {folder}: not a folder. Give a folder that holds a corpus and question files."
+        )
     corpora, splits = _sorted_out(folder)
     problems = []
     if len(corpora) != 1:
-        problems.append(f"{len(corpora)} corpus files, where one is needed (named {', '.join(CORPORA)} + anything)")
+        problems.append(
+            f"{len(corpora)} corpus files, where one is needed (named {', '.join(CORPORA)} + anything)"
+        )
     if not splits:
         problems.append(f"no question file (named {', '.join(SPLITS)} + anything)")
-    problems += [f"{len(files)} files for the split {name!r}" for name, files in splits.items() if len(files) > 1]
+    problems += [
+        f"{len(files)} files for the split {name!r}" for name, files in splits.items() if len(files) > 1
+    ]
     if problems:
         found = ", ".join(sorted(file.name for file in folder.iterdir())) or "nothing"
         raise UserError(
@@ -44,7 +50,8 @@ def load_folder(path: str | Path, on_error: OnError = "refuse") -> DataFolder:
             f"Allowed endings: {', '.join(CONTAINERS)}, each with or without .gz."
         )
     return DataFolder(
-        load_passages(corpora[0], on_error), {name: load_questions(files[0], on_error) for name, files in splits.items()}
+        load_passages(corpora[0], on_error),
+        {name: load_questions(files[0], on_error) for name, files in splits.items()},
     )
 
 

@@ -26,7 +26,9 @@ class Passage:
     """The passage without its title."""
 
 
-def load_passages(path: str | Path, on_error: OnError = "refuse", skipped: list[str] | None = None) -> list[Passage]:
+def load_passages(
+    path: str | Path, on_error: OnError = "refuse", skipped: list[str] | None = None
+) -> list[Passage]:
     """Read a corpus file: FlashRAG / Search-R1, BEIR / HippoRAG, HotpotQA pools and DPR TSV (see `ALLOWED`).
 
     Args:
@@ -60,7 +62,11 @@ def _passage(position: int, record: Any) -> Passage:
     if "contents" in fields and "text" not in fields:
         first, _, text = text_field(fields, "contents").partition("\n")
         # Corpora without titles put the text in the first line.
-        return Passage(identity, _unquoted(first), text.strip()) if text.strip() else Passage(identity, "", first)
+        return (
+            Passage(identity, _unquoted(first), text.strip())
+            if text.strip()
+            else Passage(identity, "", first)
+        )
     title = fields.get("title") or ""
     if not isinstance(title, str):
         raise ValueError(f"title: got {title!r}, not a string")

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from rrl.data.records import OnError, fields_of, id_field, load_records, text_field
+from rrl.data.records import OnError, fields_of, id_field, list_field, load_records, text_field
 
 ALLOWED = (
     "{question, and answer (a string or a list), golden_answers or answers} with id, answer_aliases, type or kind, "
@@ -31,7 +31,9 @@ class Question:
     """Titles of the supporting passages, where known."""
 
 
-def load_questions(path: str | Path, on_error: OnError = "refuse", skipped: list[str] | None = None) -> list[Question]:
+def load_questions(
+    path: str | Path, on_error: OnError = "refuse", skipped: list[str] | None = None
+) -> list[Question]:
     """Read a question file: FlashRAG, NQ-open, HotpotQA / 2Wiki, MuSiQue or our own form (see `ALLOWED`).
 
     Args:
@@ -65,7 +67,7 @@ def _answers(fields: dict[str, Any]) -> tuple[str, ...]:
     found: dict[str, None] = {}
     for name in ANSWER_FIELDS:
         value = fields.get(name)
-        for answer in [value] if isinstance(value, str) else value or ():
+        for answer in [value] if isinstance(value, str) else list_field(fields, name):
             if not isinstance(answer, str):
                 raise ValueError(f"{name}: got {answer!r}, not a string or a list of strings")
             if answer.strip():
@@ -78,12 +80,14 @@ def _answers(fields: dict[str, Any]) -> tuple[str, ...]:
 def _gold(fields: dict[str, Any]) -> tuple[str, ...]:
     """Titles: our own form, HotpotQA's [title, sentence] pairs or plain titles, MuSiQue's supporting paragraphs."""
     titles: dict[str, None] = {}
-    for fact in fields.get("gold") or fields.get("supporting_facts") or []:
+    for fact in list_field(fields, "gold") or list_field(fields, "supporting_facts"):
         title = fact[0] if isinstance(fact, list) and fact else fact
         if not isinstance(title, str):
-            raise ValueError(f"supporting_facts or gold: got {fact!r}, not a title or a [title, sentence] pair")
+            raise ValueError(
+                f"supporting_facts or gold: got {fact!r}, not a title or a [title, sentence] pair"
+            )
         titles.setdefault(title)
-    for paragraph in fields.get("paragraphs") or []:
+    for paragraph in list_field(fields, "paragraphs"):
         if not isinstance(paragraph, dict) or not isinstance(paragraph.get("title", ""), str):
             raise ValueError("paragraphs: not a list of objects with a title")
         if paragraph.get("is_supporting"):

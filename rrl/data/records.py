@@ -46,7 +46,9 @@ def read_records(path: str | Path) -> Iterator[tuple[str, Any]]:
             else:
                 yield from _json_any(path, stream)
     except (EOFError, gzip.BadGzipFile, OSError) as error:
-        raise UserError(f"{path}: cannot be read ({error}). Give an existing, complete file, plain or gzip.") from error
+        raise UserError(
+            f"{path}: cannot be read ({error}). Give an existing, complete file, plain or gzip."
+        ) from error
 
 
 def load_records(
@@ -78,7 +80,9 @@ def load_records(
                 ) from error
             broken.append(f"{place}: {error}")
     if not items:
-        found = f"all {len(broken)} records are broken (first: {broken[0]})" if broken else "the file is empty"
+        found = (
+            f"all {len(broken)} records are broken (first: {broken[0]})" if broken else "the file is empty"
+        )
         raise UserError(f"{path}: {found}. Allowed: {allowed}.")
     if broken:
         named = "; ".join(broken[:MAX_NAMED_LINES]) + ("; ..." if len(broken) > MAX_NAMED_LINES else "")
@@ -105,6 +109,14 @@ def text_field(record: dict[str, Any], *names: str) -> str:
             return value.strip()
     found = ", ".join(list(map(str, record))[:8]) + (", ..." if len(record) > 8 else "")
     raise ValueError(f"{' or '.join(names)}: missing; found the fields {found or '(none)'}")
+
+
+def list_field(record: dict[str, Any], name: str) -> list[Any]:
+    """The named list; empty where the field is missing or null."""
+    value = record.get(name)
+    if value is not None and not isinstance(value, list):
+        raise ValueError(f"{name}: got {_short(value)}, not a list")
+    return value or []
 
 
 def id_field(record: dict[str, Any], position: int) -> str:
@@ -197,6 +209,9 @@ def _tsv(stream: BinaryIO) -> Iterator[tuple[str, Any]]:
         if number == 1 and "text" in cells:
             names = cells
         elif len(cells) != len(names):
-            yield f"line {number}", Broken(f"{len(cells)} columns instead of {len(names)} ({', '.join(names)})")
+            yield (
+                f"line {number}",
+                Broken(f"{len(cells)} columns instead of {len(names)} ({', '.join(names)})"),
+            )
         else:
             yield f"line {number}", dict(zip(names, cells, strict=True))

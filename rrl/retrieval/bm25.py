@@ -54,13 +54,18 @@ class Bm25Index:
 
     @classmethod
     def build(cls, passages: Sequence[Passage], config: Bm25Config | None = None) -> "Bm25Index":
-        """Index title + text of each passage, the title repeated `title_weight` times."""
+        """Index title + text of each passage, the title repeated `title_weight` times.
+
+        Raises UserError if there is no word in the whole corpus.
+        """
         import bm25s  # It runs a JAX operation when imported, which must not come before the launcher's set-up.
 
         config = config or Bm25Config()
         model = bm25s.BM25(k1=config.k1, b=config.b)
         words = [analyse(passage.title) * config.title_weight + analyse(passage.text) for passage in passages]
-        model.index(words, show_progress=False)
+        if not any(words):
+            raise UserError("corpus: no passage holds a word that BM25 could index. Check the corpus file.")
+        model.index(words, create_empty_token=False, show_progress=False)
         return cls(model, config)
 
     def save(self, folder: Path) -> None:

@@ -120,7 +120,8 @@ def token_cutter(tokenizer: Any) -> Callable[[Iterable[str], int], list[list[int
     closing = frame[(len(frame) + 1) // 2 :]
 
     def cut(texts: Iterable[str], width: int) -> list[list[int]]:
-        encodings = backend.encode_batch_fast(list(texts))
+        # Half a surrogate pair is legal in JSON and in Python, but no tokenizer takes it.
+        encodings = backend.encode_batch_fast([text.encode("utf-8", "replace").decode() for text in texts])
         rows = [encoding.ids for encoding in encodings]
         return [row if len(row) <= width else row[: width - len(closing)] + closing for row in rows]
 

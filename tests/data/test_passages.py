@@ -1,0 +1,139 @@
+"""Corpus files in their publishers' forms, and what happens to broken ones."""
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+
+from rrl.data.passages import Passage, fingerprint, load_passages, render
+from rrl.errors import UserError
+from tests.shared_data import shared
+
+PAIR = [Passage("0", "Oslo", "A city."), Passage("1", 'The "X"', "A thing.\nMore.")]
+
+FORMS = {
+    "contents.jsonl": '{"id": "0", "contents": "\\"Oslo\\"\\nA city."}\n'
+    '{"id": 1, "contents": "\\"The \\"\\"X\\"\\"\\"\\nA thing.\\nMore."}\n',
+    "beir.jsonl": '{"_id": "0", "title": "Oslo", "text": "A city."}\n\n'
+    '{"_id": "1", "title": "The \\"X\\"", "text": "A thing.\\nMore.", "metadata": {}}\n',
+    "list.json": json.dumps(
+        [{"title": "Oslo", "text": "A city."}, {"title": 'The "X"', "text": "A thing.\nMore."}], indent=2
+    ),
+    "lines_without_the_name.json": '{"title": "Oslo", "text": "A city."}\n'
+    '{"title": "The \\"X\\"", "text": "A thing.\\nMore."}',
+    "pool.json": json.dumps({"Oslo": ["A city."], 'The "X"': ["A thing.\nMore."]}),
+    "pretty_pool.json": json.dumps({"Oslo": ["A city."], 'The "X"': ["A thing.\nMore."]}, indent=1),
+}
+
+
+@pytest.mark.parametrize("zipped", [False, True])
+@pytest.mark.parametrize("name", FORMS)
+def test_every_form_gives_the_same_passages(tmp_path: Path, name: str, zipped: bool) -> None:
+    file = tmp_path / (name + ".gz" if zipped else name)
+    data = FORMS[name].encode()
+    file.write_bytes(gzip.compress(data) if zipped else data)
+    assert load_passages(file) == PAIR
+
+
+def test_dpr_tsv(tmp_path: Path) -> None:
+    file = tmp_path / "psgs_w100.tsv"
+    file.write_text('id\ttext\ttitle\n1\t"Aaron is ""a prophet"", they say"\tAaron\n2\tplain\tB"C"\n')
+    assert load_passages(file) == [
+        Passage("1", "Aaron", 'Aaron is "a prophet", they say'),
+        Passage("2", 'B"C"', "plain"),
+    ]
+    file.write_text("id\ttext\ttitle\n1\tonly two\n")
+    with pytest.raises(UserError, match=r"psgs_w100.tsv, line 2: 2 columns instead of 3"):
+        load_passages(file)
+
+
+def test_sentences_of_a_pool_are_joined_by_one_space(tmp_path: Path) -> None:
+    file = tmp_path / "pool.json"
+    file.write_text(json.dumps({"A": ["One.", " Two.", "Three. "]}))
+    assert load_passages(file)[0].text == "One. Two. Three."
+
+
+BROKEN = (
+    b'{"id": "a", "title": "A", "text": "x"}\n'
+    b'{"id": "b", "title": "B"\n'
+    b"\n"
+    b'{"id": "c", "title": "C"}\n'
+    b'{"id": "a", "title": "D", "text": "y"}\n'
+    b'{"id": "e", "title": "E", "text": "\xff"}\n'
+    b"[1]\n"
+    b'{"id": "g", "title": "G", "text": "  "}\n'
+    b'{"id": "h", "title": 7, "text": "z"}\n'
+    b'{"id": "i", "title": "I", "text": "z"}\n'
+)
+
+
+def test_broken_lines_are_skipped_with_their_numbers(tmp_path: Path, caplog) -> None:
+    file = tmp_path / "corpus.jsonl"
+    file.write_bytes(BROKEN)
+    skipped: list[str] = []
+    assert [passage.id for passage in load_passages(file, "skip", skipped)] == ["a", "i"]
+    assert [place.split(":")[0] for place in skipped] == [f"line {n}" for n in (2, 4, 5, 6, 7, 8, 9)]
+    assert "skipped 7 broken records" in caplog.text
+    assert "line 2" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("keep", "reason"), [(1, "not JSON"), (3, "text: missing"), (4, "occurs twice"), (5, "UTF-8")]
+)
+def test_a_broken_line_is_refused_by_file_line_and_reason(tmp_path: Path, keep: int, reason: str) -> None:
+    file = tmp_path / "corpus.jsonl"
+    lines = BROKEN.splitlines(keepends=True)
+    file.write_bytes(lines[0] + lines[keep])
+    with pytest.raises(UserError, match=rf"corpus.jsonl, line 2: .*{reason}.*Allowed: .*contents"):
+        load_passages(file)
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"", "the file is empty"),
+        (b"{}\n{}", "missing"),
+        (b"[\n1,\n", "not JSON"),
+        (gzip.compress(b'{"text": "x"}' * 50)[:30], "cannot be read"),
+    ],
+)
+def test_unusable_files_are_refused(tmp_path: Path, data: bytes, message: str) -> None:
+    file = tmp_path / "corpus.json"
+    file.write_bytes(data)
+    with pytest.raises(UserError, match=message):
+        load_passages(file)
+
+
+def test_missing_files_and_unknown_modes_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"none\.jsonl: cannot be read"):
+        load_passages(tmp_path / "none.jsonl")
+    with pytest.raises(UserError, match="on_error"):
+        load_passages(tmp_path / "none.jsonl", "ignore")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [
+        ("2wiki/corpus_6119.json.gz", 6119),
+        ("hotpotqa/train_100_corpus.json.gz", 994),
+        ("musique/train_100_corpus.json.gz", 1890),
+        ("wikipedia/passages_1000.jsonl.gz", 1000),
+    ],
+)
+def test_real_corpora_are_read_whole(name: str, count: int) -> None:
+    passages = load_passages(shared(name))
+    assert len(passages) == count
+    assert all(passage.title and passage.text for passage in passages)
+
+
+def test_fingerprint_tells_order_and_borders() -> None:
+    assert fingerprint(PAIR) == fingerprint(list(PAIR))
+    assert fingerprint(PAIR) != fingerprint(PAIR[::-1])
+    assert fingerprint([Passage("1", "ab", "c")]) != fingerprint([Passage("1", "a", "bc")])
+
+
+def test_render_is_the_observation_of_the_paper() -> None:
+    assert render(PAIR[:1]) == "(Title: Oslo) A city."
+    assert render([PAIR[0], PAIR[0]]) == "(Title: Oslo) A city.\n(Title: Oslo) A city."
+    assert render([]) == ""

@@ -1,0 +1,38 @@
+"""An encoder without a model: words hashed to fixed random directions."""
+
+import dataclasses
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from rrl.data.passages import Passage
+
+DIM = 32
+
+
+@dataclasses.dataclass(frozen=True)
+class WordEncoder:
+    """Does what `TextEncoder` does for a `Retriever`, in NumPy; a text's vector is the sum of its words' vectors."""
+
+    name: str = "words"
+    fingerprint: str = "f" * 64
+    dim: int = DIM
+    encoder: Any = None
+
+    def embed(self, texts: Sequence[str]) -> np.ndarray:
+        """Unit vectors [Q, E]; zero for a text without words."""
+        rows = np.zeros((len(texts), DIM), np.float32)
+        for row, text in zip(rows, texts):
+            for word in text.lower().split():
+                row += np.random.default_rng(zlib.crc32(word.encode("utf-8", "replace"))).normal(size=DIM)
+        return (rows / np.maximum(np.linalg.norm(rows, axis=1, keepdims=True), 1e-9)).astype(np.float32)
+
+    def embed_queries(self, queries: Sequence[str]) -> np.ndarray:
+        """As `TextEncoder.embed_queries`."""
+        return self.embed(queries)
+
+    def embed_passages(self, passages: Sequence[Passage]) -> np.ndarray:
+        """As `TextEncoder.embed_passages`."""
+        return self.embed([f"{passage.title} {passage.text}" for passage in passages])

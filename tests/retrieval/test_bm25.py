@@ -1,0 +1,111 @@
+"""BM25: rankings and scores computed by hand, its analysis, and published numbers."""
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rrl.data.folder import load_folder
+from rrl.data.passages import Passage
+from rrl.errors import UserError
+from rrl.retrieval.bm25 import Bm25Config, Bm25Index, analyse
+from rrl.retrieval.index import make_retriever
+from rrl.retrieval.ranking import NOTHING
+from tests.shared_data import shared
+
+CORPUS = [
+    Passage("0", "", "red red fox"),
+    Passage("1", "", "red hen"),
+    Passage("2", "", "blue hen sings"),
+    Passage("3", "", "red hen"),
+]
+
+
+def by_hand(query: str, k1: float, b: float) -> np.ndarray:
+    """Lucene's BM25, from the formula: idf = ln(1 + (N - n + 0.5) / (n + 0.5)), tf / (tf + k1 (1 - b + b L / avg))."""
+    documents = [passage.text.split() for passage in CORPUS]
+    average = sum(map(len, documents)) / len(documents)
+    scores = []
+    for words in documents:
+        score = 0.0
+        for word in query.split():
+            n = sum(word in other for other in documents)
+            tf = words.count(word)
+            idf = math.log(1 + (len(documents) - n + 0.5) / (n + 0.5))
+            score += idf * tf / (tf + k1 * (1 - b + b * len(words) / average))
+        scores.append(score)
+    return np.array(scores)
+
+
+@pytest.mark.parametrize(("k1", "b"), [(0.9, 0.4), (1.5, 0.75), (1.2, 0.0)])
+@pytest.mark.parametrize("query", ["red", "red hen", "blue fox red", "hen hen"])
+def test_scores_are_the_formula_and_ties_go_by_position(query: str, k1: float, b: float) -> None:
+    ids, scores = Bm25Index.build(CORPUS, Bm25Config(k1, b)).search([query], 4)
+    expected = by_hand(query.replace("sings", "sing"), k1, b)
+    order = [i for i in sorted(range(4), key=lambda i: (-round(expected[i], 6), i)) if expected[i] > 0]
+    assert ids[0].tolist() == order + [NOTHING] * (4 - len(order))
+    np.testing.assert_allclose(scores[0, : len(order)], expected[order], rtol=1e-5)
+
+
+def test_analysis_is_lucenes() -> None:
+    assert analyse("The Director's films, and O’Brien’s 1931 CITIES") == [
+        "director",
+        "film",
+        "o'brien",
+        "1931",
+        "citi",
+    ]
+    assert analyse("") == analyse("the of ?!") == []
+
+
+def test_title_weight_lifts_the_passage_about_a_name() -> None:
+    passages = [
+        Passage("0", "Oslo Mill", "Bergen lies near. Bergen is wet. Bergen is old."),
+        Passage("1", "Bergen", "A town of fish, rain and mountains in the west."),
+    ]
+    weighted = Bm25Index.build(passages, Bm25Config(title_weight=3))
+    assert weighted.search(["Bergen"], 2)[0].tolist() == [[1, 0]]
+    assert Bm25Index.build(passages, Bm25Config(title_weight=0)).search(["Bergen"], 2)[0].tolist() == [
+        [0, NOTHING]
+    ]
+
+
+@pytest.mark.parametrize("settings", [{"k1": -1}, {"b": 1.5}, {"title_weight": -1}])
+def test_settings_out_of_range_are_refused(settings: dict) -> None:
+    with pytest.raises(UserError, match="allowed are k1 >= 0"):
+        Bm25Config(**settings)
+
+
+def test_a_saved_index_ranks_the_same(tmp_path: Path) -> None:
+    index = Bm25Index.build(CORPUS, Bm25Config(title_weight=2))
+    index.save(tmp_path / "bm25")
+    opened = Bm25Index.load(tmp_path / "bm25")
+    assert opened.config == index.config
+    for before, after in zip(index.search(["red hen", "none"], 3), opened.search(["red hen", "none"], 3)):
+        np.testing.assert_array_equal(before, after)
+
+
+def test_passages_without_words_are_never_found() -> None:
+    texts = ["the of", "", "red", "?"]
+    index = Bm25Index.build([Passage(str(i), "", text) for i, text in enumerate(texts)])
+    assert index.search(["red the"], 3)[0].tolist() == [[2, NOTHING, NOTHING]]
+    with pytest.raises(UserError, match="no passage holds a word"):
+        Bm25Index.build([Passage("0", "", "the of"), Passage("1", "", "")])
+
+
+def test_published_recall_on_2wiki() -> None:
+    """Two independent implementations (title + text, k1 0.9, b 0.4, Porter): recall@2 57.1-57.5, @5 67.5-67.6."""
+    folder = load_folder(shared("2wiki"))
+    questions = folder.splits["dev"]
+    found = make_retriever(folder.passages, "bm25").search([question.text for question in questions], 5)
+
+    def recall(k: int) -> float:
+        shares = [
+            len({hit.passage.title for hit in hits[:k]} & set(question.gold)) / len(question.gold)
+            for question, hits in zip(questions, found)
+        ]
+        return 100 * float(np.mean(shares))
+
+    assert 57.1 - 0.5 <= recall(2) <= 57.5 + 0.5
+    assert 67.5 - 0.5 <= recall(5) <= 67.6 + 0.5

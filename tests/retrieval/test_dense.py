@@ -1,0 +1,80 @@
+"""Exact search and ScaNN: hand-checkable rankings, k beyond the corpus, recall on clustered vectors."""
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from rrl.retrieval.dense import ExactIndex, ScannConfig, ScannIndex
+from rrl.retrieval.ranking import NOTHING
+
+BUILDERS = [ExactIndex, ScannIndex.build]
+CORNERS = np.float32([[1, 0, 0], [0, 1, 0], [0.6, 0.8, 0], [1, 0, 0], [0, 0, 1]])
+
+
+def clustered(count: int, queries: int, dim: int = 32) -> tuple[np.ndarray, np.ndarray]:
+    """Unit vectors around 100 centres, and queries near some of them."""
+    rng = np.random.default_rng(0)
+    points = rng.normal(size=(100, dim))[rng.integers(0, 100, count)] + 0.4 * rng.normal(size=(count, dim))
+    points /= np.linalg.norm(points, axis=1, keepdims=True)
+    asked = points[rng.integers(0, count, queries)] + 0.05 * rng.normal(size=(queries, dim))
+    asked /= np.linalg.norm(asked, axis=1, keepdims=True)
+    return points.astype(np.float32), asked.astype(np.float32)
+
+
+@pytest.mark.parametrize("build", BUILDERS)
+def test_rankings_are_those_of_the_inner_products(build) -> None:
+    ids, scores = build(CORNERS).search(["", ""], 3, np.float32([[1, 0, 0], [0, 1, 0]]))
+    assert ids.tolist() == [[0, 3, 2], [1, 2, 0]]
+    np.testing.assert_allclose(scores, [[1, 1, 0.6], [1, 0.8, 0]], atol=1e-7)
+
+
+@pytest.mark.parametrize("build", BUILDERS)
+def test_k_beyond_the_corpus_gives_the_corpus_and_padding(build) -> None:
+    ids, scores = build(CORNERS).search([""], 7, np.float32([[0, 0, 1]]))
+    assert ids.tolist() == [[4, 0, 1, 2, 3, NOTHING, NOTHING]]
+    assert np.isneginf(scores[0, 5:]).all()
+
+
+@pytest.mark.parametrize("build", BUILDERS)
+def test_one_passage_is_enough(build) -> None:
+    assert build(CORNERS[:1]).search([""], 2, CORNERS[:1])[0].tolist() == [[0, NOTHING]]
+
+
+def test_exact_search_agrees_with_a_full_sort_over_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rrl.retrieval.dense.CHUNK", 64)
+    points, asked = clustered(300, 20)
+    expected = np.argsort(-(asked.astype(np.float64) @ points.T.astype(np.float64)), axis=1, kind="stable")[
+        :, :5
+    ]
+    np.testing.assert_array_equal(ExactIndex(points).search([""] * 20, 5, asked)[0], expected)
+
+
+@pytest.mark.parametrize("count", [2_000, 25_000])
+def test_scann_finds_what_exact_search_finds(count: int) -> None:
+    points, asked = clustered(count, 100)
+    exact, _ = ExactIndex(points).search([""] * 100, 5, asked)
+    found, _ = ScannIndex.build(points).search([""] * 100, 5, asked)
+    recall = np.mean([len(set(a) & set(b)) / 5 for a, b in zip(exact.tolist(), found.tolist())])
+    assert recall == 1 if count < 20_000 else recall >= 0.99
+
+
+def test_settings_follow_the_size_of_the_corpus() -> None:
+    assert ScannConfig.for_corpus(100).leaves == 0
+    small, large = ScannConfig.for_corpus(20_000), ScannConfig.for_corpus(1_000_000)
+    assert 0 < small.leaves < large.leaves == 1000
+    assert large.leaves_to_search < large.leaves
+
+
+def test_scann_is_imported_without_tensorflow_and_only_when_used() -> None:
+    code = (
+        "import sys\n"
+        "import rrl.retrieval.index\n"
+        "assert 'scann' not in sys.modules\n"
+        "import numpy as np\n"
+        "from rrl.retrieval.dense import ScannIndex\n"
+        "ScannIndex.build(np.eye(3, dtype=np.float32))\n"
+        "assert 'tensorflow' not in sys.modules and 'scann.scann_ops.py.scann_ops' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

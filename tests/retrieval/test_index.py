@@ -1,0 +1,121 @@
+"""Index folders: what is written comes back, can be moved, and is refused where it does not fit."""
+
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rrl.data.passages import Passage
+from rrl.errors import UserError
+from rrl.retrieval.dense import ScannConfig
+from rrl.retrieval.index import KINDS, build_index, make_retriever, open_index
+from rrl.retrieval.retriever import Retriever
+from tests.retrieval.fakes import WordEncoder
+
+CORPUS = [Passage(f"p{i}", f"Name {i}", f"fact {i * i} of {chr(97 + i % 26)} Ærø\n\ud800") for i in range(60)]
+QUERIES = ["Name 3", "fact 49", "of c"]
+
+
+def encoder_for(kind: str, **changes: str):
+    return None if kind == "bm25" else WordEncoder(**changes)
+
+
+def found(retriever: Retriever) -> list:
+    return retriever.search(QUERIES, 4, retriever.embed(QUERIES) if retriever.needs_embeddings else None)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_moved_folder_answers_as_the_index_in_memory(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build_index(CORPUS, tmp_path / "index", kind, encoder_for(kind))
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "index").rename(tmp_path / "elsewhere" / "moved")
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    retriever = open_index("moved", encoder_for(kind))
+    assert found(retriever) == found(make_retriever(CORPUS, kind, encoder_for(kind)))
+    assert list(retriever.passages) == CORPUS
+    assert retriever.passages[-1] == CORPUS[-1]
+    assert retriever.passages[2:4] == CORPUS[2:4]
+    with pytest.raises(IndexError):
+        retriever.passages[60]
+
+
+def test_a_scann_tree_is_moved_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ScannConfig, "for_corpus", classmethod(lambda cls, n: cls(5, 5, 50)))
+    build_index(CORPUS, tmp_path / "index", "scann", WordEncoder())  # type: ignore[arg-type]
+    assert str(tmp_path).encode() not in b"".join(
+        file.read_bytes() for file in (tmp_path / "index").rglob("*") if file.is_file()
+    )
+    (tmp_path / "index").rename(tmp_path / "moved")
+    assert found(open_index(tmp_path / "moved", WordEncoder())) == found(  # type: ignore[arg-type]
+        make_retriever(CORPUS, "exact", WordEncoder())  # type: ignore[arg-type]
+    )
+
+
+def test_the_manifest_says_what_the_index_is(tmp_path: Path) -> None:
+    build_index(CORPUS, tmp_path / "index", "exact", WordEncoder())  # type: ignore[arg-type]
+    manifest = json.loads((tmp_path / "index/manifest.json").read_text())
+    assert (manifest["kind"], manifest["passages"], manifest["dim"]) == ("exact", 60, 32)
+    assert manifest["metric"] == "inner_product"
+    assert manifest["encoder"]["name"] == "words"
+    assert len(manifest["corpus"]) == 64
+    assert set(manifest["versions"]) == {"numpy", "bm25s", "scann"}
+
+
+@pytest.mark.parametrize("kind", ["scann", "exact"])
+def test_another_encoder_is_refused_by_name(tmp_path: Path, kind: str) -> None:
+    build_index(CORPUS, tmp_path / "index", kind, encoder_for(kind))
+    with pytest.raises(
+        UserError, match=r"built with the encoder 'words' \(ffffffffffff\), got 'e5' \(eeeeeeeeeeee\)"
+    ):
+        open_index(tmp_path / "index", encoder_for(kind, name="e5", fingerprint="e" * 64))
+    with pytest.raises(UserError, match="needs the encoder it was built with, 'words'"):
+        open_index(tmp_path / "index")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_damaged_file_is_named(tmp_path: Path, kind: str) -> None:
+    folder = tmp_path / "index"
+    build_index(CORPUS, folder, kind, encoder_for(kind))
+    for file in [file for file in folder.rglob("*") if file.is_file() and file.name != "manifest.json"]:
+        data = file.read_bytes()
+        for broken in (data[:-1], bytes([data[0] ^ 1]) + data[1:]):
+            file.write_bytes(broken)
+            with pytest.raises(UserError, match=f"damaged, .*{file.name}"):
+                open_index(folder, encoder_for(kind))
+        file.unlink()
+        with pytest.raises(UserError, match=f"{file.name} is missing"):
+            open_index(folder, encoder_for(kind))
+        file.write_bytes(data)
+    open_index(folder, encoder_for(kind))
+    (folder / "manifest.json").write_text("{")
+    with pytest.raises(UserError, match=r"damaged, manifest.json"):
+        open_index(folder, encoder_for(kind))
+
+
+def test_an_unfinished_or_existing_folder_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no manifest.json"):
+        open_index(tmp_path)
+    with pytest.raises(UserError, match="exists"):
+        build_index(CORPUS, tmp_path, "bm25")
+
+
+def test_a_failed_build_leaves_no_index(tmp_path: Path) -> None:
+    class Failing(WordEncoder):
+        def embed_passages(self, passages):
+            raise RuntimeError("out of memory")
+
+    with pytest.raises(RuntimeError):
+        build_index(CORPUS, tmp_path / "index", "exact", Failing())  # type: ignore[arg-type]
+    assert not (tmp_path / "index").exists()
+    build_index(CORPUS, tmp_path / "index", "exact", WordEncoder())  # type: ignore[arg-type]
+    assert os.listdir(tmp_path) == ["index"]
+
+
+def test_embeddings_are_memory_mapped(tmp_path: Path) -> None:
+    build_index(CORPUS, tmp_path / "index", "exact", WordEncoder())  # type: ignore[arg-type]
+    index = open_index(tmp_path / "index", WordEncoder())._index  # type: ignore[arg-type]
+    assert isinstance(index.embeddings, np.memmap)  # type: ignore[attr-defined]

@@ -1,0 +1,38 @@
+"""The order of rankings: scores, then positions, whatever else is in the batch."""
+
+import numpy as np
+import pytest
+
+from rrl.retrieval.ranking import NOTHING, rescore, top_k
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_top_k_agrees_with_a_full_stable_sort(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    scores = rng.integers(0, 6, rng.integers(1, 40)).astype(np.float32)
+    for k in (1, 3, len(scores), len(scores) + 5):
+        expected = sorted(range(len(scores)), key=lambda i: (-scores[i], i))[:k]
+        assert top_k(scores, k).tolist() == expected
+
+
+def test_rescoring_pads_and_breaks_ties_by_position() -> None:
+    embeddings = np.float32([[1, 0], [0, 1], [1, 0], [0.5, 0]])
+    ids, scores = rescore(
+        embeddings, np.float32([[1, 0], [0, 1]]), [np.array([3, 2, 0]), np.array([], int)], 4
+    )
+    assert ids.tolist() == [[0, 2, 3, NOTHING], [NOTHING] * 4]
+    assert scores[0].tolist() == [1, 1, 0.5, -np.inf]
+
+
+def test_rescoring_a_query_gives_the_same_bits_in_any_batch() -> None:
+    rng = np.random.default_rng(0)
+    embeddings, queries = (
+        rng.normal(size=(500, 64)).astype(np.float32),
+        rng.normal(size=(33, 64)).astype(np.float32),
+    )
+    everything = [np.arange(500)] * len(queries)
+    ids, scores = rescore(embeddings, queries, everything, 10)
+    for row in (0, 17, 32):
+        alone = rescore(embeddings, queries[row : row + 1], everything[:1], 10)
+        assert (alone[0] == ids[row]).all()
+        assert (alone[1] == scores[row]).all()

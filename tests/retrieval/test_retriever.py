@@ -1,0 +1,121 @@
+"""The `Retriever`: one behaviour over every kind of index."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+from rrl.data.passages import Passage
+from rrl.errors import UserError
+from rrl.retrieval.index import KINDS, make_retriever
+from rrl.retrieval.retriever import MAX_QUERY_CHARACTERS, Retriever
+from tests.retrieval.fakes import WordEncoder
+
+CORPUS = [
+    Passage("p0", "Oslo", "capital of the north"),
+    Passage("p1", "Bergen", "town of rain"),
+    Passage("p2", "Rome", "capital of the south"),
+    Passage("p3", "Bergen", "town of rain"),
+]
+
+
+def opened(kind: str) -> Retriever:
+    return make_retriever(CORPUS, kind, None if kind == "bm25" else WordEncoder())  # type: ignore[arg-type]
+
+
+def ids(retriever: Retriever, queries: list[str], k: int) -> list[list[str]]:
+    embeddings = retriever.embed(queries) if retriever.needs_embeddings else None
+    return [[hit.passage.id for hit in hits] for hits in retriever.search(queries, k, embeddings)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_right_passage_comes_first_and_ties_go_by_position(kind: str) -> None:
+    assert ids(opened(kind), ["Rome capital of the south", "Bergen town of rain"], 2)[1] == ["p1", "p3"]
+    assert ids(opened(kind), ["Rome capital of the south"], 1) == [["p2"]]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_k_beyond_the_corpus_is_no_error(kind: str) -> None:
+    (found,) = ids(opened(kind), ["Bergen capital"], 9)
+    assert sorted(found) == ["p0", "p1", "p2", "p3"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_empty_query_finds_nothing_and_disturbs_no_other(kind: str) -> None:
+    retriever = opened(kind)
+    found = ids(retriever, ["", "Oslo", " \n"], 1)
+    assert found == [[], ["p0"], []]
+    assert retriever.stats.empty == 2
+    assert ids(retriever, [], 1) == []
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_repeated_and_cached_queries_are_searched_once(kind: str) -> None:
+    retriever = opened(kind)
+    first = ids(retriever, ["Oslo", "Rome", "Oslo", " Oslo "], 2)
+    assert first[0] == first[2] == first[3]
+    assert (retriever.stats.queries, retriever.stats.searched, retriever.stats.cache_hits) == (4, 2, 0)
+    assert ids(retriever, ["Rome", "Bergen"], 2)[0] == first[1]
+    assert (retriever.stats.searched, retriever.stats.cache_hits) == (3, 1)
+    ids(retriever, ["Rome"], 1)
+    assert retriever.stats.searched == 4, "another k is another search"
+
+
+def test_the_cache_forgets_the_least_recently_used() -> None:
+    retriever = Retriever(CORPUS, opened("bm25")._index, cache_size=2)
+    for query in ["Oslo", "Rome", "Oslo", "Bergen", "Oslo", "Rome"]:
+        retriever.search([query], 1)
+    assert retriever.stats.searched == 4, "Oslo stayed, Rome was dropped for Bergen"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_runaway_query_is_cut(kind: str) -> None:
+    retriever = opened(kind)
+    assert ids(retriever, ["Oslo " + "x" * 10_000_000], 1) == [["p0"]]
+    assert all(len(text) <= MAX_QUERY_CHARACTERS for text, _ in retriever._cache)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_many_threads_get_the_answers_of_one(kind: str) -> None:
+    words = ["Oslo", "Bergen", "Rome", "capital", "town", "south", "rain", "north"]
+    rng = np.random.default_rng(0)
+    jobs = [[" ".join(rng.choice(words, 2)) for _ in range(5)] for _ in range(200)]
+    expected = [ids(opened(kind), job, 3) for job in jobs]
+    retriever = opened(kind)
+    retriever._cache_size = 8
+    barrier = threading.Barrier(8)
+
+    def work(part: int) -> list[list[list[str]]]:
+        barrier.wait()
+        return [ids(retriever, job, 3) for job in jobs[part::8]]
+
+    with ThreadPoolExecutor(8) as pool:
+        results = list(pool.map(work, range(8)))
+    for part, result in enumerate(results):
+        assert result == expected[part::8]
+    assert retriever.stats.calls == 200
+
+
+def test_wrong_arguments_are_refused_by_name() -> None:
+    dense = opened("exact")
+    with pytest.raises(UserError, match="k: got 0"):
+        dense.search(["x"], 0, dense.embed(["x"]))
+    with pytest.raises(UserError, match="embeddings: missing"):
+        dense.search(["x"], 1)
+    with pytest.raises(UserError, match=r"embeddings: got shape \(2, 3\), wanted \(1, 32\)"):
+        dense.search(["x"], 1, np.zeros((2, 3), np.float32))
+    with pytest.raises(UserError, match="no query encoder"):
+        opened("bm25").tokenize(["x"])
+    with pytest.raises(UserError, match="allowed are scann, bm25, exact"):
+        make_retriever(CORPUS, "faiss")
+    with pytest.raises(UserError, match="encoder: missing"):
+        make_retriever(CORPUS, "scann")
+    with pytest.raises(UserError, match="no passages"):
+        make_retriever([], "bm25")
+
+
+@pytest.mark.parametrize("query", ["\ud800", "\x00", "𝕺slo Ωmega", "((((", "<search>x</search>"])
+@pytest.mark.parametrize("kind", ["bm25"])
+def test_strange_text_is_no_error(kind: str, query: str) -> None:
+    assert isinstance(ids(opened(kind), [query], 1)[0], list)
