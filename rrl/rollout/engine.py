@@ -98,7 +98,10 @@ class Engine:
         self.eos = jnp.asarray(_eos_ids(tokenizer), jnp.int32)
         encoder = retriever.encoder if retriever is not None and retriever.needs_embeddings else None
         self.encoder_graph, self.encoder_state = (None, None) if encoder is None else nnx.split(encoder)
-        query_tokens = retriever.query_tokens if retriever is not None and encoder is not None else 0
+        text_encoder = retriever.text_encoder if retriever is not None and encoder is not None else None
+        query_tokens = text_encoder.settings.query_tokens if text_encoder else 0
+        self.embedding_dim = text_encoder.dim if text_encoder else 0
+        self.query_pad = text_encoder.tokenizer.pad_token_id if text_encoder else 0
         self.limits = Limits(
             rows=config.rows // self.shards,
             context=config.context,
@@ -127,13 +130,15 @@ class Engine:
         environment: Environment,
         key: Key,
         *,
+        retriever: Retriever | None = None,
         on_finish: Callable[[int], None] = lambda done: None,
         reference: bool = False,
     ) -> list[Trajectory]:
         """Runs every request to its end; trajectories come back in the order of `requests`.
 
-        `params` is the decoder's state (`nnx.state(decoder)`). `reference` runs the host-driven loop. Raises what the
-        environment raised, and UserError for a prompt that does not fit the context.
+        `params` is the decoder's state (`nnx.state(decoder)`). `retriever` stands in for the engine's own (another
+        corpus behind the same encoder). `reference` runs the host-driven loop. Raises what the environment raised, and
+        UserError for a prompt that does not fit the context.
         """
         self._check(requests)
         start = time.perf_counter()
@@ -152,7 +157,7 @@ class Engine:
                 self.limits,
                 encode=self.encode,
                 decode=self.decode,
-                retriever=self.retriever,
+                retriever=retriever or self.retriever,
                 top_k=self.config.top_k,
                 on_finish=finished,
             )
@@ -241,8 +246,7 @@ class Engine:
     def _start(self, model: Decoder, turn_tokens: int) -> tuple[Rows, KVCache, jax.Array]:
         rows = Rows.create(self.config.rows, turn_tokens)
         cache = KVCache.create(model.config, self.config.rows, self.config.context, model.dtype)
-        width = 0 if self.encoder_graph is None else self.retriever.dimension  # type: ignore[union-attr]
-        return rows, cache, jnp.zeros((self.shards * self.limits.feeds, width), jnp.float32)
+        return rows, cache, jnp.zeros((self.shards * self.limits.feeds, self.embedding_dim), jnp.float32)
 
     def _sampler(self, key: Key, table: jax.Array, first_accept: int) -> Sampler:
         return Sampler(key, table, self.eos, first_accept, self.config.top_p, self.config.sample_top_k)
@@ -261,9 +265,8 @@ class Engine:
     def _embed(self, encoder_state: PyTree, queries: jax.Array) -> jax.Array:
         if self.encoder_graph is None:
             return jnp.zeros((queries.shape[0], 0), jnp.float32)
-        assert self.retriever is not None
         encoder = nnx.merge(self.encoder_graph, encoder_state)
-        return encoder.embed(queries, queries != self.retriever.pad_id)
+        return encoder.embed(queries, queries != self.query_pad)
 
     def _unpack(self, words: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Splits the hosts' answers [shards, words] into feeds (with global row numbers), queries and off."""

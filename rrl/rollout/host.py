@@ -14,7 +14,17 @@ from jaxtyping import Float, Int
 
 from rrl.data.questions import Question
 from rrl.retrieval.retriever import Retriever
-from rrl.rollout.protocol import CONTEXT, EOS, TURN_TOKENS, Append, Environment, Episode, Finish, SearchFor
+from rrl.rollout.protocol import (
+    CONTEXT,
+    EOS,
+    TURN_TOKENS,
+    Append,
+    Environment,
+    Episode,
+    Finish,
+    SearchFor,
+    message_ids,
+)
 from rrl.rollout.trajectory import ENVIRONMENT, POLICY, PROMPT, Search, Trajectory
 
 RUN, WAIT, OFF = 0, 1, 2
@@ -155,7 +165,7 @@ class Host:
                 self._read(turns)
                 self._search(embeddings)
                 return self._pack()
-        except BaseException as error:  # noqa: BLE001 - raised again by the engine, outside the callback
+        except BaseException as error:  # raised again by the engine, outside the callback
             self.error = error
         self.off[:] = True
         return self._pack(feed=False)
@@ -194,8 +204,7 @@ class Host:
     def _append(self, row: int, message: Append) -> None:
         episode_row = self.rows[row]
         assert episode_row is not None
-        body = self.encode(message.body)[: self.environment.observation_tokens]
-        ids = np.concatenate([self.encode(message.prefix), body, self.encode(message.suffix)])
+        ids = message_ids(message, self.encode, self.environment.observation_tokens)
         if episode_row.length + len(ids) >= self.limits.context:
             self._finish(row, "context_limit")
             return
@@ -253,7 +262,7 @@ class Host:
             return [[] for _ in queries]
         try:
             hits = self.retriever.search(queries, self.top_k, vectors)
-        except Exception:  # noqa: BLE001 - the policy is told that its search failed; the batch goes on
+        except Exception:  # the policy is told that its search failed; the batch goes on
             self.searches_failed += len(queries)
             return [None] * len(queries)
         return [[hit.passage for hit in found] for found in hits]

@@ -1,10 +1,13 @@
 """What an environment is: the prompt, where the policy pauses, what it is answered, and when the episode ends."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from rrl.data.passages import Passage
+import numpy as np
+from jaxtyping import Int
+
+from rrl.data.passages import Passage, render
 from rrl.data.questions import Question
 from rrl.rollout.trajectory import Search
 from rrl.text.spans import boxes
@@ -68,9 +71,11 @@ class Environment(Protocol):
         """Words an observation; `passages` is None when the search failed."""
 
 
-def render_passages(passages: Sequence[Passage]) -> str:
-    """Documents as the policy reads them, one a line: `(Title: T) text` (R-Search, Table 8)."""
-    return "\n".join(f"(Title: {passage.title}) {passage.text}" for passage in passages)
+def message_ids(
+    message: Append, encode: Callable[[str], Int[np.ndarray, "T"]], body_tokens: int
+) -> Int[np.ndarray, "T"]:
+    """Token ids of an environment's message; the body is cut to `body_tokens`, so that what closes it survives."""
+    return np.concatenate([encode(message.prefix), encode(message.body)[:body_tokens], encode(message.suffix)])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,7 +117,7 @@ class Stream:
         return Append(prefix="\n" + self.correction.format(search=self.search, answer=self.answer) + "\n")
 
     def observe(self, episode: Episode, passages: Sequence[Passage] | None) -> Append:
-        body = self.failure if passages is None else render_passages(passages)
+        body = self.failure if passages is None else render(passages)
         return Append(f"\n<{self.observation}>\n", body, f"\n</{self.observation}>\n")
 
 

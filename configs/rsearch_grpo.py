@@ -1,0 +1,95 @@
+"""R-Search with GRPO.
+
+    python launch/train.py --config=configs/rsearch_grpo.py                      # built-in world, about 10 minutes, 2 cores
+    python launch/train.py --config=configs/rsearch_grpo.py:steps=2              # smoke run, under a minute
+    python launch/train.py --config=configs/rsearch_grpo.py:data=FOLDER,policy=FOLDER    # real questions, any policy
+    python launch/train.py --config=configs/rsearch_grpo.py:size=7b,data=FOLDER,policy=FOLDER,reader=FOLDER,encoder=FOLDER
+
+size=tiny is the built-in world (`miniwiki`) from the shipped cold-started policy; its reader is the shipped one of
+another family. size=3b and size=7b hold the settings of the paper (sections 4.1-4.3, released values where it is
+silent): Qwen2.5-Instruct folders as policy, Llama-3.2-3B-Instruct as reader, E5 as encoder, 8 x 80 GB.
+"""
+
+from ml_collections import ConfigDict
+
+from rrl.arguments import parse
+
+
+def get_config(arg: str = "") -> ConfigDict:
+    """The config of `--config=configs/rsearch_grpo.py:ARG`."""
+    args = parse(
+        arg,
+        size=("tiny", "3b", "7b"),
+        steps=0,
+        seed=0,
+        data="miniwiki",
+        policy="",
+        reader="",
+        encoder="",
+        retriever="",
+        control=("none", "permuted", "search_off"),
+    )
+    tiny = args.size == "tiny"
+    real = args.data != "miniwiki"
+    config = ConfigDict()
+    config.name = f"rsearch_grpo_{args.size}"
+    config.policy = args.policy or ("assets/miniwiki-policy" if tiny else f"models/Qwen2.5-{args.size.upper()}-Instruct")
+    config.reader = args.reader or ("assets/miniwiki-reader" if tiny else "models/Llama-3.2-3B-Instruct")
+
+    # A policy too small to follow instructions is cold-started on the bare question.
+    shipped = tiny and not args.policy
+    config.recipe = ConfigDict({"name": "rsearch", "environment": {}})
+    if shipped:
+        config.recipe.instruction = ""
+    config.recipe.environment = {
+        "max_searches": 4,
+        "turn_tokens": 128 if tiny else 500,
+        "observation_tokens": 256 if tiny else 1800,
+    }
+    config.rollout = {
+        "rows": 64 if tiny else 256,
+        "context": 1024 if tiny else 8192,
+        "feeds": 16,
+        "feed_tokens": 160 if tiny else 512,
+        "top_k": 3,
+        "top_p": 1.0 if tiny else 0.95,
+    }
+    config.reader_rollout = {"rows": 32 if tiny else 128, "context": 384 if tiny else 4096, "feed_tokens": 128 if tiny else 512}
+    config.data = {"path": args.data, "on_error": "refuse", "held_out": 100 if tiny else 500}
+    kind = args.retriever or ("bm25" if real and not args.encoder else "scann")
+    config.retriever = {
+        "kind": "off" if args.control == "search_off" else kind,
+        "encoder": args.encoder or ("assets/miniwiki-encoder" if not real else ""),
+        "title_weight": 1 if real else 3,
+    }
+    steps = args.steps or (50 if tiny else 195)
+    config.train = {
+        "steps": steps,
+        "questions": 32 if tiny else 256,
+        "samples": 8 if tiny else 5,
+        "temperature": 1.0,
+        "seed": args.seed,
+        "eval_every": max(1, steps // 4) if tiny else 20,
+        "eval_temperature": 0.0 if tiny else 0.1,
+        "permute_rewards": args.control == "permuted",
+    }
+    config.objective = {
+        "kl_coef": 0.01 if tiny else 0.001,
+        "clip_low": 0.2,
+        "clip_high": 0.2,
+        "lengths": (256, 384, 512, 768, 1024) if tiny else (1024, 2048, 4096, 8192),
+        "microbatch_tokens": 8192 if tiny else 32768,
+    }
+    config.optim = {
+        "name": "adamw",
+        "lr": 2e-4 if tiny else 1e-6,
+        "warmup_ratio": 0.05 if tiny else 0.95,
+        "weight_decay": 0.0,
+        "clip_norm": 1.0,
+        "schedule": "constant",
+    }
+    if tiny and args.steps and args.steps <= 5:  # a smoke run looks at everything, briefly
+        config.data["held_out_per_kind"] = 16
+        config.data["train_per_kind"] = 100
+        config.data["train_worlds"] = 8
+    return config

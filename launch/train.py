@@ -1,0 +1,27 @@
+"""Reinforcement learning from a config: `python launch/train.py --config=configs/rsearch_grpo.py [--workdir=FOLDER]`."""
+
+from collections.abc import Sequence
+
+from absl import flags
+from ml_collections import config_flags
+
+from rrl.train import launcher
+
+_CONFIG = config_flags.DEFINE_config_file("config", None, "Config file, with its arguments after a colon.", lock_config=True)
+_WORKDIR = flags.DEFINE_string("workdir", None, "Folder of the run (default: runs/NAME); a run that is there is continued.")
+flags.mark_flags_as_required(["config"])
+
+
+def main(_: Sequence[str]) -> None:
+    """Trains and reports."""
+    from rrl.parallel.runtime import prepare_host
+
+    prepare_host()  # before jax is imported
+    from rrl.train.experiment import run
+
+    config = _CONFIG.value
+    run(config, _WORKDIR.value or f"runs/{config.name}")
+
+
+if __name__ == "__main__":
+    launcher.run(main)

@@ -1,0 +1,59 @@
+"""A frozen model of another family that answers from evidence alone (R-Search, Eq. 4)."""
+
+from collections.abc import Sequence
+
+import jax
+from flax import nnx
+from jax.sharding import Mesh
+from transformers import PreTrainedTokenizerBase
+
+from rrl.data.questions import Question
+from rrl.models.decoder import Decoder
+from rrl.rollout.engine import Engine, EngineConfig
+from rrl.rollout.host import Request
+from rrl.rollout.protocol import SingleTurn
+from rrl.rollout.trajectory import POLICY
+from rrl.text.chat import chat_ids
+
+
+class Reader:
+    """Answers prompts greedily in one turn; equal prompts are answered once, and remembered."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        tokenizer: PreTrainedTokenizerBase,
+        config: EngineConfig,
+        *,
+        answer_tokens: int = 32,
+        mesh: Mesh | None = None,
+    ) -> None:
+        self.engine = Engine(decoder, tokenizer, config, mesh=mesh)
+        self.params = nnx.state(decoder)
+        self.environment = SingleTurn(turn_tokens=answer_tokens)
+        self.memory: dict[str, str] = {}
+
+    def answers(self, prompts: Sequence[str]) -> list[str]:
+        """The reader's answer to each prompt (the user's turn of its chat template).
+
+        A prompt that does not fit the reader's context is cut at its front, where the evidence begins.
+        """
+        new = [prompt for prompt in dict.fromkeys(prompts) if prompt not in self.memory]
+        room = self.engine.config.context - self.environment.turn_tokens - 2
+        requests = [
+            Request(Question(str(i), prompt, ()), chat_ids(self.engine.tokenizer, prompt)[-room:], i, temperature=0.0)
+            for i, prompt in enumerate(new)
+        ]
+        if requests:
+            found = self.engine.run(self.params, requests, self.environment, jax.random.key(0))
+            for prompt, trajectory in zip(new, found, strict=True):
+                self.memory[prompt] = "".join(t for role, t in trajectory.segments if role == POLICY).strip()
+        return [self.memory[prompt] for prompt in prompts]
+
+    def forget(self, keep: int = 100_000) -> None:
+        """Drops the oldest answers beyond `keep`."""
+        excess = len(self.memory) - keep
+        for prompt in list(self.memory)[: max(excess, 0)]:
+            del self.memory[prompt]
+
+

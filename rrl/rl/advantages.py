@@ -1,0 +1,45 @@
+"""Advantages from rewards: pure functions on the host, one number a trajectory."""
+
+import numpy as np
+from jaxtyping import Bool, Float, Int
+
+
+def group_normalize(
+    rewards: Float[np.ndarray, "N"],
+    groups: Int[np.ndarray, "N"],
+    *,
+    epsilon: float = 1e-6,
+    unbiased: bool = True,
+    scale: bool = True,
+) -> Float[np.ndarray, "N"]:
+    """(r - mean of its group) / (std of its group + epsilon): GRPO's advantage (DeepSeekMath, section 4.1.2).
+
+    Args:
+      rewards: one a trajectory.
+      groups: samples of one question share a number.
+      epsilon: added to the standard deviation.
+      unbiased: divide by n - 1 in the standard deviation (as released R-Search does); a group of one has std 0.
+      scale: False leaves the division out (Dr. GRPO).
+    """
+    _, index = np.unique(groups, return_inverse=True)
+    rewards = np.asarray(rewards, np.float64)
+    count = np.bincount(index)
+    mean = np.bincount(index, rewards) / count
+    centred = rewards - mean[index]
+    if scale:
+        freedom = np.maximum(count - 1, 1) if unbiased else count
+        deviation = np.sqrt(np.bincount(index, centred**2) / freedom)
+        centred = centred / (deviation[index] + epsilon)
+    return centred.astype(np.float32)
+
+
+def zero_spread(
+    rewards: Float[np.ndarray, "N"], groups: Int[np.ndarray, "N"], *, tolerance: float = 1e-8
+) -> Bool[np.ndarray, "N"]:
+    """True where all rewards of a trajectory's group are equal: such a group says nothing about what is better."""
+    _, index = np.unique(groups, return_inverse=True)
+    high = np.full(index.max(initial=-1) + 1, -np.inf)
+    low = np.full_like(high, np.inf)
+    np.maximum.at(high, index, rewards)
+    np.minimum.at(low, index, rewards)
+    return (high - low)[index] <= tolerance

@@ -1,0 +1,231 @@
+"""The reinforcement-learning loop: questions, trajectories, rewards, advantages, update; evaluated and resumable."""
+
+import contextlib
+import dataclasses
+import os
+import pathlib
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+from jaxtyping import PyTree
+
+from rrl.data.questions import Question
+from rrl.errors import UserError
+from rrl.models.decoder import Decoder
+from rrl.recipes.base import Answers, Recipe
+from rrl.retrieval.retriever import Retriever
+from rrl.rl.advantages import zero_spread
+from rrl.rl.optim import OptimConfig, make_optimizer, make_schedule
+from rrl.rollout.engine import Engine
+from rrl.rollout.trajectory import Trajectory
+from rrl.train.checkpoints import Checkpoints, stop_requested
+from rrl.train.metrics import MetricsWriter
+from rrl.train.progress import Progress
+from rrl.train.rollouts import describe, evaluate, run_questions
+from rrl.train.update import ObjectiveConfig, Updater
+
+
+@dataclasses.dataclass(frozen=True)
+class RLConfig:
+    """Settings of one run of reinforcement learning."""
+
+    steps: int
+    optim: OptimConfig
+    objective: ObjectiveConfig
+    questions: int = 256
+    """Questions a step."""
+    samples: int = 5
+    """Episodes a question: the group of GRPO."""
+    temperature: float = 1.0
+    seed: int = 0
+    eval_every: int = 0
+    """Steps between held-out evaluations; 0: before and after only."""
+    eval_temperature: float = 0.0
+    checkpoint_every: int = 20
+    permute_rewards: bool = False
+    """The control: rewards are dealt out at random over the batch, so that nothing can be learned from them."""
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "questions", "samples"):
+            if getattr(self, name) < 1:
+                raise UserError(f"train.{name}={getattr(self, name)} must be at least 1")
+
+
+MAY_DIFFER = ("checkpoint_every",)
+"""Fields that a continued run may change: they do not touch its numbers."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """What a run learns and is held against."""
+
+    train: Sequence[Question]
+    held_out: Sequence[Question]
+    held_out_retriever: Retriever | None = None
+    """Searches the held-out corpus; None: the engine's own."""
+
+
+@dataclasses.dataclass
+class Outcome:
+    """How a run ended."""
+
+    step: int
+    stopped: str
+    """done, or signal."""
+    before: dict[str, float]
+    after: dict[str, float]
+    sampled: list[Trajectory]
+    """Trajectories of the last training step."""
+    evaluated: list[Trajectory]
+    """Of the last evaluation."""
+
+
+def question_order(count: int, size: int, seed: int, step: int) -> np.ndarray:
+    """Indices of a step's questions: each epoch is a permutation, a pure function of (seed, step)."""
+    size = min(size, count)
+    per_epoch = count // size
+    epoch, place = divmod(step, per_epoch)
+    order = np.random.default_rng((seed, epoch)).permutation(count)
+    return order[place * size : (place + 1) * size]
+
+
+def train(
+    config: RLConfig,
+    recipe: Recipe,
+    task: Task,
+    engine: Engine,
+    decoder: Decoder,
+    workdir: str | os.PathLike[str],
+    *,
+    reader: Answers | None = None,
+    identity: Mapping[str, Any] | None = None,
+) -> Outcome:
+    """Trains `decoder` in place, continuing what the workdir holds; the start is the frozen reference.
+
+    Raises UserError when the workdir belongs to another config.
+    """
+    settings = dataclasses.asdict(config) | {"run": dict(identity or {})}
+    graph, params = nnx.split(decoder)
+    reference = jax.tree.map(lambda x: x.copy(), params)
+    optimizer = make_optimizer(config.optim)
+    rate = make_schedule(config.optim)
+    opt_state = optimizer.init(params)
+    updater = Updater(graph, optimizer, config.objective)
+    base = jax.random.key(config.seed)
+    extra: dict[str, Any] = {"before": {}}
+    sampled: list[Trajectory] = []
+
+    def measure(params: PyTree, step: int) -> tuple[dict[str, float], list[Trajectory]]:
+        began = time.perf_counter()
+        progress.note(f"step {step}: evaluating on {len(task.held_out)} held-out questions ...")
+        found, trajectories = evaluate(
+            engine,
+            params,
+            recipe,
+            task.held_out,
+            temperature=config.eval_temperature,
+            retriever=task.held_out_retriever,
+            reader=reader,
+        )
+        found["time/eval"] = time.perf_counter() - began
+        writer.write(step, found)
+        progress.note(
+            f"step {step}: held-out EM {100 * found['eval/em']:.1f}  F1 {100 * found['eval/f1']:.1f}  "
+            f"searches {found['eval/searches']:.2f}  ({found['time/eval']:.0f} s)"
+        )
+        return found, trajectories
+
+    with contextlib.ExitStack() as stack:
+        checkpoints = stack.enter_context(Checkpoints(workdir, settings, may_differ=MAY_DIFFER))
+        stop = stack.enter_context(stop_requested())
+        start = 0
+        if checkpoints.latest is not None:
+            (params, opt_state), extra = checkpoints.restore((params, opt_state))
+            start = int(extra["step"])
+        writer = stack.enter_context(MetricsWriter(workdir, start))
+        progress = stack.enter_context(Progress(config.steps, start, "train"))
+        step, stopped = start, "done"
+        last: tuple[dict[str, float], list[Trajectory]] | None = None
+        if start == 0 and task.held_out:
+            last = measure(params, 0)
+            extra["before"] = last[0]
+        while step < config.steps:
+            began = time.perf_counter()
+            chosen = question_order(len(task.train), config.questions, config.seed, step)
+            sampled = run_questions(
+                engine,
+                params,
+                recipe,
+                [task.train[i] for i in chosen],
+                key=jax.random.fold_in(base, step),
+                samples=config.samples,
+                temperature=config.temperature,
+                reader=reader,
+            )
+            rolled = time.perf_counter()
+            metrics = describe(sampled, "train")
+            if config.permute_rewards:
+                permute_rewards(sampled, np.random.default_rng((config.seed, step)))
+            advantages = recipe.advantages(sampled)
+            flat = zero_spread(
+                np.array([t.rewards["total"] for t in sampled]), np.array([t.group for t in sampled])
+            )
+            used = np.flatnonzero(~flat) if config.objective.drop_zero_spread else np.arange(len(sampled))
+            if len(used):
+                params, opt_state, update = updater(
+                    params, opt_state, reference, [sampled[i] for i in used], advantages[used]
+                )
+                metrics |= {f"train/{name}": value for name, value in update.items()}
+            step += 1
+            done = time.perf_counter()
+            metrics |= {
+                "train/lr": float(rate(step - 1)),
+                "train/zero_spread": float(flat.mean()),
+                "train/advantage_std": float(advantages.std()),
+                "train/searches_failed": float(engine.stats.searches_failed),
+                "time/rollout": engine.stats.seconds,
+                "time/retrieval": engine.stats.retrieval_seconds,
+                "time/score": rolled - began - engine.stats.seconds,
+                "time/update": done - rolled,
+                "time/step": done - began,
+            }
+            writer.write(step, metrics)
+            progress.update(
+                step,
+                {
+                    "reward": metrics["reward/total"],
+                    "em": metrics["train/em"],
+                    "searches": metrics["train/searches"],
+                },
+                int(sum(t.policy_tokens for t in sampled)),
+            )
+            last = None
+            if stop:
+                stopped = "signal" if step < config.steps else "done"
+                checkpoints.save(step, (params, opt_state), extra | {"step": step})
+                break
+            if config.eval_every and step % config.eval_every == 0 and step < config.steps and task.held_out:
+                last = measure(params, step)
+            if step % config.checkpoint_every == 0 or step == config.steps:
+                checkpoints.save(step, (params, opt_state), extra | {"step": step})
+        if stopped == "done" and last is None and task.held_out:
+            last = measure(params, step)
+    nnx.update(decoder, params)
+    after, evaluated = last if last is not None else ({}, [])
+    return Outcome(step, stopped, extra["before"], after, sampled, evaluated)
+
+
+def permute_rewards(trajectories: Sequence[Trajectory], rng: np.random.Generator) -> None:
+    """Deals the totals out at random over the batch, in place."""
+    totals = rng.permutation([t.rewards["total"] for t in trajectories])
+    for trajectory, total in zip(trajectories, totals, strict=True):
+        trajectory.rewards["total"] = float(total)
+
+
+def workdir_of(name: str, given: str | None) -> pathlib.Path:
+    """The run's folder: the one given, else runs/NAME beside the caller."""
+    return pathlib.Path(given) if given else pathlib.Path("runs") / name

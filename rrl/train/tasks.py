@@ -1,0 +1,133 @@
+"""What a run trains and is tested on: the built-in world, or a folder of real questions and passages."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from rrl.data.folder import load_folder
+from rrl.data.miniwiki import KINDS, MiniQuestion, MiniWiki, generate
+from rrl.data.passages import Passage
+from rrl.data.questions import Question
+from rrl.data.records import OnError
+from rrl.errors import UserError
+from rrl.retrieval.bm25 import Bm25Config
+from rrl.retrieval.encode import TextEncoder, load_text_encoder
+from rrl.retrieval.index import make_retriever
+from rrl.retrieval.retriever import Retriever
+
+
+@dataclasses.dataclass(frozen=True)
+class RetrieverConfig:
+    """The search engine of a run."""
+
+    kind: str = "scann"
+    """scann, exact, bm25, or off: every search returns nothing."""
+    encoder: str = ""
+    """Folder of the encoder, for scann and exact."""
+    title_weight: int = 3
+    """BM25 only: how often the title counts."""
+    k1: float = 0.9
+    b: float = 0.4
+
+
+@dataclasses.dataclass(frozen=True)
+class DataConfig:
+    """Where questions and passages come from."""
+
+    path: str = "miniwiki"
+    """The built-in world, or a folder with question files and a corpus."""
+    seed: int = 0
+    train_worlds: int = 32
+    held_out_worlds: int = 8
+    world_size: int = 200
+    """Passages of one built-in world."""
+    train_per_kind: int = 2000
+    """Training questions of each kind."""
+    held_out_per_kind: int = 144
+    held_out_split: str = "test"
+    kinds: tuple[str, ...] = KINDS
+    held_out: int = 500
+    """Questions of a folder that are held out at most."""
+    on_error: OnError = "refuse"
+    """What a broken line of a file does: refuse, or skip (with line numbers, counted)."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Corpus:
+    """Questions and the retriever over the passages that answer them."""
+
+    questions: list[Question]
+    retriever: Retriever | None
+    passages: Sequence[Passage]
+
+
+def mixed_questions(wiki: MiniWiki, per_kind: int, kinds: Sequence[str], seed: int) -> list[MiniQuestion]:
+    """`per_kind` questions of each kind, interleaved at random; a pure function of its arguments."""
+    items = [item for kind in kinds for item in wiki.questions(kind, per_kind, seed)]
+    return [items[i] for i in np.random.default_rng(seed).permutation(len(items))]
+
+
+def load_retriever(
+    passages: Sequence[Passage], config: RetrieverConfig, encoder: TextEncoder | None
+) -> Retriever | None:
+    """The retriever of a config over passages in memory; None when it is off."""
+    if config.kind == "off":
+        return None
+    bm25 = Bm25Config(k1=config.k1, b=config.b, title_weight=config.title_weight)
+    return make_retriever(passages, config.kind, encoder, bm25)
+
+
+def load_encoder_of(config: RetrieverConfig) -> TextEncoder | None:
+    """The text encoder that a retriever config names, where its kind needs one."""
+    if config.kind in ("bm25", "off"):
+        return None
+    if not config.encoder:
+        raise UserError(
+            f"retriever.kind={config.kind} needs retriever.encoder, an encoder folder; or set retriever.kind=bm25"
+        )
+    return load_text_encoder(config.encoder)
+
+
+def load_corpora(
+    data: DataConfig, retriever: RetrieverConfig, say: Callable[[str], None] = lambda text: None
+) -> tuple[Corpus, Corpus]:
+    """The training corpus and the held-out one.
+
+    In the built-in world they share no entity. A folder has one corpus; its test (or dev) questions are held out, and
+    with one question file only, every fifth question of it.
+    """
+    encoder = load_encoder_of(retriever)
+    if data.path == "miniwiki":
+        sides = (
+            ("train", data.train_worlds, data.train_per_kind),
+            (data.held_out_split, data.held_out_worlds, data.held_out_per_kind),
+        )
+        corpora = []
+        for split, worlds, per_kind in sides:
+            wiki = generate(split, data.seed, worlds * data.world_size, worlds)
+            items = mixed_questions(wiki, per_kind, data.kinds, data.seed)
+            say(f"miniwiki {split}: {worlds} worlds, {len(wiki.passages)} passages, {len(items)} questions; indexing")
+            search = load_retriever(wiki.passages, retriever, encoder)
+            corpora.append(Corpus([item.question for item in items], search, wiki.passages))
+        return corpora[0], corpora[1]
+    folder = load_folder(data.path, data.on_error)
+    say(f"{data.path}: {len(folder.passages)} passages; indexing with {retriever.kind}")
+    search = load_retriever(folder.passages, retriever, encoder)
+    train, held_out = split_questions(folder.splits)
+    say(f"{data.path}: {len(train)} training questions, {len(held_out[: data.held_out])} held out")
+    return Corpus(train, search, folder.passages), Corpus(held_out[: data.held_out], search, folder.passages)
+
+
+def split_questions(splits: dict[str, list[Question]]) -> tuple[list[Question], list[Question]]:
+    """Training and held-out questions of a folder's files."""
+    if len(splits) == 1:
+        (questions,) = splits.values()
+        held_out = questions[::5]
+        train = [question for place, question in enumerate(questions) if place % 5]
+        if not train:
+            raise UserError(f"{len(questions)} questions are too few to hold one out and train on the rest; give at least 2")
+        return train, held_out
+    held = next(name for name in ("test", "dev", "questions", "train") if name in splits)
+    rest = next(name for name in ("train", "questions", "dev") if name in splits and name != held)
+    return splits[rest], splits[held]

@@ -1,0 +1,61 @@
+"""Stop strings are found by bytes, whatever the tokenisation."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rrl.errors import UserError
+from rrl.rollout.automaton import compile_stops
+
+
+def scan(strings: list[str], vocabulary: list[bytes], ids: list[int]) -> tuple[int, int] | None:
+    """Reference: (token index, stop index) of the first stop string to be completed in the decoded bytes."""
+    text = b""
+    for place, token in enumerate(ids):
+        for byte in vocabulary[token]:
+            text += bytes([byte])
+            ended = [i for i, s in enumerate(strings) if text.endswith(s.encode())]
+            if ended:
+                return place, max(ended, key=lambda i: len(strings[i]))
+    return None
+
+
+def walk(strings: list[str], vocabulary: list[bytes], ids: list[int]) -> tuple[int, int] | None:
+    automaton = compile_stops(strings, vocabulary)
+    state = 0
+    for place, token in enumerate(ids):
+        state = int(automaton.table[state, token])
+        if state >= automaton.first_accept:
+            return place, state - automaton.first_accept
+    return None
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    strings=st.lists(st.text("ab</>", min_size=1, max_size=5), min_size=1, max_size=4, unique=True),
+    vocabulary=st.lists(st.binary(max_size=6).map(lambda b: bytes(b"ab</>"[x % 5] for x in b)), min_size=1, max_size=12),
+    data=st.data(),
+)
+def test_the_automaton_stops_where_a_scan_of_the_text_does(strings, vocabulary, data):
+    ids = data.draw(st.lists(st.integers(0, len(vocabulary) - 1), max_size=20))
+    assert walk(strings, vocabulary, ids) == scan(strings, vocabulary, ids)
+
+
+def test_a_tag_is_found_however_it_is_spelt():
+    vocabulary = [b"</search>", b"</", b"search", b">", b">\n", b"</sea", b"rch>x", b""]
+    for ids in ([0], [1, 2, 3], [1, 2, 4], [5, 6], [1, 7, 2, 3], [1, 1, 2, 3]):
+        assert walk(["</search>"], vocabulary, ids) == (len(ids) - 1, 0)
+    assert walk(["</search>"], vocabulary, [1, 2, 1, 3]) is None
+
+
+def test_no_stop_strings_never_accept():
+    automaton = compile_stops([], [b"a", b"b"])
+    assert automaton.first_accept == 1
+    assert np.all(automaton.table == 0)
+
+
+@pytest.mark.parametrize("strings", [[""], ["a", "a"]])
+def test_empty_or_repeated_stop_strings_are_refused(strings):
+    with pytest.raises(UserError, match="stop strings"):
+        compile_stops(strings, [b"a"])

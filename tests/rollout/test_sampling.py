@@ -1,0 +1,56 @@
+"""Sampling: the right distribution, and bits that depend on request and position only."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from scipy import stats
+
+from rrl.rollout.sampling import row_keys, sample, truncate
+
+BASE = jax.random.key(7)
+
+
+def draw(logits, requests, positions, temperature=1.0, **settings):
+    keys = row_keys(BASE, jnp.asarray(requests), jnp.asarray(positions))
+    return sample(jnp.asarray(logits), keys, jnp.full(len(requests), temperature), **settings)
+
+
+def test_a_row_does_not_depend_on_its_neighbours():
+    logits = np.random.default_rng(0).normal(size=(8, 50)).astype(np.float32)
+    whole, full, drawn = draw(logits, np.arange(8), np.arange(8) + 3)
+    for row in range(8):
+        alone = draw(logits[row : row + 1], [row], [row + 3])
+        assert int(alone[0][0]) == int(whole[row])
+        assert float(alone[1][0]) == float(full[row])
+
+
+def test_frequencies_follow_the_tempered_distribution():
+    logits = np.log(np.array([0.5, 0.3, 0.15, 0.05]))
+    n = 20_000
+    ids, _, drawn = draw(np.tile(logits, (n, 1)), np.arange(n), np.zeros(n, int), temperature=0.5)
+    wanted = np.exp(2 * logits) / np.exp(2 * logits).sum()  # float64: chisquare checks the sum
+    assert stats.chisquare(np.bincount(np.asarray(ids), minlength=4), wanted * n).pvalue > 1e-4
+    np.testing.assert_allclose(np.exp(drawn), wanted[np.asarray(ids)], rtol=1e-5)
+
+
+def test_full_log_probability_ignores_temperature_and_truncation():
+    logits = np.random.default_rng(1).normal(size=(64, 20)).astype(np.float32)
+    ids, full, _ = draw(logits, np.arange(64), np.zeros(64, int), temperature=0.3, top_p=0.5)
+    wanted = jax.nn.log_softmax(logits)[np.arange(64), np.asarray(ids)]
+    np.testing.assert_allclose(full, wanted, rtol=1e-5)
+
+
+def test_temperature_zero_is_greedy_with_certainty():
+    logits = np.random.default_rng(2).normal(size=(9, 20)).astype(np.float32)
+    ids, _, drawn = draw(logits, np.arange(9), np.zeros(9, int), temperature=0.0)
+    assert np.array_equal(ids, logits.argmax(-1))
+    assert np.all(np.asarray(drawn) == 0)
+
+
+def test_truncation_keeps_the_smallest_set_with_the_mass_and_the_top_k():
+    logits = jnp.log(jnp.asarray([[0.5, 0.3, 0.15, 0.05]]))
+    assert np.isfinite(truncate(logits, top_p=0.79)).tolist() == [[True, True, False, False]]
+    assert np.isfinite(truncate(logits, top_p=0.81)).tolist() == [[True, True, True, False]]
+    assert np.isfinite(truncate(logits, top_k=1)).tolist() == [[True, False, False, False]]
+    ids, _, _ = draw(np.tile(logits, (500, 1)), np.arange(500), np.zeros(500, int), top_k=2)
+    assert set(np.asarray(ids).tolist()) == {0, 1}
