@@ -4,8 +4,8 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
 from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
 
 from rrl.models.config import DecoderConfig
 

@@ -195,6 +195,11 @@ class EncoderConfig:
         """H."""
         return self.hidden // self.heads
 
+    @property
+    def embedding_dim(self) -> int:
+        """Length of an embedding, E."""
+        return self.hidden
+
     @classmethod
     def from_hf(cls, hf: Mapping[str, Any]) -> "EncoderConfig":
         """Reads config.json.

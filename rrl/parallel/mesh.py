@@ -1,0 +1,39 @@
+"""The device mesh: data (batch), fsdp (batch and parameters), tensor (inside a layer)."""
+
+import math
+from collections.abc import Sequence
+
+import jax
+from jax.sharding import AxisType, Mesh
+
+from rrl.errors import UserError
+
+AXES = ("data", "fsdp", "tensor")
+
+
+def make_mesh(
+    data: int = -1, fsdp: int = 1, tensor: int = 1, devices: Sequence[jax.Device] | None = None
+) -> Mesh:
+    """A mesh with axes data, fsdp and tensor, all Auto; one of the sizes may be -1: whatever is left.
+
+    Raises:
+        UserError: the sizes do not multiply to the number of devices.
+    """
+    devices = jax.devices() if devices is None else devices
+    sizes = {"data": data, "fsdp": fsdp, "tensor": tensor}
+    asked = ", ".join(f"{name}={size}" for name, size in sizes.items())
+    free = [name for name, size in sizes.items() if size == -1]
+    if any(size == 0 or size < -1 for size in sizes.values()) or len(free) > 1:
+        raise UserError(
+            f"mesh {asked}: sizes must be at least 1, and at most one may be -1 (whatever is left)"
+        )
+    fixed = math.prod(size for size in sizes.values() if size != -1)
+    if free and len(devices) % fixed == 0:
+        sizes[free[0]] = len(devices) // fixed
+    if math.prod(sizes.values()) != len(devices):
+        raise UserError(
+            f"mesh {asked} does not fit {len(devices)} devices: the sizes must multiply to {len(devices)}"
+        )
+    return jax.make_mesh(
+        tuple(sizes.values()), AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=list(devices)
+    )

@@ -1,0 +1,91 @@
+"""Which parameter is split over which mesh axes: one table for every model and its optimiser state."""
+
+import math
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from rrl.errors import UserError
+
+P = PartitionSpec
+Rules = Sequence[tuple[str, PartitionSpec]]
+
+RULES: Rules = (
+    # Embeddings [V, D] and head [D, V]: vocabulary over tensor, so that logits come out split.
+    (r"embedding", P("tensor", "fsdp")),
+    (r"(position|type)_embedding", P(None, "fsdp")),
+    (r"head", P("fsdp", "tensor")),
+    # Attention [L, D, N, H] and back [L, N, H, D]: whole heads over tensor.
+    (r"layers/[qkv]", P(None, "fsdp", "tensor", None)),
+    (r"layers/[qkv]_bias", P(None, "tensor", None)),
+    (r"layers/o", P(None, "tensor", None, "fsdp")),
+    # MLP [L, D, F] and back [L, F, D].
+    (r"layers/(gate|up)", P(None, "fsdp", "tensor")),
+    (r"layers/up_bias", P(None, "tensor")),
+    (r"layers/down", P(None, "tensor", "fsdp")),
+    # Norms and output biases are small, and every device needs them whole.
+    (r"(layers/)?([a-z]+_)?norm(_bias)?", P()),
+    (r"layers/(o|down)_bias", P()),
+)
+"""(regular expression over the whole name "layers/q", spec); the first match wins."""
+
+
+def shardings(state: Any, mesh: Mesh, rules: Rules = RULES) -> dict[tuple[str, ...], NamedSharding]:
+    """Placement of each parameter of an NNX state, by path.
+
+    A dimension that its axes do not divide (kv heads fewer than the tensor axis, an odd vocabulary) is replicated.
+
+    Raises:
+        UserError: no rule covers a parameter, or a spec has more dimensions than it, or names an axis twice.
+    """
+    placed = {}
+    for path, variable in nnx.to_flat_state(state):
+        name = "/".join(map(str, path))
+        placed[path] = NamedSharding(mesh, fit(name, spec_of(name, rules), variable.shape, mesh))
+    return placed
+
+
+def shard(state: Any, mesh: Mesh, rules: Rules = RULES) -> Any:
+    """The same state with its arrays placed on the mesh."""
+    placed = shardings(state, mesh, rules)
+    flat = {
+        path: variable.replace(jax.device_put(variable[...], placed[path]))
+        for path, variable in nnx.to_flat_state(state)
+    }
+    return nnx.from_flat_state(flat)
+
+
+def spec_of(name: str, rules: Rules = RULES) -> PartitionSpec:
+    """The first rule that matches the whole name."""
+    for pattern, spec in rules:
+        if re.fullmatch(pattern, name):
+            return spec
+    raise UserError(
+        f"no sharding rule covers parameter {name!r}; add a (regex, PartitionSpec) for it to the rules"
+    )
+
+
+def fit(name: str, spec: PartitionSpec, shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
+    """The spec for a parameter of this shape: axes that do not divide their dimension are dropped."""
+    if len(spec) > len(shape):
+        raise UserError(
+            f"parameter {name!r} has shape {shape}, but its sharding rule {spec} has {len(spec)} dimensions"
+        )
+    used: list[str] = []
+    fitted: list[Any] = []
+    for size, entry in zip(shape, spec):
+        axes = () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+        for axis in axes:
+            if axis not in mesh.shape:
+                raise UserError(
+                    f"parameter {name!r}: its rule names axis {axis!r}; the mesh has {mesh.axis_names}"
+                )
+            if axis in used:
+                raise UserError(f"parameter {name!r}: its rule {spec} names axis {axis!r} twice")
+        used.extend(axes)
+        fitted.append(entry if size % math.prod(mesh.shape[axis] for axis in axes) == 0 else None)
+    return PartitionSpec(*fitted)
