@@ -1,0 +1,186 @@
+"""The engine: the jitted loop equals the host-driven one and the training forward pass, on one device and on eight."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from rrl.data.miniwiki import generate
+from rrl.data.tokenizer import train_tokenizer
+from rrl.errors import UserError
+from rrl.models.config import DecoderConfig
+from rrl.models.decoder import Decoder
+from rrl.parallel.mesh import make_mesh
+from rrl.retrieval.index import make_retriever
+from rrl.rl.logprobs import token_logprobs
+from rrl.rollout.engine import Engine, EngineConfig
+from rrl.rollout.host import Request
+from rrl.rollout.protocol import Append, Finish, SearchFor, SingleTurn, Stream
+from rrl.rollout.trajectory import ENVIRONMENT, POLICY, PROMPT
+from rrl.text.chat import chat_ids
+from rrl.train.pack import pack
+
+KEY = jax.random.key(3)
+CONFIG = EngineConfig(rows=8, context=192, feeds=4, feed_tokens=48, patience=8, top_k=2)
+
+
+class Scripted(Stream):
+    """Searches after every turn, so that a random policy meets every path of the loop."""
+
+    def react(self, episode, text, stop):
+        if episode.turn == 2:
+            return Finish("done")
+        return Append(prefix=" again ") if stop == "e" else SearchFor(f"{text} {episode.question.text}")
+
+    @property
+    def stops(self):
+        return ("e",)
+
+
+ENVIRONMENT_ = Scripted(turn_tokens=12, observation_tokens=60)
+
+
+@pytest.fixture(scope="module")
+def world():
+    wiki = generate("train", 0, 100)
+    questions = [item.question for item in wiki.questions("one_hop", 20, 0)]
+    texts = [p.text for p in wiki.passages] + [q.text for q in questions]
+    tokenizer = train_tokenizer(texts, 400)
+    config = DecoderConfig.from_hf(
+        {
+            "model_type": "qwen2",
+            "vocab_size": 416,
+            "hidden_size": 32,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "intermediate_size": 64,
+            "rope_theta": 10000.0,
+            "rms_norm_eps": 1e-6,
+            "tie_word_embeddings": True,
+            "max_position_embeddings": 512,
+        }
+    )
+    decoder = Decoder(config, rngs=nnx.Rngs(1))
+    retriever = make_retriever(wiki.passages, "bm25")
+    requests = [Request(q, chat_ids(tokenizer, q.text), seed, seed) for seed, q in enumerate(questions)]
+    return decoder, tokenizer, retriever, requests
+
+
+@pytest.fixture(scope="module")
+def trajectories(world):
+    decoder, tokenizer, retriever, requests = world
+    engine = Engine(decoder, tokenizer, CONFIG, retriever=retriever)
+    return engine.run(nnx.state(decoder), requests, ENVIRONMENT_, KEY)
+
+
+def same(first, second, tolerance=1e-5):
+    for one, other in zip(first, second, strict=True):
+        np.testing.assert_array_equal(one.tokens, other.tokens)
+        np.testing.assert_array_equal(one.roles, other.roles)
+        np.testing.assert_allclose(one.logps, other.logps, atol=tolerance)
+        assert one.ended == other.ended
+        assert one.searches == other.searches
+
+
+def test_every_question_comes_back_in_order_with_consistent_arrays(world, trajectories):
+    assert [t.request for t in trajectories] == list(range(20))
+    for trajectory, request in zip(trajectories, world[3], strict=True):
+        count = len(trajectory.tokens)
+        assert {len(trajectory.roles), len(trajectory.logps), len(trajectory.turns)} == {count}
+        prompt = len(request.prompt)
+        np.testing.assert_array_equal(trajectory.tokens[:prompt], request.prompt)
+        assert (trajectory.roles[:prompt] == PROMPT).all()
+        assert (trajectory.roles[prompt:] != PROMPT).all()
+        assert ((trajectory.logps < 0) == (trajectory.roles == POLICY)).all()
+        assert (np.diff(trajectory.turns) >= 0).all()
+        assert count <= CONFIG.context
+
+
+def test_observations_are_cut_inside_their_tags(trajectories):
+    observed = [text for t in trajectories for role, text in t.segments if role == ENVIRONMENT and "(Title" in text]
+    assert observed
+    assert all(text.startswith("\n<observation>\n") and text.endswith("\n</observation>\n") for text in observed)
+
+
+def test_the_jitted_loop_equals_the_host_driven_one(world, trajectories):
+    decoder, tokenizer, retriever, requests = world
+    engine = Engine(decoder, tokenizer, CONFIG, retriever=retriever)
+    same(trajectories, engine.run(nnx.state(decoder), requests, ENVIRONMENT_, KEY, reference=True), tolerance=0)
+
+
+def test_a_trajectory_does_not_depend_on_batch_slots_or_chunks(world, trajectories):
+    decoder, tokenizer, retriever, requests = world
+    config = EngineConfig(rows=3, context=192, feeds=1, feed_tokens=17, patience=2, top_k=2)
+    engine = Engine(decoder, tokenizer, config, retriever=retriever)
+    same(trajectories[4:15][::-1], engine.run(nnx.state(decoder), requests[4:15][::-1], ENVIRONMENT_, KEY))
+
+
+@pytest.mark.parametrize("shape", [(8, 1, 1), (2, 2, 2), (4, 1, 2)])
+def test_eight_devices_give_the_same_trajectories(world, trajectories, shape):
+    decoder, tokenizer, retriever, requests = world
+    mesh = make_mesh(*shape)
+    engine = Engine(decoder, tokenizer, CONFIG, retriever=retriever, mesh=mesh)
+    same(trajectories, engine.run(nnx.state(decoder), requests, ENVIRONMENT_, KEY))
+
+
+def test_rollout_log_probabilities_are_the_training_ones(world, trajectories):
+    decoder = world[0]
+    packed = pack([t.tokens for t in trajectories], [t.roles == POLICY for t in trajectories], 192)
+    batch = jax.tree.map(jnp.asarray, packed.batch)
+    scores = np.asarray(jax.jit(lambda b: token_logprobs(decoder, b).logp)(batch))
+    for found, t in zip(packed.unpack(scores, [len(t.tokens) for t in trajectories]), trajectories, strict=True):
+        np.testing.assert_allclose(found, t.logps, atol=1e-5)
+
+
+def test_a_failing_search_is_told_to_the_policy_and_counted(world):
+    decoder, tokenizer, retriever, requests = world
+
+    class Broken:
+        needs_embeddings = False
+
+        def search(self, queries, k, embeddings=None):
+            raise TimeoutError("index gone")
+
+    engine = Engine(decoder, tokenizer, CONFIG, retriever=Broken())
+    found = engine.run(nnx.state(decoder), requests[:5], ENVIRONMENT_, KEY)
+    searches = [search for t in found for search in t.searches]
+    assert searches
+    assert all(search.failed for search in searches)
+    assert engine.stats.searches_failed == len(searches)
+    assert any("The search failed." in text for t in found for _, text in t.segments)
+
+
+def test_what_the_environment_raises_comes_out_of_run(world):
+    decoder, tokenizer, _, requests = world
+
+    class Faulty(SingleTurn):
+        def react(self, episode, text, stop):
+            raise RuntimeError("no such turn")
+
+    engine = Engine(decoder, tokenizer, CONFIG)
+    with pytest.raises(RuntimeError, match="no such turn"):
+        engine.run(nnx.state(decoder), requests, Faulty(turn_tokens=4), KEY)
+    assert len(engine.run(nnx.state(decoder), requests[:3], SingleTurn(turn_tokens=4), KEY)) == 3
+
+
+def test_the_context_ends_an_episode_and_a_long_prompt_is_refused(world):
+    decoder, tokenizer, _, requests = world
+    config = EngineConfig(rows=4, context=40, feeds=2, feed_tokens=16)
+    engine = Engine(decoder, tokenizer, config)
+    short = Request(requests[0].question, requests[0].prompt[:30], 0)
+    (one,) = engine.run(nnx.state(decoder), [short], Stream(turn_tokens=100), KEY)
+    assert len(one.tokens) <= 40
+    assert one.ended in ("context_limit", "answer", "turn_limit")
+    long = Request(requests[0].question, np.zeros(39, np.int32), 0)
+    with pytest.raises(UserError, match=r"rollout\.context"):
+        engine.run(nnx.state(decoder), [long], Stream(turn_tokens=4), KEY)
+
+
+def test_a_tokenizer_larger_than_the_model_is_refused(world):
+    decoder, tokenizer, _, _ = world
+    tokenizer = train_tokenizer(["a b c " * 10, "".join(chr(i) for i in range(300, 900))], 900)
+    if len(tokenizer) > decoder.config.vocab_size:
+        with pytest.raises(UserError, match="vocab_size"):
+            Engine(decoder, tokenizer, CONFIG)
