@@ -7,6 +7,7 @@ Facts are random, so a model that does not search answers near chance; names of 
 """
 
 import dataclasses
+import itertools
 
 from rrl.data.miniwiki.questions import KINDS, Hop, MiniQuestion, Plan, ask
 from rrl.data.miniwiki.world import World, build_world, write_passages
@@ -44,5 +45,5 @@ def generate(split: str, seed: int, passages: int, worlds: int = 1) -> MiniWiki:
     """
     world = build_world(split, seed, passages, worlds)
     edges = [w * passages // worlds for w in range(worlds + 1)]
-    spans = tuple(range(low, high) for low, high in zip(edges, edges[1:], strict=False))
+    spans = tuple(range(low, high) for low, high in itertools.pairwise(edges))
     return MiniWiki(world, write_passages(world), spans)

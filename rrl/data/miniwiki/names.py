@@ -135,8 +135,8 @@ PATTERNS: dict[str, tuple[Pattern, ...]] = {
     ),
     "work": (
         Pattern("{0} {1}", _parts(ADJECTIVE, NOUN), share=0.8),
-        Pattern("The {1} of the {0} {2}", _parts(ADJECTIVE, NOUN, NOUN), share=0.6),
-        Pattern("The {1} and the {0} {2}", _parts(ADJECTIVE, NOUN, NOUN), share=0.95),
+        Pattern("{0} {2} {1}", _parts(ADJECTIVE, NOUN, NOUN), share=0.75),
+        Pattern("The {1} of the {0} {2}", _parts(ADJECTIVE, NOUN, NOUN), share=0.95),
         Pattern("The {0} {1} and the {2} {3}", _parts(ADJECTIVE, NOUN, ADJECTIVE, NOUN)),
     ),
     "company": (

@@ -2,7 +2,8 @@
 
 import dataclasses
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import TypeVar
 
 import numpy as np
 from jaxtyping import Int
@@ -11,6 +12,14 @@ from rrl.data.miniwiki.passages import MENTION, RELATION, RELATIONS
 from rrl.data.miniwiki.world import World
 from rrl.data.questions import Question
 from rrl.errors import UserError
+
+T = TypeVar("T")
+
+Key = tuple[str, str]
+"""Subject type and relation."""
+
+Chain = tuple[Key, ...]
+"""Relations followed one after the other."""
 
 KINDS = ("one_hop", "two_hop", "three_hop", "comparison", "bridge_comparison")
 
@@ -63,26 +72,51 @@ class Order:
     """How the conclusion states a year, "{0} was born in {1}"."""
 
 
+def _which(noun: str, verb: str, ask_older: bool = True) -> tuple[tuple[str, str], ...]:
+    """Wordings of a comparison of years; a third to a quarter asks for the later one."""
+    older = ((f"Which {noun} is older, {{0}} or {{1}}?", "earlier"),) if ask_older else ()
+    return (
+        (f"Which {noun} was {verb} first, {{0}} or {{1}}?", "earlier"),
+        (f"Which {noun} was {verb} earlier, {{0}} or {{1}}?", "earlier"),
+        (f"Which {noun} was {verb} later, {{0}} or {{1}}?", "later"),
+        *older,
+    )
+
+
+WHO = (
+    ("Who was born first, {0} or {1}?", "earlier"),
+    ("Who was born earlier, {0} or {1}?", "earlier"),
+    ("Who was born later, {0} or {1}?", "later"),
+    ("Who is older, {0} or {1}?", "earlier"),
+)
+
 ORDERS = (
-    Order("person", "birth year", (("Who was born earlier, {0} or {1}?", "earlier"), ("Who was born first, {0} or {1}?", "earlier"),
-                                   ("Who was born later, {0} or {1}?", "later"), ("Who is older, {0} or {1}?", "earlier")), "born"),
-    Order("film", "release year", (("Which film came out first, {0} or {1}?", "earlier"), ("Which film was released earlier, {0} or {1}?", "earlier"),
-                                   ("Which film was released later, {0} or {1}?", "later")), "released"),
-    Order("book", "publication year", (("Which book was published first, {0} or {1}?", "earlier"), ("Which book was published earlier, {0} or {1}?", "earlier"),
-                                       ("Which book was published later, {0} or {1}?", "later")), "published"),
-    Order("company", "founding year", (("Which company was founded first, {0} or {1}?", "earlier"), ("Which company is older, {0} or {1}?", "earlier"),
-                                       ("Which company was founded later, {0} or {1}?", "later")), "founded"),
-    Order("city", "founding year", (("Which city was founded first, {0} or {1}?", "earlier"), ("Which city is older, {0} or {1}?", "earlier"),
-                                    ("Which city was founded later, {0} or {1}?", "later")), "founded"),
-)  # fmt: skip
+    Order("person", "birth year", WHO, "born"),
+    Order("film", "release year", _which("film", "released", ask_older=False), "released"),
+    Order("book", "publication year", _which("book", "published", ask_older=False), "published"),
+    Order("company", "founding year", _which("company", "founded"), "founded"),
+    Order("city", "founding year", _which("city", "founded"), "founded"),
+)
 
 SAME = {
-    ("person", "birthplace"): (("Were {0} and {1} born in the same city?", "Do {0} and {1} have the same birthplace?"), "born in"),
-    ("person", "employer"): (("Do {0} and {1} work for the same company?", "Do {0} and {1} have the same employer?"), "employed by"),
-    ("company", "headquarters"): (("Are {0} and {1} based in the same city?", "Do {0} and {1} have headquarters in the same city?"), "based in"),
-    ("city", "country"): (("Are {0} and {1} in the same country?", "Do {0} and {1} lie in the same country?"), "located in"),
-}  # fmt: skip
-"""Yes/no questions by (type, relation), and the words that join name and value in the conclusion."""
+    ("person", "birthplace"): (
+        "born in",
+        "Were {} born in the same city?",
+        "Do {} have the same birthplace?",
+    ),
+    ("person", "employer"): (
+        "employed by",
+        "Do {} work for the same company?",
+        "Do {} have the same employer?",
+    ),
+    ("company", "headquarters"): (
+        "based in",
+        "Are {} based in the same city?",
+        "Do {} share one headquarters city?",
+    ),
+    ("city", "country"): ("located in", "Are {} in the same country?", "Do {} lie in the same country?"),
+}
+"""By (type, relation): the words that join name and value in the conclusion, and wordings of the yes/no question."""
 
 BRIDGES = (("film", "director"), ("book", "author"), ("company", "founder"))
 BRIDGE_ORDER = (
@@ -90,15 +124,11 @@ BRIDGE_ORDER = (
     ("Which {kind} has the {role} born first, {0} or {1}?", "earlier"),
     ("Which {kind} has the {role} who was born later, {0} or {1}?", "later"),
 )
-BRIDGE_SAME = {
-    "birthplace": ("Were the {role}s of {0} and {1} born in the same city?", "Do the {role}s of {0} and {1} have the same birthplace?"),
-    "employer": ("Do the {role}s of {0} and {1} work for the same company?", "Do the {role}s of {0} and {1} have the same employer?"),
-}  # fmt: skip
 
 
-def chains(hops: int) -> tuple[tuple[tuple[str, str], ...], ...]:
-    """All paths of `hops` relations, as ((subject type, relation), ...); a spouse's spouse leads nowhere and is left out."""
-    found = [((r.subject, r.name),) for r in RELATIONS]
+def chains(hops: int) -> tuple[Chain, ...]:
+    """All chains of `hops` relations, none of them twice."""
+    found: list[Chain] = [((r.subject, r.name),) for r in RELATIONS]
     for _ in range(hops - 1):
         found = [
             (*path, (r.subject, r.name))
@@ -109,7 +139,7 @@ def chains(hops: int) -> tuple[tuple[tuple[str, str], ...], ...]:
     return tuple(found)
 
 
-def follow(world: World, chain: tuple[tuple[str, str], ...]) -> Int[np.ndarray, "H n"]:
+def follow(world: World, chain: Chain) -> Int[np.ndarray, "H n"]:
     """Entity before each hop and the value after the last, for every possible start; -1 from where the path ends."""
     start = np.arange(len(world.names[chain[0][0]]))
     steps = [start]
@@ -151,15 +181,15 @@ Made = tuple[str, tuple[str, ...], Plan, int]
 """Text, answers, plan and sub-world of a question."""
 
 
-def _pick(rng: np.random.Generator, options: tuple) -> object:
+def _pick(rng: np.random.Generator, options: Sequence[T]) -> T:
     return options[int(rng.integers(len(options)))]
 
 
 def _mention(rng: np.random.Generator, kind: str, name: str) -> str:
-    return str(_pick(rng, MENTION[kind])).format(name)
+    return _pick(rng, MENTION[kind]).format(name)
 
 
-def _hop(world: World, key: tuple[str, str], entity: int) -> Hop:
+def hop(world: World, key: Key, entity: int) -> Hop:
     kind, relation = key
     name = world.names[kind][entity]
     return Hop(
@@ -172,7 +202,7 @@ def _hop(world: World, key: tuple[str, str], entity: int) -> Hop:
     )
 
 
-def _paths(world: World, rng: np.random.Generator, n: int, options: tuple) -> Iterator[Made]:
+def _paths(world: World, rng: np.random.Generator, n: int, options: Sequence[Chain]) -> Iterator[Made]:
     """Compositional questions: a chain uniformly, then one of the starts it has left."""
     left = []
     for chain in options:
@@ -192,11 +222,11 @@ def _paths(world: World, rng: np.random.Generator, n: int, options: tuple) -> It
         start = starts.pop()
         if not starts:
             left.pop(i)
-        hops = tuple(_hop(world, key, int(steps[j, start])) for j, key in enumerate(chain))
+        hops = tuple(hop(world, key, int(steps[j, start])) for j, key in enumerate(chain))
         phrase = _mention(rng, chain[0][0], hops[0].subject)
         for key in chain[:-1]:
-            phrase = str(_pick(rng, RELATION[key].phrases)).format(phrase)
-        text = str(_pick(rng, RELATION[chain[-1]].asks)).format(phrase)
+            phrase = _pick(rng, RELATION[key].phrases).format(phrase)
+        text = _pick(rng, RELATION[chain[-1]].asks).format(phrase)
         yield (
             text,
             _answers(chain[-1], hops[-1].value),
@@ -205,24 +235,24 @@ def _paths(world: World, rng: np.random.Generator, n: int, options: tuple) -> It
         )
 
 
-def _answers(key: tuple[str, str], value: str) -> tuple[str, ...]:
+def _answers(key: Key, value: str) -> tuple[str, ...]:
     return (value, f"the city of {value}") if RELATION[key].value == "city" else (value,)
 
 
 def _comparisons(world: World, rng: np.random.Generator, n: int, bridge: bool) -> Iterator[Made]:
     """Pairs of entities of one type and sub-world, compared by year or asked to be the same."""
-    seen: set[tuple] = set()
+    seen: set[tuple[Chain, frozenset[int]]] = set()
     yes = True
     for _ in range(20 * n + 2000):
         same = rng.random() < YES_NO
         head = BRIDGES[int(rng.integers(len(BRIDGES)))] if bridge else None
         if same:
-            options = tuple((("person", r) for r in BRIDGE_SAME) if head else SAME)
+            options = [k for k in SAME if not head or k[0] == "person"]
             key = options[int(rng.integers(len(options)))]
         else:
             order = ORDERS[0] if head else ORDERS[int(rng.integers(len(ORDERS)))]
             key = (order.kind, order.relation)
-        path = (head, key) if head else (key,)
+        path: Chain = (head, key) if head else (key,)
         pair = _pair(world, rng, path, same, yes)
         if pair is None or (path, frozenset(pair)) in seen:
             continue
@@ -232,14 +262,14 @@ def _comparisons(world: World, rng: np.random.Generator, n: int, bridge: bool) -
         names = [branch[0].subject for branch in hops]
         mentions = [_mention(rng, subject, name) if same else name for name in names]
         if same:
-            templates = BRIDGE_SAME[key[1]] if head else SAME[key][0]
-            text = str(_pick(rng, templates)).format(*mentions, role=path[0][1])
-            answer, conclusion = _conclude_same(hops, SAME[key][1])
+            both = f"the {path[0][1]}s of {{0}} and {{1}}" if head else "{0} and {1}"
+            text = _pick(rng, SAME[key][1:]).format(both).format(*mentions)
+            answer, conclusion = conclude_same(hops, SAME[key][0])
             yes = not yes
         else:
-            template, word = _pick(rng, BRIDGE_ORDER if head else order.asks)  # type: ignore[misc]
+            template, word = _pick(rng, BRIDGE_ORDER if head else order.asks)
             text = template.format(*names, kind=subject, role=path[0][1])
-            answer, conclusion = _conclude_order(
+            answer, conclusion = conclude_order(
                 hops, word, order.verb, f"the {path[0][1]} of" if head else ""
             )
         plan = Plan(tuple(itertools.chain.from_iterable(hops)), conclusion)
@@ -247,7 +277,7 @@ def _comparisons(world: World, rng: np.random.Generator, n: int, bridge: bool) -
 
 
 def _pair(
-    world: World, rng: np.random.Generator, path: tuple, same: bool, yes: bool
+    world: World, rng: np.random.Generator, path: Chain, same: bool, yes: bool
 ) -> tuple[int, int] | None:
     """Two entities of one sub-world whose values along `path` are as wanted; None when this try finds none."""
     subject = path[0][0]
@@ -271,22 +301,22 @@ def _pair(
     return first, low + int(rng.choice(options))
 
 
-def _hop_along(world: World, path: tuple, entity: int) -> tuple[Hop, ...]:
+def _hop_along(world: World, path: Chain, entity: int) -> tuple[Hop, ...]:
     hops = []
     for key in path:
-        hops.append(_hop(world, key, entity))
+        hops.append(hop(world, key, entity))
         entity = int(world.facts[key][entity])
     return tuple(hops)
 
 
-def _conclude_same(hops: tuple[tuple[Hop, ...], ...], verb: str) -> tuple[str, str]:
+def conclude_same(hops: tuple[tuple[Hop, ...], ...], verb: str) -> tuple[str, str]:
     a, b = (branch[-1] for branch in hops)
     answer = "yes" if a.value == b.value else "no"
     word = "the same" if answer == "yes" else "not the same"
     return answer, f"{a.subject} is {verb} {a.value} and {b.subject} is {verb} {b.value}, {word}."
 
 
-def _conclude_order(hops: tuple[tuple[Hop, ...], ...], word: str, verb: str, role: str) -> tuple[str, str]:
+def conclude_order(hops: tuple[tuple[Hop, ...], ...], word: str, verb: str, role: str) -> tuple[str, str]:
     a, b = (branch[-1] for branch in hops)
     first = (int(a.value) < int(b.value)) == (word == "earlier")
     winner = hops[0] if first else hops[1]

@@ -13,7 +13,7 @@ VOCABULARY = 1536
 PROTOCOL = (
     " <search> </search> <observation> </observation> <original_evidence> </original_evidence> <answer> </answer>",
     "<search> </search>\n<observation> </observation>\n<original_evidence> </original_evidence>\n<answer> </answer>\n",
-    "\n</search>\n</observation>\n</original_evidence>\n</answer>\n",
+    "earlier, later, copy :\n</search>\n</observation>\n</original_evidence>\n</answer>\n",
     " <think> </think> <query> </query> <information> </information> <reference> </reference>",
     " The director of the film is known, so the answer is yes. The answer is no. The answer is unknown.",
     " Answer the question based on the given passages. Only give me the answer and do not output any other words.\n\n"

@@ -20,20 +20,18 @@ LARGEST = 1_000_000
 
 MARRIED = 0.8
 EMPLOYED = 0.5
-"""Chance of a pair of persons to be married, and of a married person to have an employer (the others always have one)."""
-
-Array = np.ndarray
+"""Chance of a pair to be married, and of a married person to have an employer (the others always have one)."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
     """Where the entities of each sub-world lie, by type: those of world w are starts[w]:starts[w + 1]."""
 
-    starts: dict[str, Int[Array, "W+1"]]
-    world: dict[str, Int[Array, "n"]]
+    starts: dict[str, Int[np.ndarray, "W+1"]]
+    world: dict[str, Int[np.ndarray, "n"]]
     """World of each entity."""
 
-    def random_other(self, rng: np.random.Generator, subject: str, value: str) -> Int[Array, "n"]:
+    def random_other(self, rng: np.random.Generator, subject: str, value: str) -> Int[np.ndarray, "n"]:
         """For each entity of type `subject`, a random entity of type `value` of the same world."""
         start, world = self.starts[value], self.world[subject]
         size = np.diff(start)[world]
@@ -48,11 +46,11 @@ class World:
     seed: int
     layout: Layout
     names: dict[str, list[str]]
-    facts: dict[tuple[str, str], Int[Array, "n"]]
+    facts: dict[tuple[str, str], Int[np.ndarray, "n"]]
     """By (subject type, relation): a year, the number of a country, or of an entity; -1 where there is none."""
-    wording: dict[str, Int[Array, "n slots"]]
+    wording: dict[str, Int[np.ndarray, "n slots"]]
     """Template of each sentence."""
-    turn: dict[str, Int[Array, "n"]]
+    turn: dict[str, Int[np.ndarray, "n"]]
     """The sentence a passage starts with."""
 
     def value(self, kind: str, relation: str, entity: int) -> str:
@@ -129,7 +127,7 @@ def _lay_out(passages: int, worlds: int) -> Layout:
     edges = np.arange(worlds + 1, dtype=np.int64) * passages // worlds
     sizes = np.diff(edges)
     counts = {kind: (sizes * SHARES[kind]).astype(np.int64) for kind in TYPES}
-    counts["person"] += sizes - sum(counts.values())
+    counts["person"] = sizes - counts["film"] - counts["book"] - counts["company"] - counts["city"]
     starts = {kind: np.concatenate([[0], np.cumsum(counts[kind])]) for kind in TYPES}
     world = {kind: np.repeat(np.arange(worlds), counts[kind]) for kind in TYPES}
     return Layout(starts, world)
@@ -154,7 +152,7 @@ def _name(rng: np.random.Generator, layout: Layout, split: str, seed: int) -> di
     return names
 
 
-def _draw_facts(rng: np.random.Generator, layout: Layout) -> dict[tuple[str, str], Int[Array, "n"]]:
+def _draw_facts(rng: np.random.Generator, layout: Layout) -> dict[tuple[str, str], Int[np.ndarray, "n"]]:
     facts = {}
     for relation in RELATIONS:
         n = len(layout.world[relation.subject])
@@ -172,7 +170,7 @@ def _draw_facts(rng: np.random.Generator, layout: Layout) -> dict[tuple[str, str
     return facts
 
 
-def _marry(rng: np.random.Generator, layout: Layout) -> Int[Array, "n"]:
+def _marry(rng: np.random.Generator, layout: Layout) -> Int[np.ndarray, "n"]:
     """Spouse of each person: neighbours in a world marry (names are already shuffled), some stay single."""
     world = layout.world["person"]
     n = len(world)

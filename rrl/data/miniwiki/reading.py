@@ -1,0 +1,273 @@
+"""Reading, copying and comparing: the endless stream of text before any protocol is learned.
+
+An example is what an observation looks like, `(Title: T) text` one passage a line, followed by short orders such as
+" director of Silver Harbour :" and their answers. No tags, no questions, no plans of several searches.
+"""
+
+import itertools
+from collections.abc import Callable, Iterator
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from rrl.data.examples import Example
+from rrl.data.miniwiki import MiniWiki
+from rrl.data.miniwiki.context import Context, Entity, Shelf, facts_of
+from rrl.data.miniwiki.passages import RELATION, RELATIONS
+from rrl.data.miniwiki.questions import ORDERS, SAME, conclude_order, conclude_same, hop
+
+Piece = tuple[str, bool]
+"""Text, and whether it is a target."""
+
+Rng = np.random.Generator
+
+
+class Writer:
+    """Turns pieces of text into one example; remembers the tokens of pieces it has seen (passages come again)."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer = tokenizer
+        self._known: dict[str, list[int]] = {}
+
+    def example(self, pieces: list[Piece], limit: int, everything: bool = False) -> Example:
+        """Pieces begin with a space or end with a line, so that tokens are the same as those of the whole text."""
+        unknown = [text for text, _ in pieces if text not in self._known]
+        if unknown:
+            if len(self._known) > 200_000:
+                self._known.clear()
+                unknown = [text for text, _ in pieces]
+            ids = self._tokenizer(unknown, add_special_tokens=False)["input_ids"]
+            self._known.update(zip(unknown, ids, strict=True))
+        tokens: list[int] = []
+        loss: list[bool] = []
+        for text, target in pieces:
+            part = self._known[text]
+            tokens += part
+            loss += [target or everything] * len(part)
+        loss[0] = False
+        return Example(np.array(tokens[:limit], np.int32), np.array(loss[:limit], bool))
+
+
+def reading_examples(
+    wiki: MiniWiki,
+    tokenizer: PreTrainedTokenizerBase,
+    seed: int,
+    *,
+    plain: float = 0.1,
+    drills: float = 0.2,
+    most_passages: int = 9,
+    limit: int = 640,
+) -> Iterator[Example]:
+    """An endless stream of reading examples; the same arguments give the same stream.
+
+    Targets are the answers to the orders, and every mention of a passage's subject after its title (the cheapest
+    lesson in copying).
+
+    Args:
+      wiki: where passages come from; each example stays in one sub-world.
+      tokenizer: any; it must not join what stands before a space to what follows.
+      seed: order and choice.
+      plain: share of examples in which every token is a target, passages too.
+      drills: share of examples without passages: comparing years and names, and copying, many to an example.
+      most_passages: 1 to this many passages in an example.
+      limit: longest example in tokens; longer ones are cut.
+    """
+    rng = np.random.default_rng((seed, 1))
+    shelf, writer = Shelf(wiki), Writer(tokenizer)
+    while True:
+        if rng.random() < drills:
+            pieces = drill(shelf, rng)
+        else:
+            pieces = read(shelf, rng, int(rng.integers(1, most_passages + 1)))
+        yield writer.example(pieces, limit, everything=bool(rng.random() < plain))
+
+
+def read(shelf: Shelf, rng: Rng, passages: int) -> list[Piece]:
+    """Passages in one to three blocks, each followed by orders about any passage read so far."""
+    context = shelf.gather(rng, passages)
+    blocks = min(passages, int(rng.choice([1, 2, 3], p=[0.5, 0.3, 0.2])))
+    cuts = (
+        sorted(rng.choice(np.arange(1, passages), blocks - 1, replace=False).tolist()) if blocks > 1 else []
+    )
+    pieces: list[Piece] = []
+    for low, high in itertools.pairwise([0, *cuts, passages]):
+        for entity in context.entities[low:high]:
+            pieces += _passage(shelf, entity)
+        seen = Context(context.entities[:high], context.entities[low:high])
+        for _ in range(int(rng.integers(1, 7 - blocks))):
+            pieces += _order(shelf, rng, seen)
+    return pieces
+
+
+def _passage(shelf: Shelf, entity: Entity) -> list[Piece]:
+    """A passage in which the subject's mentions after the title are targets."""
+    title, text = shelf.title(entity), shelf.text(entity)
+    pieces: list[Piece] = [(f"(Title: {title})", False)]
+    for i, between in enumerate(f" {text}".split(f" {title}")):
+        if i:
+            pieces.append((f" {title}", True))
+        if between:
+            pieces.append((between, False))
+    return [*pieces, ("\n", False)]
+
+
+def _order(shelf: Shelf, rng: Rng, seen: Context) -> list[Piece]:
+    """One order that the passages seen can answer; a look-up where the drawn one does not fit."""
+    made = ORDERS_BY_SHARE[int(rng.choice(len(ORDERS_BY_SHARE), p=_SHARES))](shelf, rng, seen)
+    return made or _value(shelf, rng, seen)
+
+
+def _value(shelf: Shelf, rng: Rng, seen: Context) -> list[Piece]:
+    found = shelf.fact(rng, seen)
+    return [(f" {found.query} :", False), (f" {found.value}\n", True)]
+
+
+def _statement(shelf: Shelf, rng: Rng, seen: Context) -> list[Piece]:
+    found = shelf.fact(rng, seen)
+    return [(f" The {found.query} is", False), (f" {found.value}.\n", True)]
+
+
+def _quote(shelf: Shelf, rng: Rng, seen: Context) -> list[Piece]:
+    """The sentences that state one to four facts, in the order asked."""
+    found = [shelf.fact(rng, seen) for _ in range(int(rng.choice([1, 2, 3, 4], p=[0.5, 0.25, 0.15, 0.1])))]
+    asked = ",".join(f" {item.query}" for item in found)
+    said = " ".join(dict.fromkeys(item.sentence for item in found))
+    return [(f" copy{asked} :", False), (f" {said}\n", True)]
+
+
+def _recite(shelf: Shelf, rng: Rng, seen: Context) -> list[Piece]:
+    """What the passage about X says."""
+    entity = seen.entities[int(rng.integers(len(seen.entities)))]
+    return [(f" passage of {shelf.title(entity)} :", False), (f" {shelf.text(entity)}\n", True)]
+
+
+def _chain(shelf: Shelf, rng: Rng, seen: Context) -> list[Piece]:
+    """Two statements, the second about the value of the first."""
+    links = [
+        (entity, key, shelf.follow(entity, key))
+        for entity in seen.entities
+        for key in facts_of(shelf.world, entity)
+        if shelf.follow(entity, key) in seen.entities
+    ]
+    if not links:
+        return []
+    entity, key, value = links[int(rng.integers(len(links)))]
+    assert value is not None
+    keys = [key for key in facts_of(shelf.world, value) if shelf.follow(value, key) != entity]
+    second = keys[int(rng.integers(len(keys)))]
+    one, two = hop(shelf.world, key, entity.index), hop(shelf.world, second, value.index)
+    return [
+        (f" {one.query}, {two.relation} :", False),
+        (f" The {one.query} is {one.value}. The {two.query} is {two.value}.\n", True),
+    ]
+
+
+def _compare(shelf: Shelf, rng: Rng, seen: Context) -> list[Piece]:
+    """Which of two passages' subjects is earlier or later."""
+    choices = [(order, pair) for order in ORDERS for pair in itertools.combinations(seen.of(order.kind), 2)]
+    if not choices:
+        return []
+    order, pair = choices[int(rng.integers(len(choices)))]
+    a, b = (
+        hop(shelf.world, (order.kind, order.relation), entity.index)
+        for entity in (pair if rng.random() < 0.5 else pair[::-1])
+    )
+    if a.value == b.value:
+        return []
+    word = str(rng.choice(["earlier", "later"]))
+    _, conclusion = conclude_order(((a,), (b,)), word, order.verb, "")
+    return [(f" {word}, {a.subject} or {b.subject} :", False), (f" {conclusion}\n", True)]
+
+
+def _same(shelf: Shelf, rng: Rng, seen: Context) -> list[Piece]:
+    """Whether two passages' subjects share a city, company or country."""
+    choices = [
+        (key, pair)
+        for key in SAME
+        for pair in itertools.combinations(seen.of(key[0]), 2)
+        if all(shelf.world.facts[key][entity.index] >= 0 for entity in pair)
+    ]
+    if not choices:
+        return []
+    equal = [c for c in choices if len({int(shelf.world.facts[c[0]][entity.index]) for entity in c[1]}) == 1]
+    if equal and rng.random() < 0.5:
+        choices = equal
+    key, pair = choices[int(rng.integers(len(choices)))]
+    a, b = (hop(shelf.world, key, entity.index) for entity in pair)
+    _, conclusion = conclude_same(((a,), (b,)), SAME[key][0])
+    return [(f" same {key[1]}, {a.subject} and {b.subject} :", False), (f" {conclusion}\n", True)]
+
+
+ORDERS_BY_SHARE: tuple[Callable[[Shelf, Rng, Context], list[Piece]], ...] = (
+    _value,
+    _statement,
+    _quote,
+    _recite,
+    _chain,
+    _compare,
+    _same,
+)
+_SHARES = (0.16, 0.24, 0.22, 0.03, 0.15, 0.12, 0.08)
+
+
+def drill(shelf: Shelf, rng: Rng) -> list[Piece]:
+    """A dozen or two short lines of one or more exercises, without passages."""
+    world = int(rng.integers(len(shelf.spans)))
+    pieces: list[Piece] = []
+    for _ in range(int(rng.integers(8, 20))):
+        exercise = (_years, _dated, _equal, _back, _echo)[int(rng.choice(5, p=[0.3, 0.25, 0.15, 0.15, 0.15]))]
+        pieces += exercise(shelf, rng, world)
+    return pieces
+
+
+def _years(shelf: Shelf, rng: Rng, world: int) -> list[Piece]:
+    low, high = RELATIONS_WITH_YEARS[int(rng.integers(len(RELATIONS_WITH_YEARS)))]
+    a, b = rng.choice(np.arange(low, high + 1), 2, replace=False).tolist()
+    word = str(rng.choice(["earlier", "later"]))
+    return [(f" {word}, {a} or {b} :", False), (f" {min(a, b) if word == 'earlier' else max(a, b)}\n", True)]
+
+
+RELATIONS_WITH_YEARS = tuple(relation.years for relation in RELATIONS if relation.value == "year")
+
+
+def _dated(shelf: Shelf, rng: Rng, world: int) -> list[Piece]:
+    """Two names with years, and which of them is earlier or later."""
+    order = ORDERS[int(rng.integers(len(ORDERS)))]
+    a, b = shelf.some(rng, world, order.kind, 2)
+    low, high = RELATION[order.kind, order.relation].years
+    x, y = rng.choice(np.arange(low, high + 1), 2, replace=False).tolist()
+    word = str(rng.choice(["earlier", "later"]))
+    first = (x < y) == (word == "earlier")
+    return [
+        (f" {word} : {a} was {order.verb} in {x} and {b} in {y}, so", False),
+        (f" {a if first else b} was {order.verb} {word}.\n", True),
+    ]
+
+
+def _equal(shelf: Shelf, rng: Rng, world: int) -> list[Piece]:
+    key, (verb, *_) = list(SAME.items())[int(rng.integers(len(SAME)))]
+    a, b = shelf.some(rng, world, key[0], 2)
+    target = RELATION[key].value
+    x, y = shelf.some(rng, world, target, 2)
+    if rng.random() < 0.5:
+        y = x
+    verdict = "the same" if x == y else "not the same"
+    return [(f" {a} is {verb} {x} and {b} is {verb} {y},", False), (f" {verdict}.\n", True)]
+
+
+def _back(shelf: Shelf, rng: Rng, world: int) -> list[Piece]:
+    """Two statements, and whose value one of the values is."""
+    kind, role = (("film", "director"), ("book", "author"), ("company", "founder"))[int(rng.integers(3))]
+    works, people = shelf.some(rng, world, kind, 2), shelf.some(rng, world, "person", 2)
+    stated = "".join(
+        f" The {role} of {work} is {person}." for work, person in zip(works, people, strict=True)
+    )
+    i = int(rng.integers(2))
+    return [(f"{stated} {people[i]}, the {role} of", False), (f" {works[i]}.\n", True)]
+
+
+def _echo(shelf: Shelf, rng: Rng, world: int) -> list[Piece]:
+    """A list of names, said again in the same order."""
+    kind = str(rng.choice(["person", "film", "book", "company", "city"]))
+    said = " ".join(f"{name}." for name in shelf.some(rng, world, kind, int(rng.integers(1, 5))))
+    return [(f" copy : {said} :", False), (f" {said}\n", True)]
