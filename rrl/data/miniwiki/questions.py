@@ -242,9 +242,11 @@ def _answers(key: Key, value: str) -> tuple[str, ...]:
 def _comparisons(world: World, rng: np.random.Generator, n: int, bridge: bool) -> Iterator[Made]:
     """Pairs of entities of one type and sub-world, compared by year or asked to be the same."""
     seen: set[tuple[Chain, frozenset[int]]] = set()
-    yes = True
+    yes, failed = True, 0
     for _ in range(20 * n + 2000):
-        same = rng.random() < YES_NO
+        # A wish is kept while pairs are hard to find, so that yes/no keeps its share; not for ever.
+        if failed % 20 == 0:
+            same = rng.random() < YES_NO
         head = BRIDGES[int(rng.integers(len(BRIDGES)))] if bridge else None
         if same:
             options = [k for k in SAME if not head or k[0] == "person"]
@@ -255,7 +257,9 @@ def _comparisons(world: World, rng: np.random.Generator, n: int, bridge: bool) -
         path: Chain = (head, key) if head else (key,)
         pair = _pair(world, rng, path, same, yes)
         if pair is None or (path, frozenset(pair)) in seen:
+            failed += 1
             continue
+        failed = 0
         seen.add((path, frozenset(pair)))
         subject = path[0][0]
         hops = tuple(_hop_along(world, path, entity) for entity in pair)

@@ -1,0 +1,116 @@
+"""Pretraining text: answers follow from what was read, targets are marked, no protocol leaks in."""
+
+import itertools
+from pathlib import Path
+
+import numpy as np
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from rrl.data.miniwiki import MiniWiki, generate
+from rrl.data.miniwiki.context import Shelf
+from rrl.data.miniwiki.evidence import UNKNOWN, gather_evidence, reader_examples
+from rrl.data.miniwiki.reading import read, reading_examples
+from rrl.data.tokenizer import load_tokenizer
+from rrl.errors import UserError
+
+TEMPLATE = "Passages: {evidence}\n\nQuestion: {query}\n\nAnswer:"
+LOOK_UPS = (" director of", " author of", " spouse of", " country of", " birth year of")
+
+
+@pytest.fixture(scope="module")
+def wiki() -> MiniWiki:
+    return generate("train", 0, 600, worlds=3)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    return load_tokenizer(Path(__file__).parents[3] / "assets" / "miniwiki-tokenizer")
+
+
+def _take(stream, n: int) -> list:
+    return list(itertools.islice(stream, n))
+
+
+def test_the_stream_is_the_same_for_the_same_seed(wiki: MiniWiki, tokenizer: PreTrainedTokenizerFast) -> None:
+    a, b, c = (_take(reading_examples(wiki, tokenizer, seed), 20) for seed in (0, 0, 1))
+    assert all(
+        np.array_equal(x.tokens, y.tokens) and np.array_equal(x.loss, y.loss)
+        for x, y in zip(a, b, strict=True)
+    )
+    assert not all(np.array_equal(x.tokens, y.tokens) for x, y in zip(a, c, strict=True))
+
+
+def test_pieces_give_the_tokens_of_the_whole_text(wiki: MiniWiki, tokenizer: PreTrainedTokenizerFast) -> None:
+    for example in _take(reading_examples(wiki, tokenizer, 0, limit=4096), 200):
+        assert tokenizer.encode(tokenizer.decode(example.tokens)) == example.tokens.tolist()
+
+
+def test_lengths_and_targets(wiki: MiniWiki, tokenizer: PreTrainedTokenizerFast) -> None:
+    examples = _take(reading_examples(wiki, tokenizer, 0, limit=300), 200)
+    assert max(len(example.tokens) for example in examples) == 300
+    assert all(
+        example.tokens.dtype == np.int32 and example.loss.any() and not example.loss[0]
+        for example in examples
+    )
+    whole = np.mean([example.loss[1:].all() for example in examples])
+    assert 0.03 < whole < 0.2
+
+
+def test_no_protocol_and_no_questions_in_it(wiki: MiniWiki, tokenizer: PreTrainedTokenizerFast) -> None:
+    for example in _take(reading_examples(wiki, tokenizer, 3), 200):
+        text = tokenizer.decode(example.tokens)
+        assert not any(sign in text for sign in ("<", ">", "?", "search", "evidence", "Question"))
+
+
+def test_answers_to_orders_stand_in_the_passages_before_them(wiki: MiniWiki) -> None:
+    shelf, rng = Shelf(wiki), np.random.default_rng(0)
+    for _ in range(200):
+        pieces = read(shelf, rng, int(rng.integers(1, 10)))
+        said = ""
+        for (order, _), (answer, target) in itertools.pairwise(pieces):
+            said += order
+            if target and order.startswith(LOOK_UPS) and "," not in order:
+                assert answer.strip() in said
+            if target and order.startswith(" copy"):
+                for sentence in answer.strip().removesuffix(".").split(". "):
+                    assert sentence in said
+
+
+@pytest.mark.parametrize("passages", range(1, 10))
+def test_as_many_different_passages_as_asked_from_one_sub_world(wiki: MiniWiki, passages: int) -> None:
+    shelf = Shelf(wiki)
+    entities = shelf.gather(np.random.default_rng(passages), passages).entities
+    assert len(set(entities)) == passages
+    assert len({shelf.where(entity) for entity in entities}) == 1
+
+
+def test_evidence_holds_what_is_needed_unless_the_answer_is_unknown(wiki: MiniWiki) -> None:
+    shelf, rng = Shelf(wiki), np.random.default_rng(0)
+    unknown = 0
+    for item in wiki.questions("two_hop", 200, 0):
+        evidence, answer = gather_evidence(item, shelf, rng, missing=0.2)
+        complete = all(
+            h.sentence in evidence or f"The {h.query} is {h.value}." in evidence for h in item.plan.hops
+        )
+        assert complete == (answer != UNKNOWN)
+        assert evidence
+        unknown += answer == UNKNOWN
+    assert 0.1 < unknown / 200 < 0.3
+
+
+@pytest.mark.parametrize("chat", [True, False])
+def test_reader_learns_the_answer_and_the_end_only(
+    wiki: MiniWiki, tokenizer: PreTrainedTokenizerFast, chat: bool
+) -> None:
+    for example in _take(reader_examples(wiki, tokenizer, 0, TEMPLATE, chat=chat), 100):
+        said = example.tokens[example.loss]
+        assert said[-1] == tokenizer.eos_token_id
+        assert tokenizer.decode(said[:-1]).startswith(" ")
+        assert example.loss[-len(said) :].all()
+        assert "Question: " in tokenizer.decode(example.tokens)
+
+
+def test_a_template_without_its_fields_is_refused(wiki: MiniWiki, tokenizer: PreTrainedTokenizerFast) -> None:
+    with pytest.raises(UserError, match="query"):
+        next(reader_examples(wiki, tokenizer, 0, "{evidence}"))

@@ -1,0 +1,123 @@
+"""Tokenizers keep every byte, and the bytes of each id are known exactly, whatever the tokenizer's family."""
+
+import json
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from rrl.data.miniwiki import generate
+from rrl.data.tokenizer import END, PAD, START, load_tokenizer, token_bytes, train_tokenizer
+from rrl.errors import UserError
+
+SHIPPED = Path(__file__).parents[2] / "assets" / "miniwiki-tokenizer"
+TEXTS = [
+    " director of Silver Harbour",
+    "(Title: Lena Corström) Lena Corström was born in 1931 in Lornford.\n",
+    "<search> spouse of Marta Velikov </search>\n<answer> yes </answer>",
+    "日本語 🙂 naïve\t\ttabs \n\n  spaces   end ",
+    "\x00\x7f\u00a0\u2028",
+]
+
+
+@pytest.fixture(scope="module")
+def shipped() -> PreTrainedTokenizerFast:
+    return load_tokenizer(SHIPPED)
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_text_comes_back_unchanged(shipped: PreTrainedTokenizerFast, text: str) -> None:
+    ids = shipped.encode(text)
+    assert shipped.decode(ids) == text
+    table = token_bytes(shipped)
+    assert b"".join(table[i] for i in ids) == text.encode()
+
+
+def test_special_tokens_have_no_bytes_and_tags_are_not_special(shipped: PreTrainedTokenizerFast) -> None:
+    table = token_bytes(shipped)
+    assert len(table) == len(shipped)
+    assert [shipped.convert_ids_to_tokens(i) for i, b in enumerate(table) if not b] == [PAD, START, END]
+    assert shipped.pad_token == PAD
+    assert shipped.eos_token == END
+    assert len(shipped.encode("<search>")) > 1
+
+
+def test_years_are_two_tokens_and_a_name_is_the_same_everywhere(shipped: PreTrainedTokenizerFast) -> None:
+    assert all(len(shipped.encode(f" {year}")) == 2 for year in range(1000, 2020))
+    name = shipped.encode(" Marta Velikov")
+    for before, after in [
+        ("director of", " </search>"),
+        ("(Title:", ") x"),
+        (". The founder is", "."),
+        ("by", ", and"),
+    ]:
+        ids = shipped.encode(before + " Marta Velikov" + after)
+        start = len(shipped.encode(before))
+        assert ids[start : start + len(name)] == name
+
+
+def test_names_and_passages_cost_few_tokens(shipped: PreTrainedTokenizerFast) -> None:
+    passages = generate("test", 0, 500, worlds=2).passages
+    assert sum(len(shipped.encode(f" {p.title}")) for p in passages) / 500 < 3.5
+    assert 20 <= sum(len(shipped.encode(f" {p.text}")) for p in passages) / 500 <= 40
+
+
+def test_chat_template_is_chatml(shipped: PreTrainedTokenizerFast) -> None:
+    messages = [{"role": "user", "content": "Who?"}]
+    text = shipped.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert text == "<|im_start|>user\nWho?<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_a_trained_tokenizer_survives_its_folder(tmp_path: Path) -> None:
+    trained = train_tokenizer(TEXTS * 5, 300)
+    trained.save_pretrained(tmp_path)
+    loaded = load_tokenizer(tmp_path)
+    assert [loaded.encode(text) for text in TEXTS] == [trained.encode(text) for text in TEXTS]
+    assert loaded.chat_template == trained.chat_template
+    assert token_bytes(loaded) == token_bytes(trained)
+
+
+def test_bytes_of_a_sentence_piece_tokenizer_with_byte_fallback() -> None:
+    vocab = {"<unk>": 0, "<s>": 1, "</s>": 2} | {f"<0x{byte:02X}>": 3 + byte for byte in range(256)}
+    for piece in ("▁", "a", "b", "▁a", "ab", "▁ab", "é"):
+        vocab[piece] = len(vocab)
+    merges = [("▁", "a"), ("a", "b"), ("▁", "ab")]
+    raw = Tokenizer(models.BPE(vocab, merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    raw.normalizer = normalizers.Replace(" ", "▁")
+    raw.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    llama = PreTrainedTokenizerFast(
+        tokenizer_object=raw, unk_token="<unk>", bos_token="<s>", eos_token="</s>"
+    )
+    table = token_bytes(llama)
+    assert table[:3] == [b"", b"", b""]
+    for text in (" ab a", "aé日b"):
+        assert b"".join(table[i] for i in llama.encode(text, add_special_tokens=False)) == text.encode()
+
+
+def test_added_tokens_that_are_not_special_keep_their_text() -> None:
+    tokenizer = train_tokenizer(TEXTS, 300)
+    tokenizer.add_tokens(["<tool é>"])
+    assert token_bytes(tokenizer)[len(tokenizer) - 1] == "<tool é>".encode()
+
+
+def test_word_pieces_are_refused() -> None:
+    raw = Tokenizer(models.WordPiece({"[UNK]": 0, "a": 1, "##b": 2}, unk_token="[UNK]"))
+    raw.pre_tokenizer = pre_tokenizers.Whitespace()
+    with pytest.raises(UserError, match="SentencePiece"):
+        token_bytes(PreTrainedTokenizerFast(tokenizer_object=raw, unk_token="[UNK]"))
+
+
+def test_what_a_folder_lacks_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="not a folder"):
+        load_tokenizer(tmp_path / "missing")
+    with pytest.raises(UserError, match=r"tokenizer\.json"):
+        load_tokenizer(tmp_path)
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"broken": True}))
+    with pytest.raises(UserError, match="cannot load"):
+        load_tokenizer(tmp_path)
+
+
+def test_a_vocabulary_smaller_than_the_bytes_is_refused() -> None:
+    with pytest.raises(UserError, match="259"):
+        train_tokenizer(["a"], 100)
