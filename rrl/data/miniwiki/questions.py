@@ -190,6 +190,7 @@ def _mention(rng: np.random.Generator, kind: str, name: str) -> str:
 
 
 def hop(world: World, key: Key, entity: int) -> Hop:
+    """Looking up one fact of an entity; it must have it."""
     kind, relation = key
     name = world.names[kind][entity]
     return Hop(
@@ -314,6 +315,7 @@ def _hop_along(world: World, path: Chain, entity: int) -> tuple[Hop, ...]:
 
 
 def conclude_same(hops: tuple[tuple[Hop, ...], ...], verb: str) -> tuple[str, str]:
+    """Answer and conclusion for two branches whose last values may be the same."""
     a, b = (branch[-1] for branch in hops)
     answer = "yes" if a.value == b.value else "no"
     word = "the same" if answer == "yes" else "not the same"
@@ -321,6 +323,7 @@ def conclude_same(hops: tuple[tuple[Hop, ...], ...], verb: str) -> tuple[str, st
 
 
 def conclude_order(hops: tuple[tuple[Hop, ...], ...], word: str, verb: str, role: str) -> tuple[str, str]:
+    """Answer and conclusion for two branches that end in different years; `word` is "earlier" or "later"."""
     a, b = (branch[-1] for branch in hops)
     first = (int(a.value) < int(b.value)) == (word == "earlier")
     winner = hops[0] if first else hops[1]
