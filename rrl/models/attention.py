@@ -31,12 +31,45 @@ def causal_attention(
 
 def cache_attention(
     q: Float[Array, "P T N H"],
-    k: Float[Array, "P S K H"],
-    v: Float[Array, "P S K H"],
+    k: Float[Array, "blocks R slot K H"],
+    v: Float[Array, "blocks R slot K H"],
     positions: Int[Array, "P T"],
+    blocks: Int[Array, ""],
+    rows: Int[Array, "P"] | None = None,
 ) -> Float[Array, "P T N H"]:
-    """Each query attends to the slots up to its own position; q must be scaled already."""
-    return attend(q, k, v, jnp.arange(k.shape[1]) <= positions[..., None])
+    """Each query attends to the slots up to its own position; q must be scaled already.
+
+    Reads the first `blocks` blocks, one after another, with a running softmax (Milakov & Gimelshein 2018). A block
+    beyond a query's position adds exact zeros, so the result does not depend on how many blocks are read: a row's bits
+    are the same whatever its neighbours are.
+    """
+    batch, time, heads, width = q.shape
+    slots, kv_heads = k.shape[2:4]
+    grouped = q.reshape(batch, time, kv_heads, heads // kv_heads, width)
+
+    def one_block(index: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        peak, total, mixed = carry
+        keys, values = (
+            (part[index] if rows is None else part[index, rows]).astype(q.dtype) for part in (k, v)
+        )
+        scores = jnp.einsum("BTKGH,BSKH->BKTGS", grouped, keys, preferred_element_type=jnp.float32)
+        seen = index * slots + jnp.arange(slots) <= positions[..., None]
+        scores = jnp.where(seen[:, None, :, None, :], scores, jnp.finfo(jnp.float32).min)
+        higher = jnp.maximum(peak, scores.max(axis=-1, keepdims=True))
+        weights, shrink = jnp.exp(scores - higher), jnp.exp(peak - higher)
+        added = jnp.einsum(
+            "BKTGS,BSKH->BKTGH", weights.astype(values.dtype), values, preferred_element_type=jnp.float32
+        )
+        return higher, total * shrink + weights.sum(axis=-1, keepdims=True), mixed * shrink + added
+
+    shape = (batch, kv_heads, time, heads // kv_heads)
+    start = (
+        jnp.full((*shape, 1), jnp.finfo(jnp.float32).min),
+        jnp.zeros((*shape, 1), jnp.float32),
+        jnp.zeros((*shape, width), jnp.float32),
+    )
+    _, total, mixed = jax.lax.fori_loop(0, blocks, one_block, start)
+    return jnp.moveaxis(mixed / total, 1, 2).reshape(q.shape).astype(q.dtype)
 
 
 def attend(

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int
 
 from rrl.errors import UserError
 from rrl.models.attention import cache_attention, causal_attention
-from rrl.models.cache import KVCache, read, write
+from rrl.models.cache import KVCache
 from rrl.models.config import DecoderConfig
 from rrl.models.rope import rotate, rotation
 
@@ -151,7 +151,6 @@ class Decoder(nnx.Module):
         positions: Int[Array, "P T"],
         cache: KVCache,
         rows: Int[Array, "P"] | None = None,
-        window: int | None = None,
     ) -> tuple[Float[Array, "P T D"], KVCache]:
         """Continues sequences whose past is in the cache: decoding (T = 1) and prefilling (T > 1).
 
@@ -160,25 +159,23 @@ class Decoder(nnx.Module):
             positions: slot and RoPE position of each; tokens at positions >= S are padding and leave no trace.
             cache: where keys and values of the past are, and of these tokens will be.
             rows: cache row of each of the P rows, without repeats; None: the p-th is row p, and P = R.
-            window: static; attend to the first `window` slots only (every position must be below it, or padding).
 
         Returns:
             Hidden states, and the cache with the new slots written.
         """
         rotary = rotation(self.config, positions)
         graph, stacked = nnx.split(self.layers)
-        x, keys, values = self._embed(tokens), list(cache.k), list(cache.v)
+        x, blocks = self._embed(tokens), cache.filled(positions)
         for index in range(self.config.layers):
 
             def attend(q: Array, k: Array, v: Array, index: int = index) -> Array:
-                keys[index] = write(keys[index], k, positions, rows)
-                values[index] = write(values[index], v, positions, rows)
-                past_k, past_v = (read(past[index], rows, window).astype(q.dtype) for past in (keys, values))
-                return cache_attention(q, past_k, past_v, positions)
+                nonlocal cache
+                cache = cache.write(index, k, v, positions, rows)
+                return cache_attention(q, cache.k[index], cache.v[index], positions, blocks, rows)
 
             layer = nnx.merge(graph, jax.tree.map(lambda leaf, index=index: leaf[index], stacked))
             x = layer(x, rotary, attend)
-        return rms_norm(x, self.norm[...], self.config.rms_eps), KVCache(tuple(keys), tuple(values))
+        return rms_norm(x, self.norm[...], self.config.rms_eps), cache
 
     def unembed(self, hidden: Float[Array, "... D"]) -> Float[Array, "... V"]:
         """Logits, float32."""
