@@ -20,13 +20,14 @@ def get_config(arg: str = "") -> ConfigDict:
     args = parse(
         arg,
         size=("tiny", "3b", "7b"),
-        steps=0,
+        steps=-1,
         seed=0,
         data="miniwiki",
         policy="",
         reader="",
         encoder="",
         retriever="",
+        prompt=("auto", "bare", "paper"),
         control=("none", "permuted", "search_off"),
     )
     tiny = args.size == "tiny"
@@ -37,9 +38,8 @@ def get_config(arg: str = "") -> ConfigDict:
     config.reader = args.reader or ("assets/miniwiki-reader" if tiny else "models/Llama-3.2-3B-Instruct")
 
     # A policy too small to follow instructions is cold-started on the bare question.
-    shipped = tiny and not args.policy
     config.recipe = ConfigDict({"name": "rsearch", "environment": {}})
-    if shipped:
+    if args.prompt == "bare" or (args.prompt == "auto" and tiny and not args.policy):
         config.recipe.instruction = ""
     config.recipe.environment = {
         "max_searches": 4,
@@ -62,7 +62,7 @@ def get_config(arg: str = "") -> ConfigDict:
         "encoder": args.encoder or ("assets/miniwiki-encoder" if not real else ""),
         "title_weight": 1 if real else 3,
     }
-    steps = args.steps or (50 if tiny else 195)
+    steps = args.steps if args.steps >= 0 else (50 if tiny else 195)
     config.train = {
         "steps": steps,
         "questions": 32 if tiny else 256,
@@ -88,7 +88,7 @@ def get_config(arg: str = "") -> ConfigDict:
         "clip_norm": 1.0,
         "schedule": "constant",
     }
-    if tiny and args.steps and args.steps <= 5:  # a smoke run looks at everything, briefly
+    if tiny and 0 < args.steps <= 5:  # a smoke run looks at everything, briefly
         config.data["held_out_per_kind"] = 16
         config.data["train_per_kind"] = 100
         config.data["train_worlds"] = 8

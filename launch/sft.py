@@ -21,7 +21,7 @@ def main(_: Sequence[str]) -> None:
     from rrl.parallel.runtime import prepare_host
 
     prepare_host()  # before jax is imported
-    from rrl.recipes.miniwiki_sft import run
+    from rrl.train.stages import run
 
     run(_CONFIG.value, _WORKDIR.value)
 

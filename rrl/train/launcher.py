@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Callable, Sequence
 
-from absl import app, flags
+from absl import app, flags, logging
 
 from rrl.errors import UserError
 
@@ -25,6 +25,7 @@ def run(main: Callable[[Sequence[str]], None]) -> None:
             _fail(f"no such file: {error.filename}")
 
     def guarded(argv: Sequence[str]) -> None:
+        logging.set_verbosity(logging.WARNING)  # checkpointing tells every file it touches at INFO
         try:
             main(argv)
         except UserError as error:

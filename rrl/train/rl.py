@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import os
-import pathlib
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -34,6 +33,7 @@ class RLConfig:
     """Settings of one run of reinforcement learning."""
 
     steps: int
+    """Updates; 0 only evaluates."""
     optim: OptimConfig
     objective: ObjectiveConfig
     questions: int = 256
@@ -50,9 +50,9 @@ class RLConfig:
     """The control: rewards are dealt out at random over the batch, so that nothing can be learned from them."""
 
     def __post_init__(self) -> None:
-        for name in ("steps", "questions", "samples"):
-            if getattr(self, name) < 1:
-                raise UserError(f"train.{name}={getattr(self, name)} must be at least 1")
+        for name, least in (("steps", 0), ("questions", 1), ("samples", 1)):
+            if getattr(self, name) < least:
+                raise UserError(f"train.{name}={getattr(self, name)} must be at least {least}")
 
 
 MAY_DIFFER = ("checkpoint_every",)
@@ -116,7 +116,7 @@ def train(
     opt_state = optimizer.init(params)
     updater = Updater(graph, optimizer, config.objective)
     base = jax.random.key(config.seed)
-    extra: dict[str, Any] = {"before": {}}
+    extra: dict[str, Any] = {"before": {}, "seconds": 0.0}
     sampled: list[Trajectory] = []
 
     def measure(params: PyTree, step: int) -> tuple[dict[str, float], list[Trajectory]]:
@@ -131,7 +131,7 @@ def train(
             retriever=task.held_out_retriever,
             reader=reader,
         )
-        found["time/eval"] = time.perf_counter() - began
+        found |= {"time/eval": time.perf_counter() - began, "minutes": extra["seconds"] / 60}
         writer.write(step, found)
         progress.note(
             f"step {step}: held-out EM {100 * found['eval/em']:.1f}  F1 {100 * found['eval/f1']:.1f}  "
@@ -182,6 +182,7 @@ def train(
                 metrics |= {f"train/{name}": value for name, value in update.items()}
             step += 1
             done = time.perf_counter()
+            extra["seconds"] += done - began
             metrics |= {
                 "train/lr": float(rate(step - 1)),
                 "train/zero_spread": float(flat.mean()),
@@ -192,6 +193,7 @@ def train(
                 "time/score": rolled - began - engine.stats.seconds,
                 "time/update": done - rolled,
                 "time/step": done - began,
+                "minutes": extra["seconds"] / 60,
             }
             writer.write(step, metrics)
             progress.update(
@@ -224,8 +226,3 @@ def permute_rewards(trajectories: Sequence[Trajectory], rng: np.random.Generator
     totals = rng.permutation([t.rewards["total"] for t in trajectories])
     for trajectory, total in zip(trajectories, totals, strict=True):
         trajectory.rewards["total"] = float(total)
-
-
-def workdir_of(name: str, given: str | None) -> pathlib.Path:
-    """The run's folder: the one given, else runs/NAME beside the caller."""
-    return pathlib.Path(given) if given else pathlib.Path("runs") / name

@@ -1,0 +1,61 @@
+"""Stage 1 of the cold start: SFT on 300 fixed demonstrations of R-Search's protocol, stopped early on held-out ones.
+
+    python launch/sft.py --config=configs/miniwiki_cold_start.py:init=runs/pretrain/model --workdir=runs/cold_start
+
+About 2 minutes on 2 quiet cores. The model is written to WORKDIR/model, or to out=FOLDER.
+`demonstrations=N` takes another number of them.
+"""
+
+from ml_collections import ConfigDict
+
+from rrl.arguments import parse
+
+
+def get_config(arg: str = "") -> ConfigDict:
+    """The config of `--config=configs/miniwiki_cold_start.py:ARG`."""
+    args = parse(
+        arg,
+        init="runs/pretrain/model",
+        out="",
+        demonstrations=300,
+        steps=400,
+        seed=0,
+        retriever=("bm25", "scann", "exact"),
+        encoder="assets/miniwiki-encoder",
+    )
+    config = ConfigDict()
+    config.stage = "demonstrations"
+    config.init = args.init
+    config.tokenizer = ""
+    config.out = args.out
+    config.model = {}
+    config.data = {
+        "train_worlds": 32,
+        "held_out_worlds": 4,
+        "world_size": 200,
+        "demonstrations": {
+            "number": args.demonstrations,
+            "held_out": 100,
+            "top_k": 3,
+            "recipe": "rsearch",
+            "recipe_options": {"instruction": ""},
+            "environment": {"max_searches": 4, "turn_tokens": 128, "observation_tokens": 256},
+        },
+        "retriever": {"kind": args.retriever, "encoder": args.encoder, "title_weight": 3},
+    }
+    config.train = {
+        "steps": args.steps,
+        "rows": 8,
+        "row_length": 1024,
+        "seed": args.seed,
+        "eval_every": 10,
+        "patience": 4,
+    }
+    config.optim = {
+        "name": "adamw",
+        "lr": 1e-3,
+        "schedule": "constant",
+        "warmup_steps": 10,
+        "weight_decay": 0.0,
+    }
+    return config

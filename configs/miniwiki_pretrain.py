@@ -1,0 +1,55 @@
+"""Stage 0 of the cold start: a 0.95 M-parameter Qwen2-shaped policy learns to read, copy and compare. No protocol.
+
+    python launch/sft.py --config=configs/miniwiki_pretrain.py --workdir=runs/pretrain
+
+About 11 minutes on 2 quiet cores. The model is written to WORKDIR/model, or to out=FOLDER.
+"""
+
+from ml_collections import ConfigDict
+
+from rrl.arguments import parse
+
+
+def get_config(arg: str = "") -> ConfigDict:
+    """The config of `--config=configs/miniwiki_pretrain.py:ARG`."""
+    args = parse(arg, steps=1500, seed=0, out="", tokenizer="assets/miniwiki-tokenizer")
+    config = ConfigDict()
+    config.stage = "reading"
+    config.init = ""
+    config.tokenizer = args.tokenizer
+    config.out = args.out
+    config.model = {
+        "model_type": "qwen2",
+        "hidden": 128,
+        "layers": 4,
+        "heads": 4,
+        "kv_heads": 1,
+        "head_dim": 32,
+        "mlp": 384,
+        "tie_embeddings": True,
+        "max_positions": 2048,
+    }
+    config.data = {
+        "worlds": 10,
+        "world_size": 200,
+        "examples": 600,
+        "steps_per_block": 20,
+        "options": {"plain": 0.1, "drills": 0.2, "most_passages": 9},
+    }
+    config.train = {
+        "steps": args.steps,
+        "rows": 12,
+        "row_length": 640,
+        "seed": args.seed,
+        "eval_every": max(1, args.steps // 8),
+        "checkpoint_every": 250,
+    }
+    config.optim = {
+        "name": "muon",
+        "lr": 1e-2,
+        "adam_lr": 3e-3,
+        "schedule": "linear",
+        "warmup_steps": 20,
+        "b2": 0.95,
+    }
+    return config

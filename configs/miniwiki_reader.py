@@ -1,0 +1,56 @@
+"""The reader of another family: a Llama-shaped model that answers from evidence (R-Search, Eq. 4 and Table 5).
+
+    python launch/sft.py --config=configs/miniwiki_reader.py --workdir=runs/reader
+
+A few minutes on 2 quiet cores. The model is written to WORKDIR/model, or to out=FOLDER.
+"""
+
+from ml_collections import ConfigDict
+
+from rrl.arguments import parse
+
+
+def get_config(arg: str = "") -> ConfigDict:
+    """The config of `--config=configs/miniwiki_reader.py:ARG`."""
+    args = parse(arg, steps=900, seed=0, out="", tokenizer="assets/miniwiki-tokenizer")
+    config = ConfigDict()
+    config.stage = "evidence"
+    config.init = ""
+    config.tokenizer = args.tokenizer
+    config.out = args.out
+    config.model = {
+        "model_type": "llama",
+        "hidden": 96,
+        "layers": 4,
+        "heads": 4,
+        "kv_heads": 2,
+        "head_dim": 24,
+        "mlp": 256,
+        "tie_embeddings": False,
+        "max_positions": 2048,
+        "rope_theta": 500_000.0,
+    }
+    config.data = {
+        "worlds": 10,
+        "world_size": 200,
+        "examples": 1000,
+        "steps_per_block": 20,
+        "options": {"missing": 0.2},
+    }
+    config.train = {
+        "steps": args.steps,
+        "rows": 16,
+        "row_length": 384,
+        "seed": args.seed,
+        "eval_every": max(1, args.steps // 8),
+        "checkpoint_every": 250,
+    }
+    config.optim = {
+        "name": "muon",
+        "lr": 1e-2,
+        "adam_lr": 3e-3,
+        "schedule": "linear",
+        "warmup_steps": 20,
+        "b2": 0.95,
+    }
+    return config

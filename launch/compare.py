@@ -1,0 +1,26 @@
+"""GRPO against its controls over seeds: `python launch/compare.py --config=configs/rsearch_grpo.py --out=runs/compare`."""
+
+from collections.abc import Sequence
+
+from absl import flags
+
+from rrl.train import launcher
+
+_CONFIG = flags.DEFINE_string("config", "configs/rsearch_grpo.py", "Config file, arguments after a colon; not seed or control.")
+_OUT = flags.DEFINE_string("out", "runs/compare", "Folder for the runs, the plot and the table.")
+_ARMS = flags.DEFINE_list("arms", ["GRPO", "SFT continued", "rewards permuted", "search off"], "Arms to run.")
+_SEEDS = flags.DEFINE_list("seeds", ["0", "1", "2", "3"], "Seeds to run.")
+
+
+def main(_: Sequence[str]) -> None:
+    """Runs what is missing and prints the table."""
+    from rrl.errors import UserError
+    from rrl.train.compare import compare
+
+    if not all(seed.isdigit() for seed in _SEEDS.value):
+        raise UserError(f"--seeds={','.join(_SEEDS.value)} must be whole numbers, separated by commas")
+    print(compare(_CONFIG.value, _OUT.value, _ARMS.value, [int(seed) for seed in _SEEDS.value]))
+
+
+if __name__ == "__main__":
+    launcher.run(main)

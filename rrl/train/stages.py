@@ -1,0 +1,177 @@
+"""The stages of the cold start: what a config says becomes data, model and loop, and ends as a Hugging Face folder.
+
+reading (stage 0): an endless stream of reading, copying and comparing in the built-in world, from random parameters.
+evidence: the same for the reader of another family, which answers from evidence.
+demonstrations (stage 1): a small fixed set of what a recipe's scripted expert does, from the model of stage 0.
+"""
+
+import dataclasses
+import itertools
+import pathlib
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from flax import nnx
+from transformers import PreTrainedTokenizerBase
+
+from rrl.data.examples import Example
+from rrl.data.miniwiki import generate
+from rrl.data.miniwiki.evidence import reader_examples
+from rrl.data.miniwiki.probes import reading_probes
+from rrl.data.miniwiki.reading import reading_examples
+from rrl.data.tokenizer import load_tokenizer
+from rrl.errors import UserError
+from rrl.models.config import DecoderConfig
+from rrl.models.decoder import Decoder
+from rrl.models.hf import folder_hash, load_decoder, save_decoder
+from rrl.recipes.catalogue import make_recipe
+from rrl.recipes.rsearch import READER_TEMPLATE
+from rrl.rl.optim import OptimConfig
+from rrl.train.checkpoints import refuse_other_config
+from rrl.train.demonstrations import demonstrations
+from rrl.train.experiment import build
+from rrl.train.sft import MAY_DIFFER, Result, SFTConfig, train
+from rrl.train.sources import FixedSource, Source, StreamSource
+from rrl.train.tasks import DataConfig, RetrieverConfig, load_encoder_of, load_retriever, mixed_questions
+
+_BLOCK_SEED = 1000
+"""Worlds of the streams are numbered from here, so that they are none of those that reinforcement learning uses."""
+
+
+@dataclasses.dataclass(frozen=True)
+class StreamConfig:
+    """An endless stream: each block of steps reads a group of freshly made worlds."""
+
+    worlds: int = 10
+    world_size: int = 200
+    examples: int = 600
+    """Examples of a block."""
+    steps_per_block: int = 20
+    probes: int = 64
+    """Held-out examples of each kind, in worlds of the dev split."""
+    options: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    """Further arguments of the stream (rrl.data.miniwiki.reading, .evidence)."""
+
+
+@dataclasses.dataclass(frozen=True)
+class DemonstrationConfig:
+    """A fixed set of demonstrations."""
+
+    number: int = 300
+    held_out: int = 60
+    """Further demonstrations, in worlds of the dev split, for early stopping."""
+    top_k: int = 3
+    recipe: str = "rsearch"
+    recipe_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    environment: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+def run(config: Mapping[str, Any], workdir: str | pathlib.Path) -> Result:
+    """Trains as the config says and writes the model to `config["out"]` (default: workdir/model).
+
+    Running it again with the same config continues; a finished run only writes the model again.
+
+    Raises:
+        UserError: a field that is unknown or wrong, or a workdir of another config.
+    """
+    values = config.to_dict() if hasattr(config, "to_dict") else dict(config)
+    stage, model = values["stage"], values["model"]
+    if stage not in STAGES:
+        raise UserError(f"stage={stage!r} is unknown; choose one of {', '.join(STAGES)}")
+    steps = values["train"]["steps"]
+    optim = build(OptimConfig, values["optim"], "optim", total_steps=steps)
+    settings = build(SFTConfig, values["train"], "train", optim=optim)
+    identity: dict[str, Any] = {name: values[name] for name in ("stage", "model", "tokenizer", "data")}
+    if values["init"]:
+        identity["init"] = folder_hash(values["init"])
+    refuse_other_config(workdir, dataclasses.asdict(settings) | {"run": identity}, MAY_DIFFER)
+    tokenizer = load_tokenizer(values["init"] or values["tokenizer"])
+    if values["init"]:
+        decoder = load_decoder(values["init"])
+    else:
+        shape = build(
+            DecoderConfig,
+            model,
+            "model",
+            vocab_size=len(tokenizer),
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+        )
+        decoder = Decoder(shape, rngs=nnx.Rngs(settings.seed))
+    source, held_out = STAGES[stage](values["data"], settings, tokenizer)
+    result = train(settings, source, decoder, workdir, held_out=held_out, identity=identity)
+    out = pathlib.Path(values["out"] or pathlib.Path(workdir, "model"))
+    if result.stopped != "signal":
+        save_decoder(out, decoder, tokenizer)
+        print(f"wrote {out} (sha256 {folder_hash(out)[:12]})", file=sys.stderr)
+    return result
+
+
+Stage = Callable[
+    [Mapping[str, Any], SFTConfig, PreTrainedTokenizerBase], tuple[Source, dict[str, Sequence[Example]]]
+]
+
+
+def _reading(
+    data: Mapping[str, Any], settings: SFTConfig, tokenizer: PreTrainedTokenizerBase
+) -> tuple[Source, dict[str, Sequence[Example]]]:
+    config = build(StreamConfig, data, "data")
+
+    def make(block: int) -> list[Example]:
+        seed = _BLOCK_SEED * (settings.seed + 1) + block
+        wiki = generate("train", seed, config.worlds * config.world_size, config.worlds)
+        stream = reading_examples(wiki, tokenizer, seed, limit=settings.row_length, **config.options)
+        return list(itertools.islice(stream, config.examples))
+
+    dev = generate("dev", 0, config.worlds * config.world_size, config.worlds)
+    probes = reading_probes(dev, tokenizer, 0, config.probes, limit=settings.row_length)
+    return _stream(make, config, settings), dict(probes)
+
+
+def _evidence(
+    data: Mapping[str, Any], settings: SFTConfig, tokenizer: PreTrainedTokenizerBase
+) -> tuple[Source, dict[str, Sequence[Example]]]:
+    config = build(StreamConfig, data, "data")
+
+    def some(split: str, seed: int, number: int) -> list[Example]:
+        wiki = generate(split, seed, config.worlds * config.world_size, config.worlds)
+        stream = reader_examples(wiki, tokenizer, seed, READER_TEMPLATE, **config.options)
+        fitting = (example for example in stream if len(example) <= settings.row_length)
+        return list(itertools.islice(fitting, number))
+
+    def make(block: int) -> list[Example]:
+        return some("train", _BLOCK_SEED * (settings.seed + 1) + block, config.examples)
+
+    return _stream(make, config, settings), {"answers": some("dev", 0, 4 * config.probes)}
+
+
+def _demonstrations(
+    data: Mapping[str, Any], settings: SFTConfig, tokenizer: PreTrainedTokenizerBase
+) -> tuple[Source, dict[str, Sequence[Example]]]:
+    given = dict(data)
+    config = build(DemonstrationConfig, given.pop("demonstrations"), "data.demonstrations")
+    retrieval = build(RetrieverConfig, given.pop("retriever"), "data.retriever")
+    world = build(DataConfig, given, "data")
+    recipe = make_recipe(config.recipe, dict(config.recipe_options), dict(config.environment))
+    encoder = load_encoder_of(retrieval)
+
+    def some(split: str, worlds: int, number: int) -> list[Example]:
+        wiki = generate(split, world.seed, worlds * world.world_size, worlds)
+        each = -(-number // len(world.kinds))
+        items = mixed_questions(wiki, each, world.kinds, world.seed)[:number]
+        retriever = load_retriever(wiki.passages, retrieval, encoder)
+        if retriever is None:
+            raise UserError("data.retriever.kind=off: demonstrations need a retriever; choose scann, exact or bm25")
+        return demonstrations(recipe, tokenizer, items, retriever, config.top_k)
+
+    examples = some("train", world.train_worlds, config.number)
+    held_out = some("dev", world.held_out_worlds, config.held_out)
+    return FixedSource(examples, settings.rows, settings.row_length, settings.seed), {"expert": held_out}
+
+
+def _stream(make: Callable[[int], Sequence[Example]], config: StreamConfig, settings: SFTConfig) -> StreamSource:
+    return StreamSource(make, settings.rows, settings.row_length, settings.seed, config.steps_per_block)
+
+
+STAGES: dict[str, Stage] = {"reading": _reading, "evidence": _evidence, "demonstrations": _demonstrations}

@@ -1,0 +1,155 @@
+"""The training loop: resumes to the same numbers, evaluates, and keeps its order of questions."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+from rrl.data.miniwiki import generate
+from rrl.data.tokenizer import train_tokenizer
+from rrl.errors import UserError
+from rrl.models.config import DecoderConfig
+from rrl.models.decoder import Decoder
+from rrl.recipes.rsearch import RSearch
+from rrl.retrieval.index import make_retriever
+from rrl.rl.optim import OptimConfig
+from rrl.rollout.engine import Engine, EngineConfig
+from rrl.rollout.protocol import Stream
+from rrl.rollout.trajectory import POLICY
+from rrl.train.metrics import read_metrics
+from rrl.train.rl import RLConfig, Task, permute_rewards, question_order, train
+from rrl.train.rollouts import run_questions
+from rrl.train.update import ObjectiveConfig
+
+STEPS = 4
+
+
+@pytest.fixture(scope="module")
+def parts():
+    wiki = generate("train", 0, 100)
+    questions = [item.question for item in wiki.questions("one_hop", 12, 0)]
+    tokenizer = train_tokenizer([p.text for p in wiki.passages] + [q.text for q in questions], 400)
+    retriever = make_retriever(wiki.passages, "bm25")
+    recipe = RSearch(instruction="", environment=Stream(max_searches=1, turn_tokens=8, observation_tokens=30))
+    return questions, tokenizer, retriever, recipe
+
+
+def fresh() -> Decoder:
+    config = DecoderConfig.from_hf(
+        {
+            "model_type": "qwen2",
+            "vocab_size": 416,
+            "hidden_size": 16,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "intermediate_size": 32,
+            "rope_theta": 10000.0,
+            "rms_norm_eps": 1e-6,
+            "tie_word_embeddings": True,
+            "max_position_embeddings": 256,
+        }
+    )
+    return Decoder(config, rngs=nnx.Rngs(0))
+
+
+def run(parts, workdir, config, die_at: int | None = None):
+    questions, tokenizer, retriever, recipe = parts
+    decoder = fresh()
+    engine = Engine(
+        decoder, tokenizer, EngineConfig(rows=8, context=128, feeds=4, feed_tokens=32), retriever=retriever
+    )
+    calls = 0
+
+    class Scored(RSearch):
+        """Random policies earn nothing; pay by token ids, so that there is something to learn."""
+
+        def score(self, trajectories, reader):
+            nonlocal calls
+            calls += 1
+            if die_at is not None and calls > die_at:
+                raise ConnectionError("the machine went away")
+            super().score(trajectories, reader)
+            for t in trajectories:
+                t.rewards["total"] = float(t.tokens[t.roles == POLICY].sum() % 7)
+
+    recipe = Scored(**{f.name: getattr(recipe, f.name) for f in dataclasses.fields(recipe)})
+    task = Task(questions[:8], questions[8:])
+    return train(config, recipe, task, engine, decoder, workdir), nnx.state(decoder)
+
+
+CONFIG = RLConfig(
+    steps=STEPS,
+    optim=OptimConfig(lr=1e-2, total_steps=STEPS),
+    objective=ObjectiveConfig(kl_coef=0.01, lengths=(64, 128), microbatch_tokens=512),
+    questions=4,
+    samples=3,
+    eval_every=2,
+    checkpoint_every=2,
+)
+
+
+def test_a_run_that_died_continues_to_the_same_numbers(parts, tmp_path):
+    whole, params = run(parts, tmp_path / "whole", CONFIG)
+    with pytest.raises(ConnectionError):
+        run(parts, tmp_path / "died", CONFIG, die_at=5)  # evaluation, 2 steps, evaluation, 1 step
+    again, other = run(parts, tmp_path / "died", CONFIG)
+    jax.tree.map(np.testing.assert_array_equal, params, other)
+    assert again.step == STEPS
+    assert whole.before["eval/f1"] == again.before["eval/f1"]
+
+    def lines(name):
+        drop = ("time/", "minutes")
+        found = read_metrics(tmp_path / name / "metrics.jsonl")
+        return [{k: v for k, v in line.items() if not k.startswith(drop)} for line in found if "train/em" in line]
+
+    assert lines("whole") == lines("died")
+    assert [line["step"] for line in lines("whole")] == [1, 2, 3, 4]
+
+
+def test_parameters_move_and_are_held_against_the_frozen_start(parts, tmp_path):
+    outcome, params = run(parts, tmp_path, CONFIG)
+    moved = jax.tree.map(lambda a, b: float(np.abs(a - b).max()), params, nnx.state(fresh()))
+    assert max(jax.tree.leaves(moved)) > 1e-3
+    lines = [line for line in read_metrics(tmp_path / "metrics.jsonl") if "train/kl" in line]
+    assert lines[0]["train/kl"] == pytest.approx(0, abs=1e-6)
+    assert lines[-1]["train/kl"] > 0
+    assert lines[0]["train/logp_gap"] < 1e-5
+    assert set(outcome.after) >= {"eval/em", "eval/f1", "eval/searches"}
+
+
+def test_zero_steps_only_evaluate(parts, tmp_path):
+    config = dataclasses.replace(CONFIG, steps=0, optim=OptimConfig(total_steps=1))
+    outcome, params = run(parts, tmp_path, config)
+    jax.tree.map(np.testing.assert_array_equal, params, nnx.state(fresh()))
+    assert outcome.before == outcome.after
+
+
+def test_another_config_is_refused_by_the_name_of_its_field(parts, tmp_path):
+    run(parts, tmp_path, dataclasses.replace(CONFIG, steps=1))
+    with pytest.raises(UserError, match="samples"):
+        run(parts, tmp_path, dataclasses.replace(CONFIG, steps=1, samples=5))
+
+
+def test_an_epoch_asks_each_question_once():
+    asked = np.concatenate([question_order(10, 5, 3, step) for step in range(4)])
+    assert sorted(asked[:10]) == sorted(asked[10:]) == list(range(10))
+    assert not np.array_equal(asked[:10], asked[10:])
+    assert np.array_equal(question_order(10, 5, 3, 1), asked[5:10])
+
+
+def test_permuted_rewards_keep_their_multiset(parts):
+    questions, tokenizer, retriever, recipe = parts
+    decoder = fresh()
+    engine = Engine(decoder, tokenizer, EngineConfig(rows=8, context=128, feeds=4, feed_tokens=32))
+    trajectories = run_questions(
+        engine, nnx.state(decoder), recipe, questions[:3], key=jax.random.key(0), samples=4
+    )
+    for place, t in enumerate(trajectories):
+        t.rewards["total"] = float(place)
+    permute_rewards(trajectories, np.random.default_rng(0))
+    totals = [t.rewards["total"] for t in trajectories]
+    assert sorted(totals) == list(range(12))
+    assert totals != list(range(12))

@@ -1,0 +1,112 @@
+"""The update: any split into microbatches gives the same step, and only policy tokens matter."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from rrl.data.questions import Question
+from rrl.errors import UserError
+from rrl.models.config import DecoderConfig
+from rrl.models.decoder import Decoder
+from rrl.rl.optim import OptimConfig, make_optimizer
+from rrl.rollout.trajectory import ENVIRONMENT, POLICY, PROMPT, Trajectory
+from rrl.train.update import ObjectiveConfig, Updater, microbatches
+
+CONFIG = DecoderConfig.from_hf(
+    {
+        "model_type": "qwen2",
+        "vocab_size": 50,
+        "hidden_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "intermediate_size": 32,
+        "rope_theta": 10000.0,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": True,
+        "max_position_embeddings": 256,
+    }
+)
+
+
+def make(seed: int, length: int, group: int) -> Trajectory:
+    rng = np.random.default_rng(seed)
+    roles = np.array([PROMPT] * 4 + [POLICY] * (length // 2) + [ENVIRONMENT] * 3 + [POLICY] * (length - length // 2))
+    logps = np.where(roles == POLICY, -rng.random(len(roles)) - 3.5, 0).astype(np.float32)
+    tokens = rng.integers(0, 50, len(roles)).astype(np.int32)
+    turns = np.zeros(len(roles), np.int16)
+    return Trajectory(Question("q", "", ("a",)), seed, group, tokens, roles, logps, logps, turns, [], [], "answer")
+
+
+TRAJECTORIES = [make(seed, 5 + 7 * (seed % 6), seed // 4) for seed in range(16)]
+ADVANTAGES = np.random.default_rng(9).normal(size=16).astype(np.float32)
+
+
+def step(objective: ObjectiveConfig, trajectories=TRAJECTORIES, advantages=ADVANTAGES):
+    graph, params = nnx.split(Decoder(CONFIG, rngs=nnx.Rngs(0)))
+    reference = jax.tree.map(lambda x: x * 1.05, params)
+    optimizer = make_optimizer(OptimConfig(name="sgd", lr=0.1, b1=0.0, clip_norm=None, total_steps=10))
+    updater = Updater(graph, optimizer, objective)
+    new, _, metrics = updater(params, optimizer.init(params), reference, trajectories, advantages)
+    return new, metrics
+
+
+def close(first, second, tolerance=1e-6):
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=tolerance), first, second)
+
+
+@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean"])
+def test_any_split_into_microbatches_gives_the_same_step(aggregation):
+    whole = ObjectiveConfig(kl_coef=0.1, lengths=(64,), microbatch_tokens=4096, aggregation=aggregation)
+    split = dataclasses.replace(whole, lengths=(16, 32, 64), microbatch_tokens=64)
+    (one, first), (other, second) = step(whole), step(split)
+    close(one, other)
+    for name, value in first.items():
+        np.testing.assert_allclose(value, second[name], rtol=1e-4, atol=1e-6)
+
+
+def test_environment_tokens_change_nothing_but_their_context():
+    # The last observation is followed by policy tokens; drop those, and its own identity no longer matters.
+    def cut(t: Trajectory, swap: bool) -> Trajectory:
+        end = int(np.flatnonzero(t.roles == ENVIRONMENT)[-1]) + 1
+        tokens = t.tokens[:end].copy()
+        if swap:
+            tokens[-3:] = 7
+        return dataclasses.replace(
+            t, tokens=tokens, roles=t.roles[:end], logps=t.logps[:end], sampled_logps=t.logps[:end], turns=t.turns[:end]
+        )
+
+    objective = ObjectiveConfig(kl_coef=0.1, lengths=(64,))
+    plain, _ = step(objective, [cut(t, False) for t in TRAJECTORIES])
+    swapped, _ = step(objective, [cut(t, True) for t in TRAJECTORIES])
+    close(plain, swapped, 1e-7)
+
+
+def test_without_advantage_and_kl_nothing_moves():
+    graph, params = nnx.split(Decoder(CONFIG, rngs=nnx.Rngs(0)))
+    new, metrics = step(ObjectiveConfig(kl_coef=0.0, lengths=(64,)), advantages=np.zeros(16, np.float32))
+    close(new, params, 0)
+    assert metrics["grad_norm"] == 0
+
+
+def test_each_minibatch_is_one_optimiser_step():
+    one, _ = step(ObjectiveConfig(kl_coef=0.0, lengths=(64,), minibatches=1))
+    four, _ = step(ObjectiveConfig(kl_coef=0.0, lengths=(64,), minibatches=4))
+    moved = [float(jnp.abs(a - b).max()) for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(four), strict=True)]
+    assert max(moved) > 1e-5
+
+
+def test_every_trajectory_is_packed_once_and_only_the_last_length_is_padded():
+    objective = ObjectiveConfig(lengths=(16, 32, 64), microbatch_tokens=64)
+    batches, total = microbatches(TRAJECTORIES, ADVANTAGES, objective)
+    assert sum(int(b.loss.sum()) for b in batches) == total == sum(t.policy_tokens for t in TRAJECTORIES)
+    assert {b.tokens.shape for b in batches} <= {(4, 16), (2, 32), (1, 64)}
+
+
+def test_a_trajectory_longer_than_every_length_is_refused():
+    with pytest.raises(UserError, match=r"objective\.lengths"):
+        microbatches(TRAJECTORIES, ADVANTAGES, ObjectiveConfig(lengths=(16,)))
