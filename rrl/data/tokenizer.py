@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
@@ -83,7 +84,7 @@ def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerFast:
             "download the tokenizer files of the model into it"
         )
     try:
-        tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+        tokenizer = _declared_class(folder).from_pretrained(str(folder), local_files_only=True)
     except Exception as error:
         raise UserError(f"tokenizer folder {folder}: transformers cannot load it: {error}") from error
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
@@ -91,6 +92,24 @@ def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerFast:
             f"tokenizer folder {folder}: {type(tokenizer).__name__} has no fast form; add its tokenizer.json"
         )
     return tokenizer
+
+
+def _declared_class(folder: Path) -> Any:
+    """The class that loads a folder's tokenizer as its tokenizer.json says.
+
+    Beside a config.json of model_type qwen2, AutoTokenizer takes Qwen's own class whatever the folder declares, and
+    that class splits text by Qwen's rules: another tokenizer than the one that was saved.
+    """
+    try:
+        declared = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8")).get(
+            "tokenizer_class"
+        )
+    except FileNotFoundError:
+        declared = None
+    generic = (
+        declared in ("TokenizersBackend", "PreTrainedTokenizerFast") and (folder / "tokenizer.json").is_file()
+    )
+    return PreTrainedTokenizerFast if generic else AutoTokenizer
 
 
 def token_bytes(tokenizer: PreTrainedTokenizerBase) -> list[bytes]:

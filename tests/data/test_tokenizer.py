@@ -121,3 +121,12 @@ def test_what_a_folder_lacks_is_named(tmp_path: Path) -> None:
 def test_a_vocabulary_smaller_than_the_bytes_is_refused() -> None:
     with pytest.raises(UserError, match="259"):
         train_tokenizer(["a"], 100)
+
+
+@pytest.mark.parametrize("model_type", ["qwen2", "qwen3", "llama"])
+def test_a_model_beside_it_does_not_change_the_tokenizer(tmp_path: Path, model_type: str) -> None:
+    tokenizer = train_tokenizer(TEXTS, 400)
+    tokenizer.save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+    loaded = load_tokenizer(tmp_path)
+    assert loaded.backend_tokenizer.to_str() == tokenizer.backend_tokenizer.to_str()
