@@ -36,7 +36,8 @@ EXTRAS = {
     # scann's own extra chooses the TensorFlow its shared objects were built against; another breaks `import scann`.
     "seqio": ["seqio>=0.0.20,<0.1", "scann[tf]>=1.4.2,<1.5"],
     "notebooks": ["jupyter>=1.1,<2", "nbclient>=0.10,<1", "ipykernel>=6.29,<8"],
-    "launch": ["xmanager>=0.7,<1"],
+    # Cluster launches need nothing yet beyond the base.
+    "launch": [],
     "parity": ["torch>=2.6,<3"],
     "test": [
         "pytest>=8.3,<10",

@@ -8,14 +8,14 @@ Shapes, in every einsum and shape comment:
 """
 
 import importlib
-import os
 from typing import Any
+
+from rrl.parallel.runtime import prepare_host
 
 __version__ = "0.1.0"
 
-# XLA's CPU client sizes its thread pool from NPROC when jax is first imported; with one thread a core, host
-# callbacks whose operands reach about 128 KiB wait for each other for ever.
-os.environ.setdefault("NPROC", "32")
+# Before anything here can import jax; see there for why.
+prepare_host()
 
 _EXPORTS = {"Agent": "rrl.tool.agent", "UserError": "rrl.errors"}
 

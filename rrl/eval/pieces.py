@@ -41,7 +41,7 @@ def pieces(
     texts = _token_texts(trajectory, token_bytes) if token_bytes is not None else None
     for index, (role, text) in enumerate(trajectory.segments):
         if role == POLICY:
-            found += _policy_pieces(text, tags, texts[index] if texts else [])
+            found += policy_pieces(text, tags, texts[index] if texts else [])
         elif role == PROMPT:
             found.append(Piece(role, "prompt", text))
         elif text.strip():
@@ -56,7 +56,10 @@ def stray_tags(text: str, tags: Mapping[str, str] = RSEARCH_TAGS) -> list[tuple[
     return [match.span() for match in re.finditer(f"</?(?:{'|'.join(map(re.escape, tags))})>", text)]
 
 
-def _policy_pieces(text: str, tags: Mapping[str, str], tokens: list[tuple[str, float]]) -> list[Piece]:
+def policy_pieces(
+    text: str, tags: Mapping[str, str], tokens: Sequence[tuple[str, float]] = ()
+) -> list[Piece]:
+    """The pieces of a text that the policy wrote."""
     names = "|".join(map(re.escape, tags))
     # As everywhere, a box is an opening and the nearest closing, with no other opening of the same tag between.
     box = re.compile(rf"<({names})>((?:(?!<\1>).)*?)</\1>", re.DOTALL) if tags else re.compile(r"(?!)()()")
@@ -68,7 +71,7 @@ def _policy_pieces(text: str, tags: Mapping[str, str], tokens: list[tuple[str, f
         end = match.end()
     cuts.append(("reasoning", end, len(text)))
     if "".join(token for token, _ in tokens) != text:
-        tokens = []
+        tokens = ()
     found = []
     for kind, start, stop in cuts:
         inner = text[start:stop].strip()
@@ -78,7 +81,7 @@ def _policy_pieces(text: str, tags: Mapping[str, str], tokens: list[tuple[str, f
     return found
 
 
-def _cut_tokens(tokens: list[tuple[str, float]], start: int, stop: int) -> tuple[tuple[str, float], ...]:
+def _cut_tokens(tokens: Sequence[tuple[str, float]], start: int, stop: int) -> tuple[tuple[str, float], ...]:
     """The tokens of characters start..stop; a token that crosses an edge (`> ` glued to a word) is cut there."""
     spans: list[tuple[str, float]] = []
     at = 0

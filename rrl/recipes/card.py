@@ -1,0 +1,68 @@
+"""The recipe a policy was trained with, kept beside its weights, so that it can be used without its config."""
+
+import dataclasses
+import json
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+from rrl.errors import UserError
+from rrl.recipes.base import Recipe
+from rrl.recipes.catalogue import RECIPES, make_recipe
+
+FILE = "rrl_recipe.json"
+
+
+@dataclasses.dataclass(frozen=True)
+class Card:
+    """What `rrl_recipe.json` in a policy's folder holds."""
+
+    recipe: str
+    """Name in the catalogue."""
+    fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """The recipe's fields that differ from its defaults."""
+    environment: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """Likewise of its environment."""
+    context: int = 0
+    """Most tokens of a trajectory in training; 0: not known."""
+    top_k: int = 3
+    """Passages a search returned."""
+
+    def make(self) -> Recipe:
+        """The recipe itself."""
+        return make_recipe(self.recipe, self.fields, self.environment)
+
+
+def card_of(recipe: Any, context: int, top_k: int) -> Card:
+    """The card of a recipe of the catalogue."""
+    name = next(name for name, kind in RECIPES.items() if type(recipe) is kind)
+    return Card(name, _changed(recipe), _changed(recipe.environment), context, top_k)
+
+
+def write_card(folder: str | pathlib.Path, card: Card) -> None:
+    """Writes the card into a policy's folder."""
+    text = json.dumps(dataclasses.asdict(card), indent=2, ensure_ascii=False)
+    pathlib.Path(folder, FILE).write_text(text + "\n", encoding="utf-8")
+
+
+def read_card(folder: str | pathlib.Path) -> Card | None:
+    """The card of a policy's folder, or None where there is none. Raises UserError for one that cannot be read."""
+    file = pathlib.Path(folder, FILE)
+    if not file.is_file():
+        return None
+    try:
+        return Card(**json.loads(file.read_text(encoding="utf-8")))
+    except (ValueError, TypeError) as error:
+        raise UserError(
+            f"{file}: not a recipe card ({error}); write it again with write_card, or remove it"
+        ) from error
+
+
+def _changed(value: Any) -> dict[str, Any]:
+    """Fields that differ from their defaults; nested environments are told apart by themselves."""
+    changed = {}
+    for field in dataclasses.fields(value):
+        found = getattr(value, field.name)
+        if not dataclasses.is_dataclass(found) and found != field.default:
+            changed[field.name] = found
+    return changed

@@ -1,0 +1,59 @@
+"""What an episode does, as it does it: an environment that tells of every turn it sees."""
+
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+from rrl.data.passages import Passage
+from rrl.eval.pieces import policy_pieces
+from rrl.rollout.protocol import Action, Append, Environment, Episode
+from rrl.rollout.trajectory import Trajectory
+
+
+class Event(NamedTuple):
+    """One thing that happened."""
+
+    kind: str
+    """reasoning, search, observation, evidence, answer; message (the environment's correction); end."""
+    text: str
+    """What was written; of "end", why the episode ended."""
+    titles: tuple[str, ...] = ()
+    """Of an observation: the passages' titles, best first."""
+    trajectory: Trajectory | None = None
+    """Of "end" only."""
+
+    def __str__(self) -> str:
+        shown = " · ".join(self.titles) if self.titles else self.text
+        lines = textwrap.wrap(shown, 96) or [""]
+        return "\n".join(f"{self.kind if n == 0 else '':>11}  {line}" for n, line in enumerate(lines))
+
+
+class Watched:
+    """An environment that answers as the one inside it does, and tells `tell` of each turn.
+
+    `tell` is called from the engine's host callback: it must be quick, must not raise and must not touch JAX.
+    """
+
+    def __init__(self, inner: Environment, tags: Mapping[str, str], tell: Callable[[Event], None]) -> None:
+        self._inner, self._tags, self._tell = inner, tags, tell
+        self.turn_tokens, self.observation_tokens = inner.turn_tokens, inner.observation_tokens
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """Those of the environment inside."""
+        return self._inner.stops
+
+    def react(self, episode: Episode, text: str, stop: str) -> Action:
+        """Tells the pieces of the turn."""
+        for piece in policy_pieces(text, self._tags):
+            self._tell(Event(piece.kind, piece.text))
+        action = self._inner.react(episode, text, stop)
+        if isinstance(action, Append):
+            self._tell(Event("message", f"{action.prefix}{action.body}{action.suffix}".strip()))
+        return action
+
+    def observe(self, episode: Episode, passages: Sequence[Passage] | None) -> Append:
+        """Tells what was found."""
+        message = self._inner.observe(episode, passages)
+        self._tell(Event("observation", message.body, tuple(p.title for p in passages or ())))
+        return message

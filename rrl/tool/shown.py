@@ -1,0 +1,46 @@
+"""A trajectory that a notebook shows in colour."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+from rrl.eval.pieces import RSEARCH_TAGS
+from rrl.eval.trajectories_html import fragment
+from rrl.rollout.trajectory import Trajectory
+
+
+@dataclasses.dataclass(slots=True)
+class Shown(Trajectory):
+    """A trajectory with what is needed to show it: Jupyter draws it where it ends a cell."""
+
+    tags: Mapping[str, str] = dataclasses.field(default_factory=lambda: RSEARCH_TAGS, repr=False)
+    """Tag written by the policy → kind of piece."""
+    token_bytes: Sequence[bytes] | None = dataclasses.field(default=None, repr=False)
+    """Exact bytes of each token id; with them, each token shows its log-probability."""
+
+    @classmethod
+    def of(
+        cls, trajectory: Trajectory, tags: Mapping[str, str], token_bytes: Sequence[bytes] | None
+    ) -> "Shown":
+        """The same trajectory, to be shown."""
+        values = {field.name: getattr(trajectory, field.name) for field in dataclasses.fields(Trajectory)}
+        return cls(**values, tags=tags, token_bytes=token_bytes)
+
+    def _repr_html_(self) -> str:
+        return fragment(self, tags=self.tags, token_bytes=self.token_bytes)
+
+    def show(self) -> None:
+        """Displays it: in colour in a notebook, as text elsewhere."""
+        try:
+            from IPython.core.getipython import get_ipython
+            from IPython.display import display
+        except ImportError:
+            print(self)
+        else:
+            if get_ipython() is None:
+                print(self)
+            else:
+                display(self)
+
+    def __str__(self) -> str:
+        lines = [self.question.text, *(text.strip() for _, text in self.segments[1:]), f"[{self.ended}]"]
+        return "\n".join(lines)
