@@ -25,6 +25,8 @@ from rrl.rollout.protocol import Stream
 from rrl.train.demonstrations import demonstrations
 from rrl.train.pack import pack
 
+pytestmark = pytest.mark.slow
+
 RECIPE = RSearch(instruction="", environment=Stream(turn_tokens=224, observation_tokens=160, max_searches=3))
 TOP_K = 2
 
@@ -80,7 +82,7 @@ def known(tmp_path_factory):
     batch = pack(
         [e.tokens for e in examples], [e.loss for e in examples], max(len(e.tokens) for e in examples)
     ).batch
-    assert memorise(decoder, jax.tree.map(jnp.asarray, batch), 200) < 0.01
+    assert memorise(decoder, jax.tree.map(jnp.asarray, batch), 240) < 0.01
     save_decoder(folder / "policy", decoder, tokenizer)
     write_card(folder / "policy", card_of(RECIPE, 1024, TOP_K))
     build_index(wiki.passages, folder / "index", "bm25")
