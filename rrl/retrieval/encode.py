@@ -17,7 +17,8 @@ from jaxtyping import Float, Int
 from rrl.data.passages import Passage
 from rrl.data.tokenizer import load_tokenizer
 from rrl.errors import UserError
-from rrl.models.encoder import Encoder, load_encoder, save_encoder
+from rrl.models.encoder import Encoder
+from rrl.models.hf import load_encoder, save_encoder
 
 SETTINGS_FILE = "text_encoder.json"
 FINGERPRINTED = ("config.json", "model.safetensors", "tokenizer.json", SETTINGS_FILE)
@@ -52,7 +53,7 @@ class TextEncoder:
     @property
     def dim(self) -> int:
         """Length of an embedding, E."""
-        return self.encoder.config.embedding_dim
+        return self.encoder.config.hidden
 
     @functools.cached_property
     def _split(self) -> tuple[Any, Any]:

@@ -97,7 +97,7 @@ def test_every_damaged_file_is_named(tmp_path: Path, kind: str) -> None:
 
 
 def test_an_unfinished_or_existing_folder_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="no manifest.json"):
+    with pytest.raises(UserError, match=r"no manifest\.json"):
         open_index(tmp_path)
     with pytest.raises(UserError, match="exists"):
         build_index(CORPUS, tmp_path, "bm25")

@@ -1,0 +1,28 @@
+"""Text encoder of the built-in world: `python launch/encoder.py --config=configs/miniwiki_encoder.py`."""
+
+from collections.abc import Sequence
+
+from absl import flags
+from ml_collections import config_flags
+
+from rrl.train import launcher
+
+_CONFIG = config_flags.DEFINE_config_file(
+    "config", None, "Config file, with its arguments after a colon.", lock_config=True
+)
+flags.mark_flags_as_required(["config"])
+
+
+def main(_: Sequence[str]) -> None:
+    """Trains, writes the encoder's folder and prints recall beside BM25's."""
+    from rrl.parallel.runtime import prepare_host
+
+    prepare_host()  # before jax is imported
+    from rrl.retrieval.train_encoder import EncoderTraining, train_and_save
+
+    config = _CONFIG.value
+    train_and_save(EncoderTraining(**config.training.to_dict()), config.tokenizer, config.out)
+
+
+if __name__ == "__main__":
+    launcher.run(main)

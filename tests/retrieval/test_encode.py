@@ -1,0 +1,137 @@
+"""Tokens and embeddings of texts: widths, special tokens, buckets, threads, the folder on disk."""
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+from flax import nnx
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+
+from rrl.data.passages import Passage
+from rrl.errors import UserError
+from rrl.models.config import EncoderConfig
+from rrl.models.encoder import Encoder
+from rrl.retrieval.encode import (
+    TextEncoder,
+    TextSettings,
+    length_buckets,
+    load_text_encoder,
+    save_text_encoder,
+    token_cutter,
+)
+from rrl.retrieval.index import build_index, make_retriever, open_index
+
+WORDS = [
+    "[PAD]",
+    "[CLS]",
+    "[SEP]",
+    "[UNK]",
+    "query:",
+    "passage:",
+    "oslo",
+    "rome",
+    "rain",
+    "sun",
+    "of",
+    "town",
+]
+
+
+def tokenizer(special: bool = True) -> PreTrainedTokenizerFast:
+    core = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="[UNK]"))
+    core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    if special:
+        core.post_processor = processors.TemplateProcessing(
+            single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 1), ("[SEP]", 2)]
+        )
+    return PreTrainedTokenizerFast(tokenizer_object=core, pad_token="[PAD]", unk_token="[UNK]")
+
+
+def text_encoder(**settings: int) -> TextEncoder:
+    config = EncoderConfig(
+        len(WORDS), hidden=16, layers=1, heads=2, mlp=16, max_positions=64, type_vocab_size=1
+    )
+    return TextEncoder(Encoder(config, rngs=nnx.Rngs(0)), tokenizer(), TextSettings(**settings))
+
+
+PASSAGES = [Passage(str(i), ["oslo", "rome"][i % 2], "rain of town " * i) for i in range(19)]
+
+
+def test_queries_have_their_prefix_a_fixed_width_and_their_closing_token() -> None:
+    tokens = text_encoder(query_tokens=6).tokenize_queries(["oslo", "", "rain rain rain rain rain sun"])
+    assert tokens.dtype == np.int32
+    assert tokens.tolist() == [[1, 4, 6, 2, 0, 0], [1, 4, 2, 0, 0, 0], [1, 4, 8, 8, 8, 2]]
+
+
+def test_a_tokenizer_without_special_tokens_is_only_cut() -> None:
+    assert token_cutter(tokenizer(special=False))(["oslo rain sun", ""], 2) == [[6, 8], []]
+
+
+def test_length_buckets_hold_every_row_once_in_the_smallest_width() -> None:
+    lengths = [0, 1, 16, 17, 32, 33, 50, 50]
+    buckets = length_buckets(lengths, 50)
+    assert [width for width, _ in buckets] == [16, 32, 50]
+    assert sorted(row for _, rows in buckets for row in rows) == list(range(8))
+    for width, rows in buckets:
+        assert all(width / 2 < max(lengths[row], 9) <= width for row in rows)
+
+
+@pytest.mark.parametrize("batch", [4, 64])
+def test_bucketing_and_batching_do_not_change_an_embedding(batch: int) -> None:
+    encoder = text_encoder(passage_tokens=40)
+    together = encoder.embed_passages(PASSAGES, batch)
+    alone = np.concatenate([encoder.embed_passages([passage], 1) for passage in PASSAGES])
+    np.testing.assert_allclose(together, alone, atol=2e-6)
+    np.testing.assert_allclose(np.linalg.norm(together, axis=1), 1, atol=1e-5)
+
+
+def test_long_passages_are_cut_and_counted(caplog: pytest.LogCaptureFixture) -> None:
+    encoder = text_encoder(passage_tokens=12)
+    caplog.set_level("INFO")
+    embeddings = encoder.embed_passages(PASSAGES)
+    assert "of 19 passages cut at 12 tokens" in caplog.text
+    np.testing.assert_allclose(embeddings[16], embeddings[18], atol=2e-6)
+
+
+def test_queries_embed_as_the_caller_embeds_their_tokens() -> None:
+    encoder = text_encoder(query_tokens=8)
+    tokens = encoder.tokenize_queries(["oslo rain", "sun"])
+    np.testing.assert_allclose(
+        encoder.embed_queries(["oslo rain", "sun"]), encoder.encoder.embed(tokens, tokens != 0), atol=2e-6
+    )
+
+
+def test_tokenizing_is_thread_safe() -> None:
+    encoder = text_encoder()
+    jobs = [[f"oslo {'rain ' * (i % 7)}", "\ud800 town"] for i in range(400)]
+    expected = [encoder.tokenize_queries(job).tolist() for job in jobs]
+    with ThreadPoolExecutor(8) as pool:
+        assert [tokens.tolist() for tokens in pool.map(encoder.tokenize_queries, jobs)] == expected
+
+
+def test_a_folder_comes_back_with_its_settings_and_another_is_told_apart(tmp_path: Path) -> None:
+    saved = save_text_encoder(tmp_path / "first", text_encoder(query_tokens=9))
+    opened = load_text_encoder(tmp_path / "first")
+    assert (opened.settings, opened.name, opened.fingerprint) == (saved.settings, "first", saved.fingerprint)
+    np.testing.assert_array_equal(opened.embed_passages(PASSAGES), saved.embed_passages(PASSAGES))
+    other = save_text_encoder(tmp_path / "second", text_encoder(query_tokens=8))
+    build_index(PASSAGES, tmp_path / "index", "scann", saved)
+    retriever = open_index(tmp_path / "index", opened)
+    assert retriever.encoder is opened.encoder
+    in_memory = make_retriever(PASSAGES, "scann", saved)
+    queries = ["rome", "oslo town"]
+    assert retriever.search(queries, 3, retriever.embed(queries)) == in_memory.search(
+        queries, 3, in_memory.embed(queries)
+    )
+    with pytest.raises(UserError, match=r"built with the encoder 'first' .*, got 'second'"):
+        open_index(tmp_path / "index", other)
+
+
+def test_a_folder_without_settings_says_what_to_write(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"no text_encoder.json.*query_prefix, passage_prefix.*E5"):
+        load_text_encoder(tmp_path)
+    (tmp_path / "text_encoder.json").write_text('{"prefix": "q"}')
+    with pytest.raises(UserError, match=r"text_encoder.json: .*prefix.*Allowed"):
+        load_text_encoder(tmp_path)
