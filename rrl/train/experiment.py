@@ -22,6 +22,7 @@ from rrl.models.decoder import Decoder
 from rrl.models.hf import folder_hash, load_decoder, save_decoder
 from rrl.parallel.mesh import make_mesh
 from rrl.recipes.base import Recipe
+from rrl.recipes.card import card_of, write_card
 from rrl.recipes.catalogue import make_recipe
 from rrl.rewards.reader import Reader
 from rrl.rl.optim import OptimConfig
@@ -173,6 +174,7 @@ def run(config: Mapping[str, Any], workdir: str | pathlib.Path) -> Outcome:
 def report(settings: Settings, loaded: Loaded, outcome: Outcome, workdir: pathlib.Path, say: Clock) -> None:
     """Writes the policy, curves, trajectories and the summary, and prints the last."""
     save_decoder(workdir / "policy", loaded.decoder, loaded.tokenizer)
+    write_card(workdir / "policy", card_of(settings.recipe, settings.rollout.context, settings.rollout.top_k))
     rows = read_metrics(workdir / "metrics.jsonl")
     plot_training(rows, workdir / "curves.png", title=settings.name)
     shown = (outcome.evaluated[: SHOWN // 2] if outcome.evaluated else []) + outcome.sampled[: SHOWN // 2]

@@ -25,6 +25,8 @@ from rrl.errors import UserError
 from rrl.models.config import DecoderConfig
 from rrl.models.decoder import Decoder
 from rrl.models.hf import folder_hash, load_decoder, save_decoder
+from rrl.recipes.base import Recipe
+from rrl.recipes.card import card_of, write_card
 from rrl.recipes.catalogue import make_recipe
 from rrl.recipes.rsearch import READER_TEMPLATE
 from rrl.rl.optim import OptimConfig
@@ -104,8 +106,15 @@ def run(config: Mapping[str, Any], workdir: str | pathlib.Path) -> Result:
     out = pathlib.Path(values["out"] or pathlib.Path(workdir, "model"))
     if result.stopped != "signal":
         save_decoder(out, decoder, tokenizer)
+        if stage == "demonstrations":
+            shown = build(DemonstrationConfig, values["data"]["demonstrations"], "data.demonstrations")
+            write_card(out, card_of(_recipe(shown), settings.row_length, shown.top_k))
         print(f"wrote {out} (sha256 {folder_hash(out)[:12]})", file=sys.stderr)
     return result
+
+
+def _recipe(config: DemonstrationConfig) -> Recipe:
+    return make_recipe(config.recipe, dict(config.recipe_options), dict(config.environment))
 
 
 Stage = Callable[
@@ -153,7 +162,7 @@ def _demonstrations(
     config = build(DemonstrationConfig, given.pop("demonstrations"), "data.demonstrations")
     retrieval = build(RetrieverConfig, given.pop("retriever"), "data.retriever")
     world = build(DataConfig, given, "data")
-    recipe = make_recipe(config.recipe, dict(config.recipe_options), dict(config.environment))
+    recipe = _recipe(config)
     encoder = load_encoder_of(retrieval)
 
     def some(split: str, worlds: int, number: int) -> list[Example]:
