@@ -8,8 +8,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-QUERY_BLOCK = 128
-"""Queries handled at once in training; a block looks only at keys up to its own end, which saves nearly half."""
+SMALLEST_BLOCK = 32
+MOST_BLOCKS = 16
+"""Queries are handled in blocks in training; a block looks only at keys up to its own end, which saves nearly half of the
+scores. Smaller blocks save more and stay in the processor's cache, more of them take longer to compile."""
 
 
 def causal_attention(
@@ -19,14 +21,77 @@ def causal_attention(
     segment_ids: Int[Array, "B T"] | None = None,
 ) -> Float[Array, "B T N H"]:
     """Each token attends to itself and earlier tokens of its own segment; q must be scaled already."""
+    batch, time, heads, width = q.shape
+    group = heads // k.shape[2]
     outputs = []
-    for start in range(0, q.shape[1], QUERY_BLOCK):
-        end = min(start + QUERY_BLOCK, q.shape[1])
+    keys, values = k.swapaxes(1, 2), v.swapaxes(1, 2)
+    grouped = q.reshape(batch, time, k.shape[2], group, width).transpose(0, 2, 1, 3, 4)
+    block = max(SMALLEST_BLOCK, -(-time // MOST_BLOCKS))
+    for start in range(0, time, block):
+        end = min(start + block, time)
         mask = (jnp.arange(start, end)[:, None] >= jnp.arange(end))[None]
         if segment_ids is not None:
             mask = mask & (segment_ids[:, start:end, None] == segment_ids[:, None, :end])
-        outputs.append(attend(q[:, start:end], k[:, :end], v[:, :end], mask))
-    return jnp.concatenate(outputs, axis=1)
+        outputs.append(
+            softmax_attention(grouped[:, :, start:end], keys[:, :, :end], values[:, :, :end], mask)
+        )
+    return jnp.concatenate(outputs, axis=2).transpose(0, 2, 1, 3, 4).reshape(q.shape)
+
+
+@jax.custom_vjp
+def softmax_attention(
+    q: Float[Array, "B K T G H"],
+    k: Float[Array, "B K S H"],
+    v: Float[Array, "B K S H"],
+    mask: Bool[Array, "#B T S"],
+) -> Float[Array, "B K T G H"]:
+    """Attention whose backward pass recomputes the weights (Dao et al., 2022).
+
+    A column of ones beside the values sums the weights within the matrix product, and one beside the output's gradient
+    subtracts the softmax's correction: fewer passes over [T, S] than the plain form needs.
+    """
+    return _forward(q, k, v, mask)[0]
+
+
+def _scores(q: Array, k: Array, mask: Array) -> Array:
+    scores = jnp.einsum("BKTGH,BKSH->BKTGS", q, k, preferred_element_type=jnp.float32)
+    return jnp.where(mask[:, None, :, None, :], scores, jnp.finfo(jnp.float32).min)
+
+
+def _with(x: Array, column: Array) -> Array:
+    return jnp.concatenate([x, column.astype(x.dtype)], axis=-1)
+
+
+def _forward(q: Array, k: Array, v: Array, mask: Array) -> tuple[Array, tuple[Array, ...]]:
+    scores = _scores(q, k, mask)
+    peak = scores.max(axis=-1, keepdims=True)
+    weights = jnp.exp(scores - peak).astype(v.dtype)
+    mixed = jnp.einsum(
+        "BKTGS,BKSH->BKTGH", weights, _with(v, jnp.ones_like(v[..., :1])), preferred_element_type=jnp.float32
+    )
+    total = mixed[..., -1:]
+    out = (mixed[..., :-1] / total).astype(v.dtype)
+    return out, (q, k, v, mask, out, peak + jnp.log(total))
+
+
+def _backward(kept: tuple[Array, ...], grad: Array) -> tuple[Array, Array, Array, None]:
+    q, k, v, mask, out, norm = kept
+    weights = jnp.exp(_scores(q, k, mask) - norm)
+    correction = (grad.astype(jnp.float32) * out).sum(axis=-1, keepdims=True)
+    wide, ones = (
+        _with(grad.astype(jnp.float32), -correction),
+        _with(v, jnp.ones_like(v[..., :1])).astype(jnp.float32),
+    )
+    slope = (weights * jnp.einsum("BKTGH,BKSH->BKTGS", wide, ones)).astype(q.dtype)
+    dv = jnp.einsum(
+        "BKTGS,BKTGH->BKSH", weights.astype(grad.dtype), grad, preferred_element_type=jnp.float32
+    ).astype(v.dtype)
+    dq = jnp.einsum("BKTGS,BKSH->BKTGH", slope, k)
+    dk = jnp.einsum("BKTGS,BKTGH->BKSH", slope, q, preferred_element_type=jnp.float32).astype(k.dtype)
+    return dq, dk, dv, None
+
+
+softmax_attention.defvjp(_forward, _backward)
 
 
 def cache_attention(
@@ -70,18 +135,3 @@ def cache_attention(
     )
     _, total, mixed = jax.lax.fori_loop(0, blocks, one_block, start)
     return jnp.moveaxis(mixed / total, 1, 2).reshape(q.shape).astype(q.dtype)
-
-
-def attend(
-    q: Float[Array, "B T N H"],
-    k: Float[Array, "B S K H"],
-    v: Float[Array, "B S K H"],
-    mask: Bool[Array, "#B T S"],
-) -> Float[Array, "B T N H"]:
-    """Plain attention under a mask; every query must see at least one key."""
-    batch, time, heads, width = q.shape
-    grouped = q.reshape(batch, time, k.shape[2], heads // k.shape[2], width)
-    scores = jnp.einsum("BTKGH,BSKH->BKTGS", grouped, k, preferred_element_type=jnp.float32)
-    scores = jnp.where(mask[:, None, :, None, :], scores, jnp.finfo(jnp.float32).min)
-    weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
-    return jnp.einsum("BKTGS,BSKH->BTKGH", weights, v).reshape(q.shape)

@@ -4,6 +4,7 @@ Two paths share one layer. Training (`__call__`) scans over layers stacked on a 
 writes into a KVCache and unrolls the layers, so that XLA updates each cache array in place inside a while_loop.
 """
 
+import math
 from collections.abc import Callable
 from typing import Literal, get_args
 
@@ -62,7 +63,7 @@ class Layer(nnx.Module):
         c, eps = self.config, self.config.rms_eps
 
         def project(y: Hidden, name: str) -> Float[Array, "B T N H"]:
-            out = jnp.einsum("BTD,DNH->BTNH", y, getattr(self, name)[...].astype(y.dtype))
+            out = matmul(y, getattr(self, name)[...].astype(y.dtype))
             if c.qkv_bias:
                 out += getattr(self, f"{name}_bias")[...].astype(y.dtype)
             if c.qk_norm and name != "v":
@@ -72,10 +73,25 @@ class Layer(nnx.Module):
         y = rms_norm(x, self.attention_norm[...], eps)
         q, k, v = rotate(project(y, "q"), *rotary), rotate(project(y, "k"), *rotary), project(y, "v")
         attended = attend(q * jnp.asarray(c.head_dim**-0.5, q.dtype), k, v)
-        x = x + jnp.einsum("BTNH,NHD->BTD", attended, self.o[...].astype(x.dtype))
+        x = x + matmul(attended, self.o[...].astype(x.dtype), inner=2)
         y = rms_norm(x, self.mlp_norm[...], eps)
-        gated = jax.nn.silu(y @ self.gate[...].astype(y.dtype)) * (y @ self.up[...].astype(y.dtype))
-        return x + gated @ self.down[...].astype(x.dtype)
+        gated = jax.nn.silu(matmul(y, self.gate[...].astype(y.dtype)))
+        gated = gated * matmul(y, self.up[...].astype(y.dtype))
+        return x + matmul(gated, self.down[...].astype(x.dtype))
+
+
+def matmul(
+    x: Float[Array, "B T ..."], kernel: Float[Array, "..."], *, inner: int = 1
+) -> Float[Array, "B T ..."]:
+    """Contracts the last `inner` axes of x with the first of the kernel.
+
+    Rows and times are one axis meanwhile: with two, XLA on CPU copies transposed activations for each kernel's
+    gradient, which nearly doubles the backward pass.
+    """
+    lead, out = x.shape[:2], kernel.shape[inner:]
+    width = math.prod(kernel.shape[:inner])
+    flat = x.reshape(lead[0] * lead[1], width) @ kernel.reshape(width, math.prod(out))
+    return flat.reshape(*lead, *out)
 
 
 class Decoder(nnx.Module):
