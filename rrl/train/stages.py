@@ -171,7 +171,9 @@ def _demonstrations(
         items = mixed_questions(wiki, each, world.kinds, world.seed)[:number]
         retriever = load_retriever(wiki.passages, retrieval, encoder)
         if retriever is None:
-            raise UserError("data.retriever.kind=off: demonstrations need a retriever; choose scann, exact or bm25")
+            raise UserError(
+                "data.retriever.kind=off: demonstrations need a retriever; choose scann, exact or bm25"
+            )
         return demonstrations(recipe, tokenizer, items, retriever, config.top_k)
 
     examples = some("train", world.train_worlds, config.number)
@@ -179,7 +181,9 @@ def _demonstrations(
     return FixedSource(examples, settings.rows, settings.row_length, settings.seed), {"expert": held_out}
 
 
-def _stream(make: Callable[[int], Sequence[Example]], config: StreamConfig, settings: SFTConfig) -> StreamSource:
+def _stream(
+    make: Callable[[int], Sequence[Example]], config: StreamConfig, settings: SFTConfig
+) -> StreamSource:
     return StreamSource(make, settings.rows, settings.row_length, settings.seed, config.steps_per_block)
 
 
