@@ -6,7 +6,14 @@ from absl import flags
 
 from rrl.train import launcher
 
-_CONFIG = flags.DEFINE_string("config", "configs/rsearch_grpo.py", "Config file, arguments after a colon; not seed or control.")
+_CONFIG = flags.DEFINE_string(
+    "config", "configs/rsearch_grpo.py", "Config file, arguments after a colon; not seed or control."
+)
+_COLD_START = flags.DEFINE_string(
+    "cold_start",
+    "configs/miniwiki_cold_start.py:init=assets/miniwiki-policy",
+    "Config that goes on with supervised training from the same start.",
+)
 _OUT = flags.DEFINE_string("out", "runs/compare", "Folder for the runs, the plot and the table.")
 _ARMS = flags.DEFINE_list("arms", ["GRPO", "SFT continued", "rewards permuted", "search off"], "Arms to run.")
 _SEEDS = flags.DEFINE_list("seeds", ["0", "1", "2", "3"], "Seeds to run.")
@@ -19,7 +26,11 @@ def main(_: Sequence[str]) -> None:
 
     if not all(seed.isdigit() for seed in _SEEDS.value):
         raise UserError(f"--seeds={','.join(_SEEDS.value)} must be whole numbers, separated by commas")
-    print(compare(_CONFIG.value, _OUT.value, _ARMS.value, [int(seed) for seed in _SEEDS.value]))
+    print(
+        compare(
+            _CONFIG.value, _COLD_START.value, _OUT.value, _ARMS.value, [int(seed) for seed in _SEEDS.value]
+        )
+    )
 
 
 if __name__ == "__main__":

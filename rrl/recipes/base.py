@@ -40,4 +40,3 @@ class Recipe(Protocol):
 
     def demonstrate(self, item: MiniQuestion, retrieve: Retrieve) -> list[str | Append]:
         """The scripted expert in the built-in world: its own words, and what the environment answers, in turn."""
-

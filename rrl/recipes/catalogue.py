@@ -11,7 +11,9 @@ from rrl.recipes.rsearch import RSearch
 RECIPES = {"rsearch": RSearch}
 
 
-def make_recipe(name: str, fields: Mapping[str, Any] | None = None, environment: Mapping[str, Any] | None = None) -> Recipe:
+def make_recipe(
+    name: str, fields: Mapping[str, Any] | None = None, environment: Mapping[str, Any] | None = None
+) -> Recipe:
     """A recipe with some of its fields, and some of its environment's, replaced.
 
     Raises UserError for an unknown recipe or field, with what there is.
@@ -22,10 +24,14 @@ def make_recipe(name: str, fields: Mapping[str, Any] | None = None, environment:
     known = {field.name for field in dataclasses.fields(recipe)}
     for field in fields or {}:
         if field not in known:
-            raise UserError(f"recipe.{field} is no field of {name}; its fields are {', '.join(sorted(known))}")
+            raise UserError(
+                f"recipe.{field} is no field of {name}; its fields are {', '.join(sorted(known))}"
+            )
     recipe = dataclasses.replace(recipe, **dict(fields or {}))
     inner = {field.name for field in dataclasses.fields(recipe.environment)}
     for field in environment or {}:
         if field not in inner:
             raise UserError(f"recipe.environment.{field} is unknown; there are {', '.join(sorted(inner))}")
-    return dataclasses.replace(recipe, environment=dataclasses.replace(recipe.environment, **dict(environment or {})))
+    return dataclasses.replace(
+        recipe, environment=dataclasses.replace(recipe.environment, **dict(environment or {}))
+    )

@@ -30,7 +30,8 @@ SYSTEM_TEMPLATE = (
 """Table 1; the question is appended at its end."""
 
 NO_EVIDENCE_TEMPLATE = (
-    SYSTEM_TEMPLATE[: SYSTEM_TEMPLATE.index("When you know")] + SYSTEM_TEMPLATE[SYSTEM_TEMPLATE.index("Finally,") :]
+    SYSTEM_TEMPLATE[: SYSTEM_TEMPLATE.index("When you know")]
+    + SYSTEM_TEMPLATE[SYSTEM_TEMPLATE.index("Finally,") :]
 )
 """Table 1 without its evidence section: the ablation of Table 3."""
 
@@ -55,7 +56,7 @@ class RSearch:
     """False is "w/o evidence" (Table 3): no evidence in the rollout, and neither reward that concerns it."""
     pay_evidence_without_search: bool = True
     """Evidence written although nothing was searched: Eq. 5 as printed pays gamma_e; the released code does not."""
-    environment: Stream = Stream()
+    environment: Stream = dataclasses.field(default_factory=Stream)
 
     @property
     def tags(self) -> dict[str, str]:
@@ -109,7 +110,9 @@ class RSearch:
         prompts = [READER_TEMPLATE.format(evidence=t.evidence, query=t.question.text) for t in shown]
         for trajectory in trajectories:
             trajectory.rewards["evidence"] = 0.0
-        for trajectory, answer in zip(shown, reader(prompts) if reader is not None and prompts else [], strict=True):
+        for trajectory, answer in zip(
+            shown, reader(prompts) if reader is not None and prompts else [], strict=True
+        ):
             trajectory.reader_answer = answer
             trajectory.rewards["evidence"] = token_f1(answer, trajectory.question.answers)
 

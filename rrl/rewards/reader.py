@@ -41,7 +41,12 @@ class Reader:
         new = [prompt for prompt in dict.fromkeys(prompts) if prompt not in self.memory]
         room = self.engine.config.context - self.environment.turn_tokens - 2
         requests = [
-            Request(Question(str(i), prompt, ()), chat_ids(self.engine.tokenizer, prompt)[-room:], i, temperature=0.0)
+            Request(
+                Question(str(i), prompt, ()),
+                chat_ids(self.engine.tokenizer, prompt)[-room:],
+                i,
+                temperature=0.0,
+            )
             for i, prompt in enumerate(new)
         ]
         if requests:
@@ -55,5 +60,3 @@ class Reader:
         excess = len(self.memory) - keep
         for prompt in list(self.memory)[: max(excess, 0)]:
             del self.memory[prompt]
-
-

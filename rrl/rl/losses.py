@@ -36,7 +36,9 @@ def kl_k3(logp: Float[Array, "B T"], reference: Float[Array, "B T"]) -> Float[Ar
     return jnp.exp(difference) - difference - 1.0
 
 
-def sequence_weights(policy_tokens: Int[np.ndarray, "N"], aggregation: str) -> tuple[Float[np.ndarray, "N"], float]:
+def sequence_weights(
+    policy_tokens: Int[np.ndarray, "N"], aggregation: str
+) -> tuple[Float[np.ndarray, "N"], float]:
     """Weight of each policy token of each sequence, and what the weighted sum of losses is divided by.
 
     "token_mean": every policy token of the batch counts the same (DAPO, Eq. 8). "sequence_mean": the mean over the

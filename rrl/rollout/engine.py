@@ -84,7 +84,9 @@ class Engine:
         self.mesh = mesh or make_mesh(data=1, devices=jax.devices()[:1])
         self.shards = int(np.prod([self.mesh.shape[axis] for axis in _ROW_AXES]))
         if config.rows % self.shards:
-            raise UserError(f"engine rows = {config.rows} must be a multiple of the {self.shards} data shards")
+            raise UserError(
+                f"engine rows = {config.rows} must be a multiple of the {self.shards} data shards"
+            )
         self.decoder_config = decoder.config
         self.graph, _ = nnx.split(decoder)
         self.bytes = token_bytes(tokenizer)
@@ -97,7 +99,10 @@ class Engine:
         self.bytes += [b""] * (vocabulary - len(self.bytes))
         self.eos = jnp.asarray(_eos_ids(tokenizer), jnp.int32)
         encoder = retriever.encoder if retriever is not None and retriever.needs_embeddings else None
-        self.encoder_graph, self.encoder_state = (None, None) if encoder is None else nnx.split(encoder)
+        self.encoder_graph: Any = None
+        self.encoder_state: Any = None
+        if encoder is not None:
+            self.encoder_graph, self.encoder_state = nnx.split(encoder)
         text_encoder = retriever.text_encoder if retriever is not None and encoder is not None else None
         query_tokens = text_encoder.settings.query_tokens if text_encoder else 0
         self.embedding_dim = text_encoder.dim if text_encoder else 0
@@ -215,7 +220,13 @@ class Engine:
 
         @functools.partial(jax.jit, donate_argnums=2)
         def feed_step(
-            params: PyTree, rows: Rows, cache: KVCache, feeds: jax.Array, off: jax.Array, key: Key, table: jax.Array
+            params: PyTree,
+            rows: Rows,
+            cache: KVCache,
+            feeds: jax.Array,
+            off: jax.Array,
+            key: Key,
+            table: jax.Array,
         ) -> tuple:
             sampler = self._sampler(key, table, first_accept)
             model = nnx.merge(self.graph, params)

@@ -96,7 +96,14 @@ class _Row:
         self.fed = 0
         """Tokens that are in the cache already."""
 
-    def record(self, ids: np.ndarray, role: int, text: str, logps=None, sampled=None) -> None:
+    def record(
+        self,
+        ids: np.ndarray,
+        role: int,
+        text: str,
+        logps: np.ndarray | None = None,
+        sampled: np.ndarray | None = None,
+    ) -> None:
         zeros = np.zeros(len(ids), np.float32)
         self.ids.append(np.asarray(ids, np.int32))
         self.roles.append(np.full(len(ids), role, np.int8))

@@ -59,10 +59,13 @@ class Environment(Protocol):
     def stops(self) -> tuple[str, ...]:
         """Strings at which the policy must pause (the end-of-sequence token always pauses)."""
 
-    turn_tokens: int
-    """Most tokens the policy may write in a turn."""
-    observation_tokens: int
-    """Most tokens of an observation's body."""
+    @property
+    def turn_tokens(self) -> int:
+        """Most tokens the policy may write in a turn."""
+
+    @property
+    def observation_tokens(self) -> int:
+        """Most tokens of an observation's body."""
 
     def react(self, episode: Episode, text: str, stop: str) -> Action:
         """Answers a paused turn whose text is `text`; `stop` is a stop string, EOS, TURN_TOKENS or CONTEXT."""
@@ -75,7 +78,9 @@ def message_ids(
     message: Append, encode: Callable[[str], Int[np.ndarray, "T"]], body_tokens: int
 ) -> Int[np.ndarray, "T"]:
     """Token ids of an environment's message; the body is cut to `body_tokens`, so that what closes it survives."""
-    return np.concatenate([encode(message.prefix), encode(message.body)[:body_tokens], encode(message.suffix)])
+    return np.concatenate(
+        [encode(message.prefix), encode(message.body)[:body_tokens], encode(message.suffix)]
+    )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,9 +12,7 @@ def row_keys(base: Key[Array, ""], request: Int[Array, "B"], position: Int[Array
     return jax.vmap(lambda r, p: jax.random.fold_in(jax.random.fold_in(base, r), p))(request, position)
 
 
-def truncate(
-    logits: Float[Array, "B V"], *, top_p: float = 1.0, top_k: int = 0
-) -> Float[Array, "B V"]:
+def truncate(logits: Float[Array, "B V"], *, top_p: float = 1.0, top_k: int = 0) -> Float[Array, "B V"]:
     """Sets the logits outside the top k tokens, or outside the smallest set with mass `top_p`, to -inf."""
     if top_k:
         kth = jax.lax.top_k(logits, top_k)[0][:, -1:]

@@ -161,7 +161,9 @@ class Updater:
         shares = np.array_split(names, min(self.config.minibatches, len(names)))
         for share in shares:
             inside = np.flatnonzero(np.isin(groups, share))
-            batches, total = microbatches([trajectories[i] for i in inside], advantages[inside], self.config)
+            batches, total = microbatches(
+                [trajectories[i] for i in inside.tolist()], advantages[inside], self.config
+            )
             grads = jax.tree.map(jnp.zeros_like, params)
             zero = ("kl", "entropy", "ratio", "clip_fraction", "logp_gap", "tokens", "loss")
             sums = {name: jnp.zeros(()) for name in zero}

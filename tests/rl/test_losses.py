@@ -30,7 +30,9 @@ def test_k3_is_unbiased_and_never_negative():
     policy, reference = rng.dirichlet(np.ones(6)), rng.dirichlet(np.ones(6))
     estimates = np.asarray(kl_k3(jnp.log(policy), jnp.log(reference)))
     assert (estimates >= 0).all()
-    np.testing.assert_allclose((policy * estimates).sum(), (policy * np.log(policy / reference)).sum(), rtol=1e-4)
+    np.testing.assert_allclose(
+        (policy * estimates).sum(), (policy * np.log(policy / reference)).sum(), rtol=1e-4
+    )
 
 
 def test_weights_by_aggregation():

@@ -34,7 +34,9 @@ def walk(strings: list[str], vocabulary: list[bytes], ids: list[int]) -> tuple[i
 @settings(max_examples=300, deadline=None)
 @given(
     strings=st.lists(st.text("ab</>", min_size=1, max_size=5), min_size=1, max_size=4, unique=True),
-    vocabulary=st.lists(st.binary(max_size=6).map(lambda b: bytes(b"ab</>"[x % 5] for x in b)), min_size=1, max_size=12),
+    vocabulary=st.lists(
+        st.binary(max_size=6).map(lambda b: bytes(b"ab</>"[x % 5] for x in b)), min_size=1, max_size=12
+    ),
     data=st.data(),
 )
 def test_the_automaton_stops_where_a_scan_of_the_text_does(strings, vocabulary, data):

@@ -99,15 +99,21 @@ def test_every_question_comes_back_in_order_with_consistent_arrays(world, trajec
 
 
 def test_observations_are_cut_inside_their_tags(trajectories):
-    observed = [text for t in trajectories for role, text in t.segments if role == ENVIRONMENT and "(Title" in text]
+    observed = [
+        text for t in trajectories for role, text in t.segments if role == ENVIRONMENT and "(Title" in text
+    ]
     assert observed
-    assert all(text.startswith("\n<observation>\n") and text.endswith("\n</observation>\n") for text in observed)
+    assert all(
+        text.startswith("\n<observation>\n") and text.endswith("\n</observation>\n") for text in observed
+    )
 
 
 def test_the_jitted_loop_equals_the_host_driven_one(world, trajectories):
     decoder, tokenizer, retriever, requests = world
     engine = Engine(decoder, tokenizer, CONFIG, retriever=retriever)
-    same(trajectories, engine.run(nnx.state(decoder), requests, ENVIRONMENT_, KEY, reference=True), tolerance=0)
+    same(
+        trajectories, engine.run(nnx.state(decoder), requests, ENVIRONMENT_, KEY, reference=True), tolerance=0
+    )
 
 
 def test_a_trajectory_does_not_depend_on_batch_slots_or_chunks(world, trajectories):
@@ -130,12 +136,14 @@ def test_rollout_log_probabilities_are_the_training_ones(world, trajectories):
     packed = pack([t.tokens for t in trajectories], [t.roles == POLICY for t in trajectories], 192)
     batch = jax.tree.map(jnp.asarray, packed.batch)
     scores = np.asarray(jax.jit(lambda b: token_logprobs(decoder, b).logp)(batch))
-    for found, t in zip(packed.unpack(scores, [len(t.tokens) for t in trajectories]), trajectories, strict=True):
+    for found, t in zip(
+        packed.unpack(scores, [len(t.tokens) for t in trajectories]), trajectories, strict=True
+    ):
         np.testing.assert_allclose(found, t.logps, atol=1e-5)
 
 
 def test_a_failing_search_is_told_to_the_policy_and_counted(world):
-    decoder, tokenizer, retriever, requests = world
+    decoder, tokenizer, _retriever, requests = world
 
     class Broken:
         needs_embeddings = False

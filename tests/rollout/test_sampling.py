@@ -17,7 +17,7 @@ def draw(logits, requests, positions, temperature=1.0, **settings):
 
 def test_a_row_does_not_depend_on_its_neighbours():
     logits = np.random.default_rng(0).normal(size=(8, 50)).astype(np.float32)
-    whole, full, drawn = draw(logits, np.arange(8), np.arange(8) + 3)
+    whole, full, _drawn = draw(logits, np.arange(8), np.arange(8) + 3)
     for row in range(8):
         alone = draw(logits[row : row + 1], [row], [row + 3])
         assert int(alone[0][0]) == int(whole[row])

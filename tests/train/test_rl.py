@@ -103,7 +103,9 @@ def test_a_run_that_died_continues_to_the_same_numbers(parts, tmp_path):
     def lines(name):
         drop = ("time/", "minutes")
         found = read_metrics(tmp_path / name / "metrics.jsonl")
-        return [{k: v for k, v in line.items() if not k.startswith(drop)} for line in found if "train/em" in line]
+        return [
+            {k: v for k, v in line.items() if not k.startswith(drop)} for line in found if "train/em" in line
+        ]
 
     assert lines("whole") == lines("died")
     assert [line["step"] for line in lines("whole")] == [1, 2, 3, 4]
@@ -141,7 +143,7 @@ def test_an_epoch_asks_each_question_once():
 
 
 def test_permuted_rewards_keep_their_multiset(parts):
-    questions, tokenizer, retriever, recipe = parts
+    questions, tokenizer, _retriever, recipe = parts
     decoder = fresh()
     engine = Engine(decoder, tokenizer, EngineConfig(rows=8, context=128, feeds=4, feed_tokens=32))
     trajectories = run_questions(

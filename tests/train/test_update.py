@@ -35,11 +35,15 @@ CONFIG = DecoderConfig.from_hf(
 
 def make(seed: int, length: int, group: int) -> Trajectory:
     rng = np.random.default_rng(seed)
-    roles = np.array([PROMPT] * 4 + [POLICY] * (length // 2) + [ENVIRONMENT] * 3 + [POLICY] * (length - length // 2))
+    roles = np.array(
+        [PROMPT] * 4 + [POLICY] * (length // 2) + [ENVIRONMENT] * 3 + [POLICY] * (length - length // 2)
+    )
     logps = np.where(roles == POLICY, -rng.random(len(roles)) - 3.5, 0).astype(np.float32)
     tokens = rng.integers(0, 50, len(roles)).astype(np.int32)
     turns = np.zeros(len(roles), np.int16)
-    return Trajectory(Question("q", "", ("a",)), seed, group, tokens, roles, logps, logps, turns, [], [], "answer")
+    return Trajectory(
+        Question("q", "", ("a",)), seed, group, tokens, roles, logps, logps, turns, [], [], "answer"
+    )
 
 
 TRAJECTORIES = [make(seed, 5 + 7 * (seed % 6), seed // 4) for seed in range(16)]
@@ -77,7 +81,12 @@ def test_environment_tokens_change_nothing_but_their_context():
         if swap:
             tokens[-3:] = 7
         return dataclasses.replace(
-            t, tokens=tokens, roles=t.roles[:end], logps=t.logps[:end], sampled_logps=t.logps[:end], turns=t.turns[:end]
+            t,
+            tokens=tokens,
+            roles=t.roles[:end],
+            logps=t.logps[:end],
+            sampled_logps=t.logps[:end],
+            turns=t.turns[:end],
         )
 
     objective = ObjectiveConfig(kl_coef=0.1, lengths=(64,))
@@ -87,7 +96,7 @@ def test_environment_tokens_change_nothing_but_their_context():
 
 
 def test_without_advantage_and_kl_nothing_moves():
-    graph, params = nnx.split(Decoder(CONFIG, rngs=nnx.Rngs(0)))
+    _graph, params = nnx.split(Decoder(CONFIG, rngs=nnx.Rngs(0)))
     new, metrics = step(ObjectiveConfig(kl_coef=0.0, lengths=(64,)), advantages=np.zeros(16, np.float32))
     close(new, params, 0)
     assert metrics["grad_norm"] == 0
@@ -96,7 +105,9 @@ def test_without_advantage_and_kl_nothing_moves():
 def test_each_minibatch_is_one_optimiser_step():
     one, _ = step(ObjectiveConfig(kl_coef=0.0, lengths=(64,), minibatches=1))
     four, _ = step(ObjectiveConfig(kl_coef=0.0, lengths=(64,), minibatches=4))
-    moved = [float(jnp.abs(a - b).max()) for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(four), strict=True)]
+    moved = [
+        float(jnp.abs(a - b).max()) for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(four), strict=True)
+    ]
     assert max(moved) > 1e-5
 
 
