@@ -12,7 +12,7 @@ from rrl.arguments import parse
 
 def get_config(arg: str = "") -> ConfigDict:
     """The config of `--config=configs/miniwiki_pretrain.py:ARG`."""
-    args = parse(arg, steps=1500, seed=0, out="", tokenizer="assets/miniwiki-tokenizer")
+    args = parse(arg, steps=2800, seed=0, out="", tokenizer="assets/miniwiki-tokenizer")
     config = ConfigDict()
     config.stage = "reading"
     config.init = ""
@@ -32,13 +32,14 @@ def get_config(arg: str = "") -> ConfigDict:
     config.data = {
         "worlds": 10,
         "world_size": 200,
-        "examples": 600,
         "steps_per_block": 20,
-        "options": {"plain": 0.1, "drills": 0.2, "most_passages": 9},
+        "options": {"plain": 0.1, "drills": 0.2, "most_passages": 10},
+        "short_length": 320,
+        "short_options": {"most_passages": 6},
     }
     config.train = {
         "steps": args.steps,
-        "rows": 12,
+        "rows": 6,
         "row_length": 640,
         "seed": args.seed,
         "eval_every": max(1, args.steps // 8),

@@ -33,7 +33,6 @@ def get_config(arg: str = "") -> ConfigDict:
     config.data = {
         "worlds": 10,
         "world_size": 200,
-        "examples": 1000,
         "steps_per_block": 20,
         "options": {"missing": 0.2},
     }

@@ -76,10 +76,11 @@ class OptimConfig:
             )
         if not 0 <= self.warmup_ratio <= 1:
             raise UserError(f"optim.warmup_ratio={self.warmup_ratio} must lie in 0..1.")
-        if self.lr < 0 or self.total_steps < 1 or self.warmup_steps < 0:
-            raise UserError(
-                f"optim needs lr >= 0, total_steps >= 1, warmup_steps >= 0; got {self.lr}, {self.total_steps}, {self.warmup_steps}."
-            )
+        for field in ("lr", "warmup_steps", "weight_decay"):
+            if getattr(self, field) < 0:
+                raise UserError(f"optim.{field}={getattr(self, field)} must not be negative.")
+        if self.total_steps < 1:
+            raise UserError(f"optim.total_steps={self.total_steps} must be at least 1.")
 
     @property
     def warmup(self) -> int:

@@ -75,3 +75,15 @@ class StreamSource:
         packed = self._cache[1]
         at = step % self.steps_per_block * self.rows
         return take_rows(packed, np.arange(at, at + self.rows) % len(packed.tokens))
+
+
+@dataclasses.dataclass(frozen=True)
+class Alternating:
+    """Takes turns between sources, `steps` steps each, so that most rows can be short and cheap and some long."""
+
+    sources: Sequence[Source]
+    steps: int
+
+    def batch(self, step: int) -> Batch:
+        """The batch of the source whose turn it is."""
+        return self.sources[step // self.steps % len(self.sources)].batch(step)

@@ -9,7 +9,7 @@ import dataclasses
 import itertools
 import pathlib
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from flax import nnx
@@ -34,7 +34,7 @@ from rrl.train.checkpoints import refuse_other_config
 from rrl.train.demonstrations import demonstrations
 from rrl.train.experiment import build
 from rrl.train.sft import MAY_DIFFER, Result, SFTConfig, train
-from rrl.train.sources import FixedSource, Source, StreamSource
+from rrl.train.sources import Alternating, FixedSource, Source, StreamSource
 from rrl.train.tasks import DataConfig, RetrieverConfig, load_encoder_of, load_retriever, mixed_questions
 
 _BLOCK_SEED = 1000
@@ -47,11 +47,15 @@ class StreamConfig:
 
     worlds: int = 10
     world_size: int = 200
-    examples: int = 600
-    """Examples of a block."""
     steps_per_block: int = 20
     probes: int = 64
     """Held-out examples of each kind, in worlds of the dev split."""
+    short_length: int = 0
+    """Row length of cheap blocks, with as many more rows as fit the same tokens; 0: none."""
+    short_options: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    """Arguments of the stream in those, beside `options`."""
+    long_every: int = 4
+    """One block in so many is of full row length, where there are short ones."""
     options: Mapping[str, float] = dataclasses.field(default_factory=dict)
     """Further arguments of the stream (rrl.data.miniwiki.reading, .evidence)."""
 
@@ -127,15 +131,23 @@ def _reading(
 ) -> tuple[Source, dict[str, Sequence[Example]]]:
     config = build(StreamConfig, data, "data")
 
-    def make(block: int) -> list[Example]:
-        seed = _BLOCK_SEED * (settings.seed + 1) + block
-        wiki = generate("train", seed, config.worlds * config.world_size, config.worlds)
-        stream = reading_examples(wiki, tokenizer, seed, limit=settings.row_length, **config.options)
-        return list(itertools.islice(stream, config.examples))
+    def source(rows: int, row_length: int, options: Mapping[str, float]) -> Source:
+        def make(block: int) -> list[Example]:
+            seed = _BLOCK_SEED * (settings.seed + 1) + block
+            wiki = generate("train", seed, config.worlds * config.world_size, config.worlds)
+            stream = reading_examples(wiki, tokenizer, seed, limit=row_length, **options)  # type: ignore[arg-type]
+            return _enough(stream, config.steps_per_block * rows * row_length)
+
+        return StreamSource(make, rows, row_length, settings.seed, config.steps_per_block)
 
     dev = generate("dev", 0, config.worlds * config.world_size, config.worlds)
     probes = reading_probes(dev, tokenizer, 0, config.probes, limit=settings.row_length)
-    return _stream(make, config, settings), dict(probes)
+    whole = source(settings.rows, settings.row_length, config.options)
+    if not config.short_length:
+        return whole, dict(probes)
+    more = settings.rows * settings.row_length // config.short_length
+    short = source(more, config.short_length, {**config.options, **config.short_options})
+    return Alternating([short] * (config.long_every - 1) + [whole], config.steps_per_block), dict(probes)
 
 
 def _evidence(
@@ -143,16 +155,17 @@ def _evidence(
 ) -> tuple[Source, dict[str, Sequence[Example]]]:
     config = build(StreamConfig, data, "data")
 
-    def some(split: str, seed: int, number: int) -> list[Example]:
+    def stream(split: str, seed: int) -> Iterator[Example]:
         wiki = generate(split, seed, config.worlds * config.world_size, config.worlds)
-        stream = reader_examples(wiki, tokenizer, seed, READER_TEMPLATE, **config.options)
-        fitting = (example for example in stream if len(example) <= settings.row_length)
-        return list(itertools.islice(fitting, number))
+        examples = reader_examples(wiki, tokenizer, seed, READER_TEMPLATE, **config.options)  # type: ignore[arg-type]
+        return (example for example in examples if len(example) <= settings.row_length)
 
     def make(block: int) -> list[Example]:
-        return some("train", _BLOCK_SEED * (settings.seed + 1) + block, config.examples)
+        tokens = config.steps_per_block * settings.rows * settings.row_length
+        return _enough(stream("train", _BLOCK_SEED * (settings.seed + 1) + block), tokens)
 
-    return _stream(make, config, settings), {"answers": some("dev", 0, 4 * config.probes)}
+    source = StreamSource(make, settings.rows, settings.row_length, settings.seed, config.steps_per_block)
+    return source, {"answers": list(itertools.islice(stream("dev", 0), 4 * config.probes))}
 
 
 def _demonstrations(
@@ -181,10 +194,15 @@ def _demonstrations(
     return FixedSource(examples, settings.rows, settings.row_length, settings.seed), {"expert": held_out}
 
 
-def _stream(
-    make: Callable[[int], Sequence[Example]], config: StreamConfig, settings: SFTConfig
-) -> StreamSource:
-    return StreamSource(make, settings.rows, settings.row_length, settings.seed, config.steps_per_block)
+def _enough(stream: Iterator[Example], tokens: int) -> list[Example]:
+    """Examples of a stream until they have so many tokens."""
+    examples, total = [], 0
+    for example in stream:
+        examples.append(example)
+        total += len(example)
+        if total >= tokens:
+            break
+    return examples
 
 
 STAGES: dict[str, Stage] = {"reading": _reading, "evidence": _evidence, "demonstrations": _demonstrations}

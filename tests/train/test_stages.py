@@ -1,0 +1,76 @@
+"""Each stage of the cold start runs from its config and leaves a folder that loads."""
+
+import importlib.util
+import pathlib
+
+import numpy as np
+import pytest
+
+from rrl.data.tokenizer import load_tokenizer
+from rrl.errors import UserError
+from rrl.models.hf import load_decoder
+from rrl.train.sources import Alternating, StreamSource
+from rrl.train.stages import run
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+def config_of(name, arg):
+    spec = importlib.util.spec_from_file_location(name, ROOT / "configs" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.get_config(arg)
+
+
+def small(config):
+    """The same config for a model and world that a test has time for."""
+    if config.model:
+        config.model.update({"hidden": 16, "layers": 1, "heads": 2, "head_dim": 8, "mlp": 16, "kv_heads": 1})
+        config.data.update({"worlds": 2, "probes": 2})
+        config.train.update({"rows": 2})
+    else:
+        config.data.update({"train_worlds": 1, "held_out_worlds": 1})
+        config.data.demonstrations.update({"held_out": 5})
+        config.train.update({"rows": 1})
+    return config
+
+
+@pytest.mark.slow
+def test_the_three_stages_run_one_after_the_other(tmp_path):
+    tokenizer = f"tokenizer={ROOT}/assets/miniwiki-tokenizer"
+    first = run(small(config_of("miniwiki_pretrain", f"steps=2,{tokenizer}")), tmp_path / "pretrain")
+    assert "match/value" in first.evaluation and first.stopped == "done"
+    reader = run(small(config_of("miniwiki_reader", f"steps=2,{tokenizer}")), tmp_path / "reader")
+    assert "match/answers" in reader.evaluation
+    base = tmp_path / "pretrain" / "model"
+    second = run(
+        small(config_of("miniwiki_cold_start", f"steps=2,demonstrations=5,init={base}")), tmp_path / "cold"
+    )
+    assert "match/expert" in second.evaluation
+    policy = load_decoder(tmp_path / "cold" / "model")
+    assert len(load_tokenizer(tmp_path / "cold" / "model")) == policy.config.vocab_size
+    assert load_decoder(tmp_path / "reader" / "model").config.model_type == "llama"
+
+
+def test_an_unknown_stage_or_field_is_refused_and_nothing_written(tmp_path):
+    config = config_of("miniwiki_pretrain", "")
+    config.stage = "writing"
+    with pytest.raises(UserError, match=r"stage='writing'.*reading"):
+        run(config, tmp_path / "run")
+    config = config_of("miniwiki_pretrain", "")
+    config.optim.learning_rate = 1.0
+    with pytest.raises(UserError, match="learning_rate"):
+        run(config, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_sources_take_turns():
+    class Constant(StreamSource):
+        def __init__(self, value):
+            self.value = value
+
+        def batch(self, step):
+            return self.value
+
+    turns = Alternating([Constant("short"), Constant("short"), Constant("long")], steps=2)
+    assert np.all([turns.batch(s) == ("long" if s % 6 >= 4 else "short") for s in range(12)])
