@@ -128,9 +128,9 @@ def test_hostile_text_stays_text(page):
 def test_five_hundred_trajectories_are_quick_and_small(page):
     tokens = FakeTokens()
     trajectories = many(500, tokens)
-    start = time.perf_counter()
+    start = time.process_time()
     text = page(trajectories, token_bytes=tokens.bytes)
-    assert time.perf_counter() - start < 10
+    assert time.process_time() - start < 10
     assert len(text) < 6_000_000
     assert text.count("<article>") == 500
 

@@ -88,15 +88,16 @@ def test_at_least_20_000_passages_a_second(passages: int) -> None:
 
 
 def _seconds(passages: int) -> float:
-    start = time.perf_counter()
+    """Processor time, so that a busy machine does not count."""
+    start = time.process_time()
     generate("dev", 0, passages)
-    return time.perf_counter() - start
+    return time.process_time() - start
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("split", ["train", "test"])
 def test_a_million_unique_passages_as_fast(split: str) -> None:
-    start = time.perf_counter()
+    start = time.process_time()
     passages = generate(split, 0, 1_000_000).passages
-    assert 1_000_000 / (time.perf_counter() - start) >= 20_000
+    assert 1_000_000 / (time.process_time() - start) >= 20_000
     assert len({passage.title for passage in passages}) == 1_000_000
