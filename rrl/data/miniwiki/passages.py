@@ -72,7 +72,11 @@ MENTION = {
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Slot:
-    """One sentence of a passage: the relations it states ({1}, {2}; {0} is the subject) and its wordings."""
+    """One sentence of a passage: the relations it states ({1}, {2}; {0} is the subject) and its wordings.
+
+    The subject comes before its values: a causal model of a few layers learns to look up what follows a name in
+    minutes, and what precedes it hardly at all.
+    """
 
     relations: tuple[str, ...]
     templates: tuple[str, ...]
@@ -80,19 +84,19 @@ class Slot:
 
 SLOTS: dict[str, tuple[Slot, ...]] = {
     "film": (
-        Slot(("director",), ("{0} is a film directed by {1}.", "{1} directed the film {0}.",
+        Slot(("director",), ("{0} is a film directed by {1}.", "The film {0} was directed by {1}.",
                              "The director of the film {0} is {1}.", "{0} is a film made by the director {1}.")),
         Slot(("release year",), ("{0} was released in {1}.", "{0} came out in {1}.",
                                  "The release year of {0} is {1}.", "The film {0} was first shown in {1}.")),
     ),
     "book": (
-        Slot(("author",), ("{0} is a book written by {1}.", "{1} wrote the book {0}.",
+        Slot(("author",), ("{0} is a book written by {1}.", "The book {0} was written by {1}.",
                            "The author of the book {0} is {1}.", "{0} is a book by the author {1}.")),
         Slot(("publication year",), ("{0} was published in {1}.", "{0} appeared in {1}.",
                                      "The publication year of {0} is {1}.", "The book {0} was first printed in {1}.")),
     ),
     "company": (
-        Slot(("founder", "founding year"), ("{0} is a company founded by {1} in {2}.", "{1} founded the company {0} in {2}.",
+        Slot(("founder", "founding year"), ("{0} is a company founded by {1} in {2}.", "{0}, a company, was founded by {1} in {2}.",
                                             "The company {0} was founded in {2} by {1}.",
                                             "The founder of {0} is {1}, and the founding year is {2}.")),
         Slot(("headquarters",), ("{0} is based in {1}.", "{0} has its headquarters in {1}.",
@@ -102,15 +106,15 @@ SLOTS: dict[str, tuple[Slot, ...]] = {
         Slot(("country", "founding year"), ("{0} is a city in {1}, founded in {2}.", "{0}, a city in {1}, was founded in {2}.",
                                             "The city of {0} in {1} was founded in {2}.",
                                             "The country of {0} is {1}, and the founding year of the city is {2}.")),
-        Slot(("mayor",), ("The mayor of {0} is {1}.", "{1} is the mayor of {0}.",
-                          "{0} is governed by the mayor {1}.", "{1} serves as mayor of {0}.")),
+        Slot(("mayor",), ("The mayor of {0} is {1}.", "The mayor of the city of {0} is {1}.",
+                          "{0} is governed by the mayor {1}.", "{0} has the mayor {1}.")),
     ),
     "person": (
         Slot(("birth year", "birthplace"), ("{0} was born in {1} in {2}.", "{0} was born in {2} in the year {1}.",
                                             "The birthplace of {0} is {2}, and the birth year is {1}.",
-                                            "In {1}, {0} was born in {2}.")),
+                                            "{0} was born in the city of {2} in {1}.")),
         Slot(("spouse",), ("{0} is married to {1}.", "The spouse of {0} is {1}.",
-                           "{1} is the spouse of {0}.", "{0} married {1}.")),
+                           "{0} is the spouse of {1}.", "{0} married {1}.")),
         Slot(("employer",), ("{0} works for {1}.", "{0} is employed by {1}.",
                              "The employer of {0} is {1}.", "{0} has a job at {1}.")),
     ),
