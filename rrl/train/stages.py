@@ -56,8 +56,22 @@ class StreamConfig:
     """Arguments of the stream in those, beside `options`."""
     long_every: int = 4
     """One block in so many is of full row length, where there are short ones."""
+    curriculum: str = ""
+    """"1:200;2:300": reading examples have at most 1 passage for 200 steps, then at most 2 for 300, and then what the
+    options say."""
     options: Mapping[str, float] = dataclasses.field(default_factory=dict)
     """Further arguments of the stream (rrl.data.miniwiki.reading, .evidence)."""
+
+    def __post_init__(self) -> None:
+        parse_curriculum(self.curriculum)
+
+    def most_passages(self, step: int) -> int | None:
+        """What the curriculum says of a step; None once it is over."""
+        for passages, steps in parse_curriculum(self.curriculum):
+            if step < steps:
+                return passages
+            step -= steps
+        return None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,6 +103,8 @@ def run(config: Mapping[str, Any], workdir: str | pathlib.Path) -> Result:
     optim = build(OptimConfig, values["optim"], "optim", total_steps=steps)
     settings = build(SFTConfig, values["train"], "train", optim=optim)
     identity: dict[str, Any] = {name: values[name] for name in ("stage", "model", "tokenizer", "data")}
+    if values.get("scales"):
+        identity["scales"] = values["scales"]
     if values["init"]:
         identity["init"] = folder_hash(values["init"])
     refuse_other_config(workdir, dataclasses.asdict(settings) | {"run": identity}, MAY_DIFFER)
@@ -105,6 +121,7 @@ def run(config: Mapping[str, Any], workdir: str | pathlib.Path) -> Result:
             pad_token_id=tokenizer.pad_token_id,
         )
         decoder = Decoder(shape, rngs=nnx.Rngs(settings.seed))
+        scale_parameters(decoder, values.get("scales", {}))
     source, held_out = STAGES[stage](values["data"], settings, tokenizer)
     result = train(settings, source, decoder, workdir, held_out=held_out, identity=identity)
     out = pathlib.Path(values["out"] or pathlib.Path(workdir, "model"))
@@ -135,7 +152,9 @@ def _reading(
         def make(block: int) -> list[Example]:
             seed = _BLOCK_SEED * (settings.seed + 1) + block
             wiki = generate("train", seed, config.worlds * config.world_size, config.worlds)
-            stream = reading_examples(wiki, tokenizer, seed, limit=row_length, **options)  # type: ignore[arg-type]
+            few = config.most_passages(block * config.steps_per_block)
+            given = {**options} if few is None else {**options, "most_passages": few}
+            stream = reading_examples(wiki, tokenizer, seed, limit=row_length, **given)  # type: ignore[arg-type]
             return _enough(stream, config.steps_per_block * rows * row_length)
 
         return StreamSource(make, rows, row_length, settings.seed, config.steps_per_block)
@@ -192,6 +211,33 @@ def _demonstrations(
     examples = some("train", world.train_worlds, config.number)
     held_out = some("dev", world.held_out_worlds, config.held_out)
     return FixedSource(examples, settings.rows, settings.row_length, settings.seed), {"expert": held_out}
+
+
+def scale_parameters(decoder: Decoder, scales: Mapping[str, float]) -> None:
+    """Multiplies initial parameters: "embedding", and "residual" (what each layer writes: o and down).
+
+    Raises:
+        UserError: another name.
+    """
+    groups = {"embedding": [decoder.embedding], "residual": [decoder.layers.o, decoder.layers.down]}
+    for name, scale in scales.items():
+        if name not in groups:
+            raise UserError(f"scales.{name} is unknown; there are {', '.join(groups)}")
+        for parameter in groups[name]:
+            parameter[...] = parameter[...] * scale
+
+
+def parse_curriculum(text: str) -> tuple[tuple[int, int], ...]:
+    """Reads "1:200;2:200": at most 1 passage for 200 steps, then at most 2 for 200."""
+    try:
+        pairs = tuple(tuple(map(int, part.split(":"))) for part in text.split(";") if part)
+    except ValueError:
+        pairs = ((),)
+    if any(len(pair) != 2 or min(pair) < 1 for pair in pairs):
+        raise UserError(
+            f"curriculum={text!r} must be PASSAGES:STEPS;PASSAGES:STEPS;... with whole numbers from 1"
+        )
+    return tuple((pair[0], pair[1]) for pair in pairs)
 
 
 def _enough(stream: Iterator[Example], tokens: int) -> list[Example]:

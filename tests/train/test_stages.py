@@ -5,12 +5,15 @@ import pathlib
 
 import numpy as np
 import pytest
+from flax import nnx
 
 from rrl.data.tokenizer import load_tokenizer
 from rrl.errors import UserError
+from rrl.models.config import DecoderConfig
+from rrl.models.decoder import Decoder
 from rrl.models.hf import load_decoder
 from rrl.train.sources import Alternating, StreamSource
-from rrl.train.stages import run
+from rrl.train.stages import StreamConfig, parse_curriculum, run, scale_parameters
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -74,3 +77,26 @@ def test_sources_take_turns():
 
     turns = Alternating([Constant("short"), Constant("short"), Constant("long")], steps=2)
     assert np.all([turns.batch(s) == ("long" if s % 6 >= 4 else "short") for s in range(12)])
+
+
+def test_curriculum_bounds_passages_by_step_and_then_ends():
+    config = StreamConfig(curriculum="1:200;2:300")
+    assert [config.most_passages(s) for s in (0, 199, 200, 499, 500)] == [1, 1, 2, 2, None]
+    assert StreamConfig().most_passages(0) is None
+
+
+@pytest.mark.parametrize("text", ["1", "1:200,2:300", "a:2", "0:5", "1:2:3"])
+def test_a_malformed_curriculum_is_refused_with_its_form(text):
+    with pytest.raises(UserError, match="PASSAGES:STEPS"):
+        parse_curriculum(text)
+
+
+def test_scales_multiply_the_initial_parameters_of_their_group():
+    shape = DecoderConfig(vocab_size=8, hidden=8, layers=2, heads=2, kv_heads=1, head_dim=4, mlp=8)
+    plain, scaled = Decoder(shape, rngs=nnx.Rngs(0)), Decoder(shape, rngs=nnx.Rngs(0))
+    scale_parameters(scaled, {"embedding": 5.0, "residual": 0.0})
+    np.testing.assert_allclose(scaled.embedding[...], 5 * plain.embedding[...])
+    assert not scaled.layers.o[...].any() and not scaled.layers.down[...].any()
+    np.testing.assert_array_equal(scaled.layers.q[...], plain.layers.q[...])
+    with pytest.raises(UserError, match=r"scales\.head"):
+        scale_parameters(scaled, {"head": 1.0})
