@@ -1,0 +1,38 @@
+"""Small models of odd shapes."""
+
+import pytest
+
+from rrl.models.config import DecoderConfig, EncoderConfig, Llama3Scaling
+
+ODD = {
+    "qwen2-tied": DecoderConfig(
+        vocab_size=97, hidden=24, layers=3, heads=4, kv_heads=1, head_dim=6, mlp=40, max_positions=512
+    ),
+    "qwen2-untied-grouped": DecoderConfig(
+        vocab_size=61, hidden=30, layers=2, heads=6, kv_heads=2, head_dim=8, mlp=50, tie_embeddings=False,
+        rope_theta=1e6, eos_token_id=3, pad_token_id=0, max_positions=512,
+    ),
+    "llama-wide-heads": DecoderConfig(
+        vocab_size=89, hidden=24, layers=2, heads=3, kv_heads=3, head_dim=14, mlp=33, model_type="llama",
+        tie_embeddings=False, rms_eps=1e-5, max_positions=512,
+    ),
+    "llama3-scaled": DecoderConfig(
+        vocab_size=89, hidden=32, layers=2, heads=4, kv_heads=2, head_dim=16, mlp=48, model_type="llama",
+        rope_theta=500.0, rope_scaling=Llama3Scaling(8.0, 1.0, 4.0, 64), bos_token_id=1, eos_token_id=(2, 5),
+        max_positions=512,
+    ),
+    "qwen3": DecoderConfig(
+        vocab_size=101, hidden=24, layers=2, heads=4, kv_heads=2, head_dim=16, mlp=40, model_type="qwen3",
+        max_positions=512,
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(params=ODD)
+def config(request) -> DecoderConfig:
+    return ODD[request.param]
+
+
+@pytest.fixture
+def encoder_config() -> EncoderConfig:
+    return EncoderConfig(vocab_size=83, hidden=24, layers=2, heads=3, mlp=44, max_positions=40)

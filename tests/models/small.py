@@ -1,0 +1,55 @@
+"""Small models whose norms and biases are not at their trivial initial values, and jitted calls of them."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from rrl.models.config import DecoderConfig, EncoderConfig
+from rrl.models.decoder import Decoder
+from rrl.models.encoder import Encoder
+
+SMALL = DecoderConfig(vocab_size=53, hidden=16, layers=2, heads=4, kv_heads=2, head_dim=8, mlp=24)
+
+
+@functools.cache
+def make(config: DecoderConfig | EncoderConfig, **kwargs):
+    """The same model for the same arguments."""
+    model = Decoder if isinstance(config, DecoderConfig) else Encoder
+    return _make(model, config, tuple(kwargs.items()))
+
+
+@functools.partial(nnx.jit, static_argnums=(0, 1, 2))
+def _make(model, config, kwargs):
+    made = model(config, rngs=nnx.Rngs(0), **dict(kwargs))
+    leaves, tree = jax.tree.flatten(nnx.state(made))
+    keys = jax.random.split(jax.random.key(1), len(leaves))
+    noisy = [leaf + 0.1 * jax.random.normal(key, leaf.shape, leaf.dtype) for leaf, key in zip(leaves, keys)]
+    nnx.update(made, jax.tree.unflatten(tree, noisy))
+    return made
+
+
+@nnx.jit
+def run(decoder, tokens, positions, segment_ids=None):
+    return decoder(tokens, positions=positions, segment_ids=segment_ids)
+
+
+@nnx.jit
+def extend(decoder, tokens, positions, cache, rows=None):
+    return decoder.extend(tokens, positions=positions, cache=cache, rows=rows)
+
+
+@nnx.jit
+def embed(encoder, tokens, mask):
+    return encoder.embed(tokens, mask)
+
+
+def draw(config, rows, length, seed=0):
+    """Random tokens [rows, length]."""
+    return jax.random.randint(jax.random.key(seed), (rows, length), 0, config.vocab_size)
+
+
+def places(rows, length):
+    """Positions 0, 1, 2, ... [rows, length]."""
+    return jnp.broadcast_to(jnp.arange(length), (rows, length))

@@ -1,0 +1,80 @@
+"""config.json in and out, and what is refused."""
+
+import pytest
+
+from rrl.errors import UserError
+from rrl.models.config import DecoderConfig, EncoderConfig, Llama3Scaling
+
+# https://huggingface.co/Qwen/Qwen2.5-7B/blob/main/config.json
+QWEN25_7B = {
+    "architectures": ["Qwen2ForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 151643, "eos_token_id": 151643,
+    "hidden_act": "silu", "hidden_size": 3584, "initializer_range": 0.02, "intermediate_size": 18944,
+    "max_position_embeddings": 131072, "max_window_layers": 28, "model_type": "qwen2", "num_attention_heads": 28,
+    "num_hidden_layers": 28, "num_key_value_heads": 4, "rms_norm_eps": 1e-06, "rope_theta": 1000000.0,
+    "sliding_window": 131072, "tie_word_embeddings": False, "torch_dtype": "bfloat16", "use_cache": True,
+    "use_sliding_window": False, "vocab_size": 152064,
+}  # fmt: skip
+
+
+def test_qwen25_7b_is_read_as_published():
+    config = DecoderConfig.from_hf(QWEN25_7B)
+    assert (config.head_dim, config.heads, config.kv_heads, config.rope_theta) == (128, 28, 4, 1e6)
+    assert config.qkv_bias
+    assert not config.qk_norm
+    assert not config.tie_embeddings
+
+
+def test_config_survives_export_and_import(config, encoder_config):
+    assert DecoderConfig.from_hf(config.to_hf()) == config
+    assert EncoderConfig.from_hf(encoder_config.to_hf()) == encoder_config
+
+
+def test_transformers_5_rope_parameters_are_read():
+    scaling = {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    }
+    rope = {"rope_type": "llama3", "rope_theta": 5e5, **scaling}
+    hf = {k: v for k, v in QWEN25_7B.items() if k != "rope_theta"} | {
+        "model_type": "llama",
+        "rope_parameters": rope,
+    }
+    config = DecoderConfig.from_hf(hf)
+    assert config.rope_theta == 5e5
+    assert config.rope_scaling == Llama3Scaling(**scaling)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model_type": "mamba"}, "model_type='mamba'.*llama, qwen2, qwen3"),
+        ({"use_sliding_window": True}, "sliding-window"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding-window"),
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "'yarn'"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "lacks high_freq_factor"),
+        ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
+        ({"attention_bias": True}, "attention_bias"),
+        ({"hidden_size": None}, "'hidden_size' is missing"),
+        ({"num_key_value_heads": 3}, "heads=28 is not a multiple of kv_heads=3"),
+        ({"head_dim": 7}, "head_dim=7 is odd"),
+    ],
+)
+def test_what_the_decoder_cannot_do_is_refused_by_name(change, message):
+    with pytest.raises(UserError, match=message):
+        DecoderConfig.from_hf(QWEN25_7B | change)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model_type": "t5"}, "model_type='t5'"),
+        ({"hidden_act": "relu"}, "hidden_act='relu'"),
+        ({"position_embedding_type": "relative_key"}, "relative_key"),
+        ({"num_attention_heads": 5}, "multiple of heads=5"),
+    ],
+)
+def test_what_the_encoder_cannot_do_is_refused_by_name(change, message, encoder_config):
+    with pytest.raises(UserError, match=message):
+        EncoderConfig.from_hf(encoder_config.to_hf() | change)

@@ -1,0 +1,152 @@
+"""The decoder agrees with itself: packed or not, padded or not, at once or step by step, with any remat."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from rrl.errors import UserError
+from rrl.models.cache import BLOCK, KVCache
+from rrl.models.decoder import Decoder
+from tests.models.small import SMALL, draw, extend, make, places, run
+
+TOLERANCE = {"rtol": 2e-5, "atol": 2e-5}
+
+
+def test_prefill_then_decode_equals_one_pass(config):
+    decoder, tokens = make(config), draw(config, 3, 18)
+    expected = run(decoder, tokens, places(3, 18))
+    hidden, cache = extend(decoder, tokens[:, :13], places(3, 13), KVCache.create(config, rows=3, slots=24))
+    parts = [hidden]
+    for t in range(13, 18):
+        hidden, cache = extend(decoder, tokens[:, t : t + 1], jnp.full((3, 1), t), cache)
+        parts.append(hidden)
+    np.testing.assert_allclose(jnp.concatenate(parts, axis=1), expected, **TOLERANCE)
+
+
+def test_decoding_in_a_while_loop_across_blocks_equals_one_pass():
+    length = 2 * BLOCK + 9
+    decoder, tokens = make(SMALL), draw(SMALL, 2, length)
+    expected = run(decoder, tokens, places(2, length))
+
+    @jax.jit
+    def decode(cache):
+        def step(carry):
+            t, cache, out = carry
+            token = jax.lax.dynamic_slice_in_dim(tokens, t, 1, axis=1)
+            hidden, cache = decoder.extend(token, positions=jnp.full((2, 1), t), cache=cache)
+            return t + 1, cache, jax.lax.dynamic_update_slice_in_dim(out, hidden, t, axis=1)
+
+        start = (jnp.int32(0), cache, jnp.zeros_like(expected))
+        return jax.lax.while_loop(lambda carry: carry[0] < length, step, start)[2]
+
+    np.testing.assert_allclose(decode(KVCache.create(SMALL, 2, length)), expected, **TOLERANCE)
+
+
+def test_the_cache_is_updated_in_place_inside_a_while_loop():
+    decoder = make(SMALL)
+    cache = KVCache.create(SMALL, rows=8, slots=8 * BLOCK)
+
+    def step(carry):
+        t, cache = carry
+        positions = jnp.full((8, 1), t)
+        return t + 1, decoder.extend(jnp.zeros((8, 1), int), positions=positions, cache=cache)[1]
+
+    loop = jax.jit(
+        lambda cache: jax.lax.while_loop(lambda carry: carry[0] < 9, step, (jnp.int32(0), cache)),
+        donate_argnums=0,
+    )
+    temporary = loop.lower(cache).compile().memory_analysis().temp_size_in_bytes
+    assert temporary < cache.k[0].nbytes
+
+
+def test_rows_of_the_cache_are_extended_at_different_positions_and_others_stay():
+    decoder, tokens = make(SMALL), draw(SMALL, 2, 12)
+    expected = run(decoder, tokens, places(2, 12))
+    cache = KVCache.create(SMALL, rows=4, slots=16)
+    # Token rows 0 and 1 live in cache rows 3 and 1; row 1 is 4 tokens behind, and padded with positions >= S.
+    rows = jnp.array([3, 1])
+    first = jnp.where(jnp.arange(8) < jnp.array([[8], [4]]), jnp.arange(8), cache.slots)
+    _, cache = extend(decoder, tokens[:, :8], first, cache, rows)
+    chunk = jnp.stack([tokens[0, 8:12], tokens[1, 4:8]])
+    hidden, after = extend(decoder, chunk, jnp.array([[8], [4]]) + jnp.arange(4), cache, rows)
+    np.testing.assert_allclose(hidden[0], expected[0, 8:12], **TOLERANCE)
+    np.testing.assert_allclose(hidden[1], expected[1, 4:8], **TOLERANCE)
+    assert all(not part[:, jnp.array([0, 2])].any() for part in (*after.k, *after.v))
+
+
+def test_positions_beyond_the_slots_are_dropped_although_the_last_block_has_room():
+    cache = KVCache.create(SMALL, rows=1, slots=10)
+    _, cache = extend(make(SMALL), draw(SMALL, 1, 4), jnp.array([[9, 10, 11, 500]]), cache)
+    assert cache.k[0][0, 0, 9].any()
+    assert int((cache.k[0] != 0).any(axis=(-1, -2)).sum()) == 1
+
+
+def test_a_row_number_beyond_the_cache_leaves_no_trace():
+    cache = KVCache.create(SMALL, rows=2, slots=10)
+    hidden, cache = extend(make(SMALL), draw(SMALL, 1, 4), places(1, 4), cache, jnp.array([2]))
+    assert not any(part.any() for part in (*cache.k, *cache.v))
+    assert jnp.isfinite(hidden).all()
+
+
+def test_bits_of_a_row_do_not_depend_on_how_far_its_neighbours_are():
+    decoder, past = make(SMALL), 3 * BLOCK
+    _, cache = extend(decoder, draw(SMALL, 2, past), places(2, past), KVCache.create(SMALL, 2, past + 8))
+    token = draw(SMALL, 2, 1, seed=1)
+    near, far = (extend(decoder, token, jnp.array([[40], [other]]), cache)[0][0] for other in (41, past))
+    np.testing.assert_array_equal(near, far)
+
+
+def test_packed_segments_equal_rows_of_their_own(config):
+    decoder, lengths = make(config), (5, 9, 4)
+    tokens = draw(config, 1, sum(lengths) + 3)
+    segments = jnp.asarray(np.repeat([1, 2, 3, 0], (*lengths, 3)))[None]
+    positions = jnp.asarray(np.concatenate([np.arange(n) for n in (*lengths, 3)]))[None]
+    packed, start = run(decoder, tokens, positions, segments), 0
+    for length in lengths:
+        alone = run(decoder, tokens[:, start : start + length], places(1, length))
+        np.testing.assert_allclose(packed[:, start : start + length], alone, **TOLERANCE)
+        start += length
+
+
+def test_padding_and_its_content_never_change_a_row():
+    decoder, tokens = make(SMALL), draw(SMALL, 2, 150)
+    segments = (places(2, 150) < 140).astype(jnp.int32)
+    other = tokens.at[:, 140:].set((tokens[:, 140:] + 7) % SMALL.vocab_size)
+    first, second = (run(decoder, t, places(2, 150), segments)[:, :140] for t in (tokens, other))
+    np.testing.assert_array_equal(first, second)
+    np.testing.assert_allclose(first, run(decoder, tokens[:, :140], places(2, 140)), **TOLERANCE)
+
+
+def test_remat_variants_give_the_same_loss_and_gradients():
+    tokens = draw(SMALL, 2, 12)
+
+    def gradients(remat):
+        graph, state = nnx.split(make(SMALL, remat=remat))
+
+        def loss(state):
+            decoder = nnx.merge(graph, state)
+            return jnp.mean(decoder.unembed(decoder(tokens, positions=places(2, 12))) ** 2)
+
+        return jax.jit(jax.value_and_grad(loss))(state)
+
+    plain = gradients("none")
+    for remat in ("dots", "full"):
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), plain, gradients(remat)
+        )
+
+
+def test_bfloat16_computes_near_float32_and_logits_are_float32():
+    tokens = draw(SMALL, 2, 12)
+    full, half = make(SMALL), make(SMALL, dtype=jnp.bfloat16)
+    logits = [d.unembed(run(d, tokens, places(2, 12))) for d in (full, half)]
+    assert logits[1].dtype == jnp.float32
+    assert jnp.linalg.norm(logits[0] - logits[1]) < 2e-2 * jnp.linalg.norm(logits[0])
+    assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(nnx.state(half)))
+
+
+def test_unknown_remat_is_refused_with_the_choices():
+    with pytest.raises(UserError, match=r"remat='some'.*none, dots, full"):
+        Decoder(SMALL, rngs=nnx.Rngs(0), remat="some")

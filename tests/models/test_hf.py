@@ -1,0 +1,144 @@
+"""Hugging Face folders: exact round trips, sharded files, other precisions, and broken folders named precisely."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from safetensors.numpy import load_file, save_file
+
+from rrl.errors import UserError
+from rrl.models.decoder import Decoder
+from rrl.models.hf import folder_hash, load_decoder, load_encoder, save_decoder, save_encoder
+from rrl.parallel.mesh import make_mesh
+from tests.models.small import SMALL, make
+
+WEIGHTS = "model.safetensors"
+
+
+def same(first, second):
+    pairs = zip(
+        *(map(np.asarray, jax.tree.leaves(nnx.state(model))) for model in (first, second)), strict=True
+    )
+    return all(a.dtype == b.dtype and np.array_equal(a, b) for a, b in pairs)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    save_decoder(tmp_path, make(SMALL))
+    return tmp_path
+
+
+def test_export_then_import_is_exact(config, tmp_path):
+    decoder = make(config)
+    save_decoder(tmp_path, decoder)
+    loaded = load_decoder(tmp_path)
+    assert loaded.config == config
+    assert same(decoder, loaded)
+
+
+def test_encoder_export_then_import_is_exact(encoder_config, tmp_path):
+    encoder = make(encoder_config)
+    save_encoder(tmp_path, encoder)
+    assert same(encoder, load_encoder(tmp_path))
+
+
+def test_encoder_weights_with_pooler_and_prefix_are_read(encoder_config, tmp_path):
+    encoder = make(encoder_config)
+    save_encoder(tmp_path, encoder)
+    tensors = {f"bert.{name}": tensor for name, tensor in load_file(tmp_path / WEIGHTS).items()}
+    save_file(tensors | {"cls.predictions.bias": np.zeros(3, np.float32)}, tmp_path / WEIGHTS)
+    assert same(encoder, load_encoder(tmp_path))
+
+
+def test_bfloat16_folder_is_read_and_written(folder):
+    decoder = make(SMALL, param_dtype=jnp.bfloat16)
+    save_decoder(folder, decoder, dtype=jnp.bfloat16)
+    assert json.loads((folder / "config.json").read_text())["dtype"] == "bfloat16"
+    assert same(decoder, load_decoder(folder, param_dtype=jnp.bfloat16))
+    wide, narrow = (jax.tree.leaves(nnx.state(model)) for model in (load_decoder(folder), decoder))
+    assert all(
+        w.dtype == jnp.float32 and np.array_equal(w, np.asarray(n, np.float32)) for w, n in zip(wide, narrow)
+    )
+
+
+def test_sharded_files_with_an_index_are_read(folder):
+    whole = load_decoder(folder)
+    tensors = load_file(folder / WEIGHTS)
+    index = {}
+    for number in range(3):
+        name = f"model-{number + 1:05}-of-00003.safetensors"
+        part = dict(list(tensors.items())[number::3])
+        save_file(part, folder / name)
+        index |= dict.fromkeys(part, name)
+    (folder / WEIGHTS).unlink()
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    assert same(whole, load_decoder(folder))
+    (folder / "model-00002-of-00003.safetensors").unlink()
+    with pytest.raises(UserError, match=r"model-00002-of-00003.safetensors.*missing"):
+        load_decoder(folder)
+
+
+def test_loading_onto_a_mesh_shards_and_keeps_every_bit(folder):
+    mesh = make_mesh(data=2, fsdp=2, tensor=2)
+    sharded = load_decoder(folder, mesh=mesh)
+    assert same(load_decoder(folder), sharded)
+    assert not sharded.layers.gate[...].sharding.is_fully_replicated
+
+
+def test_hash_is_of_the_numbers(folder, tmp_path_factory):
+    other = tmp_path_factory.mktemp("other")
+    save_decoder(other, load_decoder(folder))
+    assert folder_hash(other) == folder_hash(folder)
+    save_decoder(other, Decoder(SMALL, rngs=nnx.Rngs(1)))
+    assert folder_hash(other) != folder_hash(folder)
+
+
+def break_weights(folder, change):
+    tensors = load_file(folder / WEIGHTS)
+    change(tensors)
+    save_file(tensors, folder / WEIGHTS)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t.pop("model.layers.1.mlp.up_proj.weight"), "lack.*model.layers.1.mlp.up_proj.weight"),
+        (lambda t: t.update(surprise=np.zeros(2, np.float32)), "do not belong.*surprise"),
+        (
+            lambda t: t.update({"model.norm.weight": np.zeros(5, np.float32)}),
+            r"model.safetensors: tensor model.norm.weight has shape \(5,\), but config.json asks for \(16,\)",
+        ),
+    ],
+)
+def test_wrong_tensors_are_named_with_both_shapes(folder, change, message):
+    break_weights(folder, change)
+    with pytest.raises(UserError, match=message):
+        load_decoder(folder)
+
+
+def test_a_tied_head_that_was_stored_anyway_is_ignored(folder):
+    whole = load_decoder(folder)
+    break_weights(folder, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"]}))
+    assert same(whole, load_decoder(folder))
+
+
+def test_truncated_file_is_named(folder):
+    data = (folder / WEIGHTS).read_bytes()
+    for kept in (len(data) // 2, 4, 0):
+        (folder / WEIGHTS).write_bytes(data[:kept])
+        with pytest.raises(UserError, match=rf"model.safetensors \({kept} bytes\) is truncated"):
+            load_decoder(folder)
+
+
+def test_missing_files_are_named(folder, tmp_path):
+    (folder / WEIGHTS).unlink()
+    with pytest.raises(UserError, match=r"no model.safetensors"):
+        load_decoder(folder)
+    with pytest.raises(UserError, match=r"no config.json"):
+        load_decoder(tmp_path / "nowhere")
+    (folder / "config.json").write_text("{")
+    with pytest.raises(UserError, match="not valid JSON"):
+        load_decoder(folder)
