@@ -15,7 +15,7 @@ def get_config(arg: str = "") -> ConfigDict:
     """The config of `--config=configs/miniwiki_pretrain.py:ARG`."""
     args = parse(
         arg,
-        steps=2800,
+        steps=2200,
         seed=0,
         out="",
         tokenizer="assets/miniwiki-tokenizer",
@@ -25,7 +25,7 @@ def get_config(arg: str = "") -> ConfigDict:
     config.stage = "reading"
     config.init = ""
     config.tokenizer = args.tokenizer
-    config.scales = {"embedding": 1.0, "residual": 1.0}
+    config.scales = {"embedding": 5.0, "residual": 0.0}
     config.out = args.out
     config.model = {
         "model_type": "qwen2",
