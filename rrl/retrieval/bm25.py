@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import logging
 import re
 import threading
 from collections.abc import Sequence
@@ -58,8 +59,7 @@ class Bm25Index:
 
         Raises UserError if there is no word in the whole corpus.
         """
-        import bm25s  # It runs a JAX operation when imported, which must not come before the launcher's set-up.
-
+        bm25s = _bm25s()
         config = config or Bm25Config()
         model = bm25s.BM25(k1=config.k1, b=config.b)
         words = [analyse(passage.title) * config.title_weight + analyse(passage.text) for passage in passages]
@@ -76,8 +76,7 @@ class Bm25Index:
     @classmethod
     def load(cls, folder: Path) -> "Bm25Index":
         """Open what `save` wrote, memory-mapped."""
-        import bm25s
-
+        bm25s = _bm25s()
         model = bm25s.BM25.load(str(folder), mmap=True, show_progress=False)
         return cls(model, Bm25Config(**json.loads((folder / "settings.json").read_text())))
 
@@ -94,6 +93,15 @@ class Bm25Index:
             ids[row, : len(best)] = best
             scores[row, : len(best)] = found[best]
         return ids, scores
+
+
+def _bm25s() -> Any:
+    # Importing it runs a JAX operation, which must not come before a launcher has set the host up.
+    import bm25s
+
+    # It logs every build, whatever the level of the root logger.
+    logging.getLogger("bm25s").setLevel(logging.WARNING)
+    return bm25s
 
 
 def analyse(text: str) -> list[str]:
