@@ -34,7 +34,9 @@ def get_config(arg: str = "") -> ConfigDict:
     real = args.data != "miniwiki"
     config = ConfigDict()
     config.name = f"rsearch_grpo_{args.size}"
-    config.policy = args.policy or ("assets/miniwiki-policy" if tiny else f"models/Qwen2.5-{args.size.upper()}-Instruct")
+    config.policy = args.policy or (
+        "assets/miniwiki-policy" if tiny else f"models/Qwen2.5-{args.size.upper()}-Instruct"
+    )
     config.reader = args.reader or ("assets/miniwiki-reader" if tiny else "models/Llama-3.2-3B-Instruct")
 
     # A policy too small to follow instructions is cold-started on the bare question.
@@ -54,7 +56,11 @@ def get_config(arg: str = "") -> ConfigDict:
         "top_k": 3,
         "top_p": 1.0 if tiny else 0.95,
     }
-    config.reader_rollout = {"rows": 32 if tiny else 128, "context": 384 if tiny else 4096, "feed_tokens": 128 if tiny else 512}
+    config.reader_rollout = {
+        "rows": 32 if tiny else 128,
+        "context": 384 if tiny else 4096,
+        "feed_tokens": 128 if tiny else 512,
+    }
     config.data = {"path": args.data, "on_error": "refuse", "held_out": 100 if tiny else 500}
     kind = args.retriever or ("bm25" if real and not args.encoder else "scann")
     config.retriever = {

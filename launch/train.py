@@ -7,8 +7,12 @@ from ml_collections import config_flags
 
 from rrl.train import launcher
 
-_CONFIG = config_flags.DEFINE_config_file("config", None, "Config file, with its arguments after a colon.", lock_config=True)
-_WORKDIR = flags.DEFINE_string("workdir", None, "Folder of the run (default: runs/NAME); a run that is there is continued.")
+_CONFIG = config_flags.DEFINE_config_file(
+    "config", None, "Config file, with its arguments after a colon.", lock_config=True
+)
+_WORKDIR = flags.DEFINE_string(
+    "workdir", None, "Folder of the run (default: runs/NAME); a run that is there is continued."
+)
 flags.mark_flags_as_required(["config"])
 
 

@@ -43,7 +43,9 @@ def build(kind: type[Fields], values: Mapping[str, Any], where: str, **more: Any
     known = {field.name for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
     for name in values:
         if name not in known:
-            raise UserError(f"{where}.{name} is unknown; the fields of {where} are {', '.join(sorted(known))}")
+            raise UserError(
+                f"{where}.{name} is unknown; the fields of {where} are {', '.join(sorted(known))}"
+            )
     plain = {name: tuple(v) if isinstance(v, list) else v for name, v in values.items()}
     try:
         return kind(**plain, **more)
@@ -92,9 +94,13 @@ class Settings:
         )
         for field, folder in (("policy", settings.policy), ("reader", settings.reader)):
             if folder and not pathlib.Path(folder, "config.json").is_file():
-                raise UserError(f"{field}={folder!r} is no Hugging Face folder (no config.json there); give one that is")
+                raise UserError(
+                    f"{field}={folder!r} is no Hugging Face folder (no config.json there); give one that is"
+                )
         if settings.data.path != "miniwiki" and not pathlib.Path(settings.data.path).is_dir():
-            raise UserError(f"data={settings.data.path!r} is no folder; give one, or miniwiki for the built-in world")
+            raise UserError(
+                f"data={settings.data.path!r} is no folder; give one, or miniwiki for the built-in world"
+            )
         return settings
 
 

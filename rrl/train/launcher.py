@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable, Sequence
+from typing import NoReturn
 
 from absl import app, flags, logging
 
@@ -17,12 +18,10 @@ def run(main: Callable[[Sequence[str]], None]) -> None:
     def parse(argv: Sequence[str]) -> list[str]:
         try:
             return flags.FLAGS(argv)
-        except UserError as error:
-            _fail(error)
+        except OSError as error:
+            _fail(" ".join(str(error).split()))
         except (flags.Error, AttributeError, KeyError, TypeError, ValueError) as error:
-            _fail(error)
-        except FileNotFoundError as error:
-            _fail(f"no such file: {error.filename}")
+            _fail(_cause(error))
 
     def guarded(argv: Sequence[str]) -> None:
         logging.set_verbosity(logging.WARNING)  # checkpointing tells every file it touches at INFO
@@ -34,6 +33,14 @@ def run(main: Callable[[Sequence[str]], None]) -> None:
     app.run(guarded, flags_parser=parse)
 
 
-def _fail(error: object) -> None:
+def _cause(error: BaseException) -> BaseException:
+    """The UserError behind an error, which ml_collections wraps together with its traceback."""
+    inner: BaseException | None = error
+    while inner is not None and not isinstance(inner, UserError):
+        inner = inner.__cause__ or inner.__context__
+    return inner or error
+
+
+def _fail(error: object) -> NoReturn:
     print(f"error: {error}", file=sys.stderr)
     sys.exit(2)

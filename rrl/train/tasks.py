@@ -107,7 +107,9 @@ def load_corpora(
         for split, worlds, per_kind in sides:
             wiki = generate(split, data.seed, worlds * data.world_size, worlds)
             items = mixed_questions(wiki, per_kind, data.kinds, data.seed)
-            say(f"miniwiki {split}: {worlds} worlds, {len(wiki.passages)} passages, {len(items)} questions; indexing")
+            say(
+                f"miniwiki {split}: {worlds} worlds, {len(wiki.passages)} passages, {len(items)} questions; indexing"
+            )
             search = load_retriever(wiki.passages, retriever, encoder)
             corpora.append(Corpus([item.question for item in items], search, wiki.passages))
         return corpora[0], corpora[1]
@@ -126,7 +128,9 @@ def split_questions(splits: dict[str, list[Question]]) -> tuple[list[Question], 
         held_out = questions[::5]
         train = [question for place, question in enumerate(questions) if place % 5]
         if not train:
-            raise UserError(f"{len(questions)} questions are too few to hold one out and train on the rest; give at least 2")
+            raise UserError(
+                f"{len(questions)} questions are too few to hold one out and train on the rest; give at least 2"
+            )
         return train, held_out
     held = next(name for name in ("test", "dev", "questions", "train") if name in splits)
     rest = next(name for name in ("train", "questions", "dev") if name in splits and name != held)

@@ -17,7 +17,17 @@ EVIDENCE = "<original_evidence>Silver Harbour was directed by Marta Velikov.</or
 def trajectory(*segments, searches=1, group=0):
     none = np.zeros(0)
     return Trajectory(
-        QUESTION, 0, group, none, none, none, none, none, list(segments), [Search(0, "q")] * searches, "answer"
+        QUESTION,
+        0,
+        group,
+        none,
+        none,
+        none,
+        none,
+        none,
+        list(segments),
+        [Search(0, "q")] * searches,
+        "answer",
     )
 
 
