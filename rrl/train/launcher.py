@@ -18,8 +18,6 @@ def run(main: Callable[[Sequence[str]], None]) -> None:
     def parse(argv: Sequence[str]) -> list[str]:
         try:
             return flags.FLAGS(argv)
-        except OSError as error:
-            _fail(" ".join(str(error).split()))
         except (flags.Error, AttributeError, KeyError, TypeError, ValueError) as error:
             _fail(_cause(error))
 
@@ -29,16 +27,22 @@ def run(main: Callable[[Sequence[str]], None]) -> None:
             main(argv)
         except UserError as error:
             _fail(error)
+        except OSError as error:
+            # ml_collections reports a config file that it could not read at the first use of the config only.
+            if not str(error).startswith("Configuration is not available"):
+                raise
+            _fail(" ".join(str(error.__cause__ or error).split()))
 
     app.run(guarded, flags_parser=parse)
 
 
 def _cause(error: BaseException) -> BaseException:
-    """The UserError behind an error, which ml_collections wraps together with its traceback."""
-    inner: BaseException | None = error
-    while inner is not None and not isinstance(inner, UserError):
+    """The innermost UserError behind an error, which ml_collections wraps together with its traceback."""
+    found, inner = error, error.__cause__ or error.__context__
+    while inner is not None:
+        found = inner if isinstance(inner, UserError) else found
         inner = inner.__cause__ or inner.__context__
-    return inner or error
+    return found
 
 
 def _fail(error: object) -> NoReturn:
