@@ -12,23 +12,24 @@ from rrl.arguments import parse
 
 def get_config(arg: str = "") -> ConfigDict:
     """The config of `--config=configs/miniwiki_reader.py:ARG`."""
-    args = parse(arg, steps=900, seed=0, out="", tokenizer="assets/miniwiki-tokenizer")
+    args = parse(arg, steps=1200, seed=0, out="", tokenizer="assets/miniwiki-tokenizer")
     config = ConfigDict()
     config.stage = "evidence"
     config.init = ""
     config.tokenizer = args.tokenizer
     config.out = args.out
+    config.scales = {"embedding": 5.0, "residual": 0.0}
     config.model = {
         "model_type": "llama",
-        "hidden": 96,
+        "hidden": 128,
         "layers": 4,
         "heads": 4,
         "kv_heads": 2,
-        "head_dim": 24,
+        "head_dim": 32,
         "mlp": 256,
-        "tie_embeddings": False,
+        "tie_embeddings": True,
         "max_positions": 2048,
-        "rope_theta": 500_000.0,
+        "rope_theta": 100_000.0,
     }
     config.data = {
         "worlds": 10,
@@ -38,7 +39,7 @@ def get_config(arg: str = "") -> ConfigDict:
     }
     config.train = {
         "steps": args.steps,
-        "rows": 16,
+        "rows": 10,
         "row_length": 384,
         "seed": args.seed,
         "eval_every": max(1, args.steps // 8),
