@@ -68,10 +68,10 @@ def get_config(arg: str = "") -> ConfigDict:
         "encoder": args.encoder or ("assets/miniwiki-encoder" if not real else ""),
         "title_weight": 1 if real else 3,
     }
-    steps = args.steps if args.steps >= 0 else (50 if tiny else 195)
+    steps = args.steps if args.steps >= 0 else (80 if tiny else 195)
     config.train = {
         "steps": steps,
-        "questions": 32 if tiny else 256,
+        "questions": 16 if tiny else 256,
         "samples": 8 if tiny else 5,
         "temperature": 1.0,
         "seed": args.seed,
@@ -80,15 +80,16 @@ def get_config(arg: str = "") -> ConfigDict:
         "permute_rewards": args.control == "permuted",
     }
     config.objective = {
-        "kl_coef": 0.01 if tiny else 0.001,
+        "kl_coef": 0.001,
         "clip_low": 0.2,
-        "clip_high": 0.2,
-        "lengths": (256, 384, 512, 768, 1024) if tiny else (1024, 2048, 4096, 8192),
+        "clip_high": 0.28 if tiny else 0.2,
+        "drop_zero_spread": tiny,  # their KL alone is not worth a third of the update's time
+        "lengths": (384, 640, 1024) if tiny else (1024, 2048, 4096, 8192),
         "microbatch_tokens": 8192 if tiny else 32768,
     }
     config.optim = {
         "name": "adamw",
-        "lr": 2e-4 if tiny else 1e-6,
+        "lr": 1.5e-4 if tiny else 1e-6,
         "warmup_ratio": 0.05 if tiny else 0.95,
         "weight_decay": 0.0,
         "clip_norm": 1.0,

@@ -1,4 +1,4 @@
-"""Text encoder of the built-in world: `python launch/encoder.py --config=configs/miniwiki_encoder.py`."""
+"""Trains a text encoder: `python launch/encoder.py --config=configs/miniwiki_encoder.py --workdir=FOLDER`."""
 
 from collections.abc import Sequence
 
@@ -10,6 +10,7 @@ from rrl.train import launcher
 _CONFIG = config_flags.DEFINE_config_file(
     "config", None, "Config file, with its arguments after a colon.", lock_config=True
 )
+_WORKDIR = flags.DEFINE_string("workdir", "runs/encoder", "Folder of the run; the encoder goes to its model/.")
 flags.mark_flags_as_required(["config"])
 
 
@@ -21,7 +22,7 @@ def main(_: Sequence[str]) -> None:
     from rrl.retrieval.train_encoder import EncoderTraining, train_and_save
 
     config = _CONFIG.value
-    train_and_save(EncoderTraining(**config.training.to_dict()), config.tokenizer, config.out)
+    train_and_save(EncoderTraining(**config.training.to_dict()), config.tokenizer, config.out or f"{_WORKDIR.value}/model")
 
 
 if __name__ == "__main__":

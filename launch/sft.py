@@ -24,6 +24,7 @@ def main(_: Sequence[str]) -> None:
     prepare_host()  # before jax is imported
     from rrl.train.stages import run
 
+    assert _WORKDIR.value is not None  # a required flag
     run(_CONFIG.value, _WORKDIR.value)
 
 

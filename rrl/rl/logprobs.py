@@ -7,6 +7,7 @@ would cost more memory than `KEEP_BYTES`. Used by supervised training and by rei
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Protocol
 
 import jax
@@ -85,7 +86,7 @@ def token_logprobs(
 
 
 def score_targets(
-    unembed,
+    unembed: Callable[[Array], Array],
     hidden: Float[Array, "B T D"],
     tokens: Int[Array, "B T"],
     loss: Bool[Array, "B T"],

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import numpy as np
+from jaxtyping import Int
 
 from rrl.data.examples import Example
 from rrl.rl.batch import Batch
@@ -32,25 +33,25 @@ class FixedSource:
 
     def __init__(self, examples: Sequence[Example], rows: int, row_length: int, seed: int) -> None:
         self._examples, self._rows, self._row_length, self._seed = list(examples), rows, row_length, seed
-        self._epoch, self._packed, self._order = -1, None, np.zeros(0, np.int64)
-        self._load(0)
+        self._epoch = 0
+        self._packed, self._order = self._load(0)
         self.steps_per_epoch = -(-len(self._packed.tokens) // rows)
 
     def batch(self, step: int) -> Batch:
         """The rows of a step; the last step of an epoch is filled up with padding."""
-        self._load(step // self.steps_per_epoch)
+        epoch = step // self.steps_per_epoch
+        if epoch != self._epoch:
+            self._epoch, (self._packed, self._order) = epoch, self._load(epoch)
         at = step % self.steps_per_epoch * self._rows
         rows = self._order[at : at + self._rows]
         return take_rows(self._packed, np.pad(rows, (0, self._rows - len(rows)), constant_values=-1))
 
-    def _load(self, epoch: int) -> None:
-        if epoch == self._epoch:
-            return
+    def _load(self, epoch: int) -> tuple[Batch, Int[np.ndarray, "R"]]:
+        """The rows of an epoch, and their order."""
         rng = np.random.default_rng((self._seed, epoch))
         shuffled = [self._examples[i] for i in rng.permutation(len(self._examples))]
-        self._packed = pack_examples(shuffled, self._row_length)
-        self._order = rng.permutation(len(self._packed.tokens))
-        self._epoch = epoch
+        packed = pack_examples(shuffled, self._row_length)
+        return packed, rng.permutation(len(packed.tokens))
 
 
 @dataclasses.dataclass

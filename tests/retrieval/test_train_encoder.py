@@ -107,6 +107,11 @@ def test_the_shipped_encoder_finds_gold_passages_of_unseen_worlds(kind: str) -> 
     assert min(found.values()) >= 0.97
 
 
+def test_the_shipped_encoder_reads_with_the_shipped_tokenizer() -> None:
+    own, world = (ASSETS / name / "tokenizer.json" for name in ("miniwiki-encoder", "miniwiki-tokenizer"))
+    assert own.read_bytes() == world.read_bytes(), "the tokenizer has changed: train the encoder again"
+
+
 def test_the_shipped_encoder_is_small_and_the_one_that_is_documented() -> None:
     folder = ASSETS / "miniwiki-encoder"
     assert sum(file.stat().st_size for file in folder.iterdir()) < 8 * 2**20
