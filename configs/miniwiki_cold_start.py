@@ -3,7 +3,8 @@
     python launch/sft.py --config=configs/miniwiki_cold_start.py:init=runs/pretrain/model --workdir=runs/cold_start
 
 About 2 minutes on 2 quiet cores. The model is written to WORKDIR/model, or to out=FOLDER.
-`demonstrations=N` takes another number of them.
+`demonstrations=N` takes another number of them. `minutes=M` trains for so long instead, without early stopping: the control
+that goes on with supervised training for as long as reinforcement learning took.
 """
 
 from ml_collections import ConfigDict
@@ -19,8 +20,9 @@ def get_config(arg: str = "") -> ConfigDict:
         out="",
         demonstrations=300,
         steps=400,
+        minutes=0.0,
         seed=0,
-        retriever=("bm25", "scann", "exact"),
+        retriever=("scann", "bm25", "exact"),
         encoder="assets/miniwiki-encoder",
     )
     config = ConfigDict()
@@ -44,12 +46,13 @@ def get_config(arg: str = "") -> ConfigDict:
         "retriever": {"kind": args.retriever, "encoder": args.encoder, "title_weight": 3},
     }
     config.train = {
-        "steps": args.steps,
+        "steps": args.steps if not args.minutes else 100_000,
+        "minutes": args.minutes,
         "rows": 8,
         "row_length": 1024,
         "seed": args.seed,
         "eval_every": 10,
-        "patience": 4,
+        "patience": 4 if not args.minutes else 0,
     }
     config.optim = {
         "name": "adamw",

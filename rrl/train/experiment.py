@@ -72,7 +72,7 @@ class Settings:
         """Checks a config (see configs/rsearch_grpo.py for its form); nothing is loaded yet."""
         values = config.to_dict() if hasattr(config, "to_dict") else dict(config)
         steps = values["train"]["steps"]
-        optim = build(OptimConfig, values["optim"], "optim", total_steps=steps)
+        optim = build(OptimConfig, values["optim"], "optim", total_steps=max(steps, 1))
         objective = build(ObjectiveConfig, values["objective"], "objective")
         recipe_values = dict(values["recipe"])
         name, environment = recipe_values.pop("name"), recipe_values.pop("environment", {})
