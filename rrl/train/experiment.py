@@ -21,6 +21,7 @@ from rrl.eval.trajectories_html import write_html
 from rrl.models.decoder import Decoder
 from rrl.models.hf import folder_hash, load_decoder, save_decoder
 from rrl.parallel.mesh import make_mesh
+from rrl.parallel.runtime import enable_compilation_cache
 from rrl.recipes.base import Recipe
 from rrl.recipes.card import card_of, write_card
 from rrl.recipes.catalogue import make_recipe
@@ -161,6 +162,7 @@ def run(config: Mapping[str, Any], workdir: str | pathlib.Path) -> Outcome:
     }
     workdir = pathlib.Path(workdir)
     refuse_other_config(workdir, dataclasses.asdict(settings.train) | {"run": identity}, MAY_DIFFER)
+    enable_compilation_cache()
     loaded = load(settings, say)
     say("compiling rollout and update on first use (kept in the compilation cache for the next start)")
     outcome = train(

@@ -1,0 +1,58 @@
+"""What a run trains on: worlds that share no entity, folders with their splits."""
+
+import json
+
+import pytest
+
+from rrl.data.miniwiki import KINDS
+from rrl.data.questions import Question
+from rrl.errors import UserError
+from rrl.train.tasks import DataConfig, RetrieverConfig, load_corpora, split_questions
+
+BM25 = RetrieverConfig(kind="bm25")
+
+
+def test_held_out_worlds_share_no_title_with_training_and_every_kind_is_asked():
+    data = DataConfig(
+        train_worlds=2, held_out_worlds=2, world_size=100, train_per_kind=6, held_out_per_kind=4
+    )
+    train, held_out = load_corpora(data, BM25)
+    assert not {p.title for p in train.passages} & {p.title for p in held_out.passages}
+    assert (len(train.questions), len(held_out.questions)) == (30, 20)
+    assert {q.kind for q in held_out.questions} == set(KINDS)
+    again, _ = load_corpora(data, BM25)
+    assert again.questions == train.questions
+
+
+def test_a_folder_holds_out_its_own_split(tmp_path):
+    passages = [{"id": str(i), "title": f"T{i}", "text": f"text {i}"} for i in range(4)]
+    (tmp_path / "corpus.jsonl").write_text("\n".join(map(json.dumps, passages)))
+    for name, count in (("train", 5), ("dev", 3)):
+        lines = [
+            json.dumps({"id": f"{name}{i}", "question": "q?", "golden_answers": ["a"]}) for i in range(count)
+        ]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
+    train, held_out = load_corpora(DataConfig(path=str(tmp_path), held_out=2), BM25)
+    assert [q.id for q in train.questions] == [f"train{i}" for i in range(5)]
+    assert [q.id for q in held_out.questions] == ["dev0", "dev1"]
+    assert held_out.retriever is train.retriever
+
+
+def test_one_file_gives_every_fifth_question_away():
+    questions = [Question(str(i), "q", ("a",)) for i in range(10)]
+    train, held_out = split_questions({"dev": questions})
+    assert [q.id for q in held_out] == ["0", "5"]
+    assert len(train) == 8
+    with pytest.raises(UserError, match="at least 2"):
+        split_questions({"dev": questions[:1]})
+
+
+def test_a_dense_retriever_without_encoder_is_named():
+    with pytest.raises(UserError, match=r"retriever\.encoder"):
+        load_corpora(DataConfig(), RetrieverConfig(kind="scann"))
+
+
+def test_off_searches_nothing():
+    data = DataConfig(train_worlds=1, held_out_worlds=1, world_size=60, train_per_kind=2, held_out_per_kind=2)
+    train, _ = load_corpora(data, RetrieverConfig(kind="off"))
+    assert train.retriever is None
