@@ -10,7 +10,9 @@ from rrl.train import launcher
 _CONFIG = config_flags.DEFINE_config_file(
     "config", None, "Config file, with its arguments after a colon.", lock_config=True
 )
-_WORKDIR = flags.DEFINE_string("workdir", "runs/encoder", "Folder of the run; the encoder goes to its model/.")
+_WORKDIR = flags.DEFINE_string(
+    "workdir", "runs/encoder", "Folder of the run; the encoder goes to its model/."
+)
 flags.mark_flags_as_required(["config"])
 
 
@@ -22,7 +24,11 @@ def main(_: Sequence[str]) -> None:
     from rrl.retrieval.train_encoder import EncoderTraining, train_and_save
 
     config = _CONFIG.value
-    train_and_save(EncoderTraining(**config.training.to_dict()), config.tokenizer, config.out or f"{_WORKDIR.value}/model")
+    train_and_save(
+        EncoderTraining(**config.training.to_dict()),
+        config.tokenizer,
+        config.out or f"{_WORKDIR.value}/model",
+    )
 
 
 if __name__ == "__main__":
