@@ -8,13 +8,13 @@ from rrl.eval.trajectories_html import fragment
 from rrl.rollout.trajectory import Trajectory
 
 
-@dataclasses.dataclass(slots=True)
+@dataclasses.dataclass(slots=True, repr=False)
 class Shown(Trajectory):
     """A trajectory with what is needed to show it: Jupyter draws it where it ends a cell."""
 
-    tags: Mapping[str, str] = dataclasses.field(default_factory=lambda: RSEARCH_TAGS, repr=False)
+    tags: Mapping[str, str] = dataclasses.field(default_factory=lambda: RSEARCH_TAGS)
     """Tag written by the policy → kind of piece."""
-    token_bytes: Sequence[bytes] | None = dataclasses.field(default=None, repr=False)
+    token_bytes: Sequence[bytes] | None = None
     """Exact bytes of each token id; with them, each token shows its log-probability."""
 
     @classmethod
@@ -41,6 +41,6 @@ class Shown(Trajectory):
             else:
                 display(self)
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         lines = [self.question.text, *(text.strip() for _, text in self.segments[1:]), f"[{self.ended}]"]
         return "\n".join(lines)
