@@ -3,7 +3,7 @@
     taskset -c 1 python launch/encoder.py --config=configs/miniwiki_encoder.py --workdir=runs/encoder
 
 About 2 minutes on one quiet core. Prints recall@3 on unseen worlds beside BM25's, 100 % within rounding for both.
-The folder is written to WORKDIR/model, or to out=FOLDER; assets/miniwiki-encoder was made with seed=0, out=assets/miniwiki-encoder.
+The folder is written to WORKDIR/model, or to out=FOLDER; with out=assets/miniwiki-encoder it made the shipped one.
 """
 
 from ml_collections import ConfigDict
