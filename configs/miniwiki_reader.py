@@ -12,7 +12,7 @@ from rrl.arguments import parse
 
 def get_config(arg: str = "") -> ConfigDict:
     """The config of `--config=configs/miniwiki_reader.py:ARG`."""
-    args = parse(arg, steps=1200, seed=0, out="", tokenizer="assets/miniwiki-tokenizer")
+    args = parse(arg, steps=1400, seed=0, out="", tokenizer="assets/miniwiki-tokenizer")
     config = ConfigDict()
     config.stage = "evidence"
     config.init = ""
@@ -36,6 +36,11 @@ def get_config(arg: str = "") -> ConfigDict:
         "world_size": 200,
         "steps_per_block": 20,
         "options": {"missing": 0.2},
+        # Looking up is learned from reading, as the policy learns it: answers alone are too few targets.
+        "curriculum": "1:200;2:250;3:350",
+        "reading": 0.75,
+        "reading_later": 0.3,
+        "reading_options": {"plain": 0.1, "drills": 0.25, "most_passages": 4},
     }
     config.train = {
         "steps": args.steps,

@@ -62,8 +62,18 @@ class StreamConfig:
     options: Mapping[str, float] = dataclasses.field(default_factory=dict)
     """Further arguments of the stream (rrl.data.miniwiki.reading, .evidence)."""
 
+    reading: float = 0.0
+    """Evidence stage: share of tokens that are reading examples (their options are `reading_options`) while the
+    curriculum lasts. Answers alone are too few targets to learn looking up from."""
+    reading_later: float = 0.0
+    """The same afterwards."""
+    reading_options: Mapping[str, float] = dataclasses.field(default_factory=dict)
+
     def __post_init__(self) -> None:
         parse_curriculum(self.curriculum)
+        for name in ("reading", "reading_later"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise UserError(f"data.{name}={getattr(self, name)} must lie in 0..1.")
 
     def most_passages(self, step: int) -> int | None:
         """What the curriculum says of a step; None once it is over."""
@@ -150,12 +160,8 @@ def _reading(
 
     def source(rows: int, row_length: int, options: Mapping[str, float]) -> Source:
         def make(block: int) -> list[Example]:
-            seed = _BLOCK_SEED * (settings.seed + 1) + block
-            wiki = generate("train", seed, config.worlds * config.world_size, config.worlds)
-            few = config.most_passages(block * config.steps_per_block)
-            given = {**options} if few is None else {**options, "most_passages": few}
-            stream = reading_examples(wiki, tokenizer, seed, limit=row_length, **given)  # type: ignore[arg-type]
-            return _enough(stream, config.steps_per_block * rows * row_length)
+            tokens = config.steps_per_block * rows * row_length
+            return _read_block(config, settings.seed, tokenizer, block, tokens, row_length, options)
 
         return StreamSource(make, rows, row_length, settings.seed, config.steps_per_block)
 
@@ -167,6 +173,23 @@ def _reading(
     more = settings.rows * settings.row_length // config.short_length
     short = source(more, config.short_length, {**config.options, **config.short_options})
     return Alternating([short] * (config.long_every - 1) + [whole], config.steps_per_block), dict(probes)
+
+
+def _read_block(
+    config: StreamConfig,
+    seed: int,
+    tokenizer: PreTrainedTokenizerBase,
+    block: int,
+    tokens: int,
+    limit: int,
+    options: Mapping[str, float],
+) -> list[Example]:
+    """Reading examples of a block, in worlds of its own."""
+    number = _BLOCK_SEED * (seed + 1) + block
+    wiki = generate("train", number, config.worlds * config.world_size, config.worlds)
+    few = config.most_passages(block * config.steps_per_block)
+    given = {**options} if few is None else {**options, "most_passages": few}
+    return _enough(reading_examples(wiki, tokenizer, number, limit=limit, **given), tokens)  # type: ignore[arg-type]
 
 
 def _evidence(
@@ -181,7 +204,14 @@ def _evidence(
 
     def make(block: int) -> list[Example]:
         tokens = config.steps_per_block * settings.rows * settings.row_length
-        return _enough(stream("train", _BLOCK_SEED * (settings.seed + 1) + block), tokens)
+        early = config.most_passages(block * config.steps_per_block) is not None
+        share = config.reading if early else config.reading_later
+        read = int(share * tokens)
+        examples = _enough(stream("train", _BLOCK_SEED * (settings.seed + 1) + block), tokens - read)
+        if read:
+            length, options = settings.row_length, config.reading_options
+            examples += _read_block(config, settings.seed, tokenizer, block, read, length, options)
+        return examples
 
     source = StreamSource(make, settings.rows, settings.row_length, settings.seed, config.steps_per_block)
     return source, {"answers": list(itertools.islice(stream("dev", 0), 4 * config.probes))}
