@@ -1,0 +1,61 @@
+"""The frozen reader: greedy, remembered, and safe with evidence of any length."""
+
+import pytest
+from flax import nnx
+
+from rrl.data.tokenizer import train_tokenizer
+from rrl.models.config import DecoderConfig
+from rrl.models.decoder import Decoder
+from rrl.rewards.reader import Reader
+from rrl.rollout.engine import EngineConfig
+
+
+@pytest.fixture(scope="module")
+def reader():
+    tokenizer = train_tokenizer(["the reader answers from evidence alone " * 3], 300)
+    config = DecoderConfig.from_hf(
+        {
+            "model_type": "llama",
+            "vocab_size": 300,
+            "hidden_size": 16,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "intermediate_size": 32,
+            "rope_theta": 10000.0,
+            "rms_norm_eps": 1e-6,
+            "tie_word_embeddings": True,
+            "max_position_embeddings": 128,
+        }
+    )
+    settings = EngineConfig(rows=4, context=64, feeds=2, feed_tokens=16)
+    return Reader(Decoder(config, rngs=nnx.Rngs(0)), tokenizer, settings, answer_tokens=6)
+
+
+def test_equal_prompts_get_equal_answers_and_are_asked_once(reader):
+    runs = []
+    run = reader.engine.run
+    reader.engine.run = lambda *args, **kwargs: runs.append(len(args[1])) or run(*args, **kwargs)
+    try:
+        first = reader.answers(["who?", "where?", "who?"])
+        again = reader.answers(["where?", "when?"])
+    finally:
+        reader.engine.run = run
+    assert first[0] == first[2]
+    assert again[0] == first[1]
+    assert runs == [2, 1]
+
+
+def test_a_prompt_longer_than_the_context_is_cut_at_its_front(reader):
+    (answer,) = reader.answers(["evidence " * 200])
+    assert isinstance(answer, str)
+
+
+def test_forgetting_keeps_the_latest(reader):
+    reader.answers([f"question {i}" for i in range(5)])
+    reader.forget(keep=2)
+    assert list(reader.memory) == ["question 3", "question 4"]
+
+
+def test_no_prompts_cost_nothing(reader):
+    assert reader.answers([]) == []

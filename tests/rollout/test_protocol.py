@@ -1,0 +1,63 @@
+"""The stream protocol: what each way of pausing a turn leads to."""
+
+import numpy as np
+import pytest
+
+from rrl.data.passages import Passage
+from rrl.data.questions import Question
+from rrl.rollout.protocol import (
+    CONTEXT,
+    EOS,
+    TURN_TOKENS,
+    Append,
+    Episode,
+    Finish,
+    SearchFor,
+    Stream,
+    message_ids,
+)
+
+STREAM = Stream(max_searches=2)
+SEARCH = STREAM.stops[0]
+
+
+@pytest.mark.parametrize(
+    ("turn", "text", "stop", "action"),
+    [
+        (0, "I look. <search> Silver Harbour </search>", SEARCH, SearchFor("Silver Harbour")),
+        (0, "<search>a</search><search>b</search>", SEARCH, SearchFor("b")),
+        (2, "<search>a</search>", SEARCH, Finish("search_limit")),
+        (0, "<answer>x</answer>", EOS, Finish("answer")),
+        (2, "<answer>x</answer>", TURN_TOKENS, Finish("answer")),
+        (2, "no answer", EOS, Finish("turn_limit")),
+        (1, "<search>a</search>", CONTEXT, Finish("context_limit")),
+    ],
+)
+def test_a_turn_leads_to(turn, text, stop, action):
+    assert STREAM.react(Episode(Question("q", "q", ("a",)), turn), text, stop) == action
+
+
+@pytest.mark.parametrize(
+    ("text", "stop"),
+    [("</search>", SEARCH), ("<search> </search>", SEARCH), ("hm", EOS), ("hm", TURN_TOKENS)],
+)
+def test_a_malformed_turn_is_corrected_and_costs_a_turn(text, stop):
+    action = STREAM.react(Episode(Question("q", "q", ("a",)), 1), text, stop)
+    assert isinstance(action, Append)
+    assert "<search>" in action.prefix
+    assert action.body == ""
+
+
+def test_an_observation_holds_the_documents_as_printed_or_says_that_the_search_failed():
+    episode = Episode(Question("q", "q", ("a",)))
+    found = STREAM.observe(
+        episode, [Passage("0", "Lorn", "Lorn is a city."), Passage("1", "Ruddov", "A name.")]
+    )
+    assert found.body == "(Title: Lorn) Lorn is a city.\n(Title: Ruddov) A name."
+    assert (found.prefix, found.suffix) == ("\n<observation>\n", "\n</observation>\n")
+    assert STREAM.observe(episode, None).body == STREAM.failure
+
+
+def test_only_the_body_is_cut():
+    ids = message_ids(Append("<a>", "x" * 50, "</a>"), lambda text: np.frombuffer(text.encode(), np.uint8), 7)
+    assert bytes(ids.astype(np.uint8)) == b"<a>xxxxxxx</a>"
