@@ -41,6 +41,11 @@ def extend(decoder, tokens, positions, cache, rows=None):
 
 
 @nnx.jit
+def encode(encoder, tokens, mask):
+    return encoder(tokens, mask)
+
+
+@nnx.jit
 def embed(encoder, tokens, mask):
     return encoder.embed(tokens, mask)
 

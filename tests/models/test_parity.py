@@ -6,7 +6,7 @@ import pytest
 
 from rrl.models.config import DecoderConfig
 from rrl.models.hf import load_decoder, load_encoder, save_decoder, save_encoder
-from tests.models.small import embed, make, run
+from tests.models.small import embed, encode, make, run
 
 torch = pytest.importorskip("torch", reason="torch is not installed; parity needs the extra [parity]")
 transformers = pytest.importorskip("transformers")
@@ -61,9 +61,7 @@ def test_encoder_folders_give_the_same_hidden_states_both_ways(encoder_config, t
     arguments = {"input_ids": torch.tensor(tokens), "attention_mask": torch.tensor(mask, dtype=torch.long)}
     with torch.no_grad():
         first, second = (model(**arguments).last_hidden_state.numpy() for model in (theirs, again))
-    hidden = nnx.jit(lambda m, *a: m(*a))(
-        load_encoder(tmp_path / "ours"), jnp.asarray(tokens), jnp.asarray(mask)
-    )
+    hidden = encode(load_encoder(tmp_path / "ours"), jnp.asarray(tokens), jnp.asarray(mask))
     np.testing.assert_allclose(hidden[mask], first[mask], atol=1e-4)
     np.testing.assert_allclose(second[mask], first[mask], atol=1e-5)
     pooled = (first * mask[..., None]).sum(1) / mask.sum(1, keepdims=True)
