@@ -1,8 +1,8 @@
-"""Stage 1 of the cold start: SFT on 300 fixed demonstrations of R-Search's protocol, stopped early on held-out ones.
+"""Stage 1 of the cold start: SFT on 1,000 fixed demonstrations of R-Search's protocol, stopped early on held-out ones.
 
     python launch/sft.py --config=configs/miniwiki_cold_start.py:init=runs/pretrain/model --workdir=runs/cold_start
 
-About 2 minutes on 2 quiet cores. The model is written to WORKDIR/model, or to out=FOLDER.
+About 5 minutes on 2 quiet cores. The model is written to WORKDIR/model, or to out=FOLDER.
 `demonstrations=N` takes another number of them. `minutes=M` trains for so long instead, without early stopping: the control
 that goes on with supervised training for as long as reinforcement learning took.
 """
@@ -18,8 +18,8 @@ def get_config(arg: str = "") -> ConfigDict:
         arg,
         init="runs/pretrain/model",
         out="",
-        demonstrations=300,
-        steps=400,
+        demonstrations=1000,
+        steps=420,
         minutes=0.0,
         seed=0,
         retriever=("scann", "bm25", "exact"),
@@ -49,15 +49,15 @@ def get_config(arg: str = "") -> ConfigDict:
         "steps": args.steps if not args.minutes else 100_000,
         "minutes": args.minutes,
         "rows": 8,
-        "row_length": 1024,
+        "row_length": 768,
         "seed": args.seed,
-        "eval_every": 10,
-        "patience": 4 if not args.minutes else 0,
+        "eval_every": 60,
+        "patience": 2 if not args.minutes else 0,
     }
     config.optim = {
         "name": "adamw",
         "lr": 1e-3,
-        "schedule": "constant",
+        "schedule": "constant" if args.minutes else "linear",
         "warmup_steps": 10,
         "weight_decay": 0.0,
     }

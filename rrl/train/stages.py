@@ -92,6 +92,8 @@ class DemonstrationConfig:
     held_out: int = 60
     """Further demonstrations, in worlds of the dev split, for early stopping."""
     top_k: int = 3
+    context: int = 1024
+    """Most tokens of a trajectory, for the recipe card beside the weights."""
     recipe: str = "rsearch"
     recipe_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     environment: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -139,7 +141,7 @@ def run(config: Mapping[str, Any], workdir: str | pathlib.Path) -> Result:
         save_decoder(out, decoder, tokenizer)
         if stage == "demonstrations":
             shown = build(DemonstrationConfig, values["data"]["demonstrations"], "data.demonstrations")
-            write_card(out, card_of(_recipe(shown), settings.row_length, shown.top_k))
+            write_card(out, card_of(_recipe(shown), shown.context, shown.top_k))
         print(f"wrote {out} (sha256 {folder_hash(out)[:12]})", file=sys.stderr)
     return result
 
