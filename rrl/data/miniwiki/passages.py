@@ -96,7 +96,8 @@ SLOTS: dict[str, tuple[Slot, ...]] = {
                                      "The publication year of {0} is {1}.", "The book {0} was first printed in {1}.")),
     ),
     "company": (
-        Slot(("founder", "founding year"), ("{0} is a company founded by {1} in {2}.", "{0}, a company, was founded by {1} in {2}.",
+        Slot(("founder", "founding year"), ("{0} is a company founded by {1} in {2}.",
+                                            "{0}, a company, was founded by {1} in {2}.",
                                             "The company {0} was founded in {2} by {1}.",
                                             "The founder of {0} is {1}, and the founding year is {2}.")),
         Slot(("headquarters",), ("{0} is based in {1}.", "{0} has its headquarters in {1}.",

@@ -6,8 +6,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from rrl.data.examples import Example
-from rrl.data.miniwiki import MiniWiki
-from rrl.data.miniwiki import reading
+from rrl.data.miniwiki import MiniWiki, reading
 from rrl.data.miniwiki.context import Shelf
 
 
