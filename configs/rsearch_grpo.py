@@ -68,7 +68,7 @@ def get_config(arg: str = "") -> ConfigDict:
         "encoder": args.encoder or ("assets/miniwiki-encoder" if not real else ""),
         "title_weight": 1 if real else 3,
     }
-    steps = args.steps if args.steps >= 0 else (80 if tiny else 195)
+    steps = args.steps if args.steps >= 0 else (40 if tiny else 195)
     config.train = {
         "steps": steps,
         "questions": 16 if tiny else 256,
