@@ -12,8 +12,10 @@ from rrl.data.questions import Question
 from rrl.errors import UserError
 from rrl.models.config import DecoderConfig
 from rrl.models.decoder import Decoder
+from rrl.rl.logprobs import token_logprobs
 from rrl.rl.optim import OptimConfig, make_optimizer
 from rrl.rollout.trajectory import ENVIRONMENT, POLICY, PROMPT, Trajectory
+from rrl.train.pack import pack
 from rrl.train.update import ObjectiveConfig, Updater, microbatches
 
 CONFIG = DecoderConfig.from_hf(
@@ -100,6 +102,24 @@ def test_without_advantage_and_kl_nothing_moves():
     new, metrics = step(ObjectiveConfig(kl_coef=0.0, lengths=(64,)), advantages=np.zeros(16, np.float32))
     close(new, params, 0)
     assert metrics["grad_norm"] == 0
+
+
+def test_a_step_raises_what_had_advantage_and_lowers_what_had_none():
+    def likelihood(params, trajectory):
+        decoder = nnx.merge(nnx.split(Decoder(CONFIG, rngs=nnx.Rngs(0)))[0], params)
+        batch = pack([trajectory.tokens], [trajectory.roles == POLICY], 64).batch
+        return float(token_logprobs(decoder, jax.tree.map(jnp.asarray, batch)).logp.sum())
+
+    start = nnx.state(Decoder(CONFIG, rngs=nnx.Rngs(0)))
+    pair = [make(1, 12, 0), make(2, 12, 0)]
+    for t in pair:  # on policy: the ratio starts at 1
+        batch = jax.tree.map(jnp.asarray, pack([t.tokens], [t.roles == POLICY], 64).batch)
+        t.logps = np.asarray(token_logprobs(Decoder(CONFIG, rngs=nnx.Rngs(0)), batch).logp)[
+            0, : len(t.tokens)
+        ]
+    new, _ = step(ObjectiveConfig(kl_coef=0.0, lengths=(64,)), pair, np.array([1.0, -1.0], np.float32))
+    assert likelihood(new, pair[0]) > likelihood(start, pair[0])
+    assert likelihood(new, pair[1]) < likelihood(start, pair[1])
 
 
 def test_each_minibatch_is_one_optimiser_step():
