@@ -1,7 +1,7 @@
 """R-Search with GRPO.
 
     python launch/train.py --config=configs/rsearch_grpo.py                      # built-in world, about 10 minutes, 2 cores
-    python launch/train.py --config=configs/rsearch_grpo.py:steps=2              # smoke run, under a minute
+    python launch/train.py --config=configs/rsearch_grpo.py:steps=2              # smoke run, about a minute
     python launch/train.py --config=configs/rsearch_grpo.py:data=FOLDER,policy=FOLDER    # real questions, any policy
     python launch/train.py --config=configs/rsearch_grpo.py:size=7b,data=FOLDER,policy=FOLDER,reader=FOLDER,encoder=FOLDER
 
@@ -9,6 +9,8 @@ size=tiny is the built-in world (`miniwiki`) from the shipped cold-started polic
 another family. size=3b and size=7b hold the settings of the paper (sections 4.1-4.3, released values where it is
 silent): Qwen2.5-Instruct folders as policy, Llama-3.2-3B-Instruct as reader, E5 as encoder, 8 x 80 GB.
 """
+
+import re
 
 from ml_collections import ConfigDict
 
@@ -33,7 +35,8 @@ def get_config(arg: str = "") -> ConfigDict:
     tiny = args.size == "tiny"
     real = args.data != "miniwiki"
     config = ConfigDict()
-    config.name = f"rsearch_grpo_{args.size}"
+    # Each argument has a workdir of its own, so that a smoke run does not stand in the way of the main one.
+    config.name = "-".join([f"rsearch_grpo_{args.size}", *re.findall(r"[\w.=]+", arg)])
     config.policy = args.policy or (
         "assets/miniwiki-policy" if tiny else f"models/Qwen2.5-{args.size.upper()}-Instruct"
     )

@@ -80,6 +80,11 @@ def test_a_missing_policy_is_named_and_nothing_is_written(tmp_path, monkeypatch)
     assert list(tmp_path.iterdir()) == []
 
 
+def test_each_argument_has_a_workdir_of_its_own():
+    names = [config(arg).name for arg in ("", "steps=2", "data=some/folder")]
+    assert names == ["rsearch_grpo_tiny", "rsearch_grpo_tiny-steps=2", "rsearch_grpo_tiny-data=some-folder"]
+
+
 @pytest.mark.parametrize("arg", ["size=70b", "sizes=3b", "steps=many"])
 def test_a_wrong_argument_is_named(arg):
     with pytest.raises(UserError, match=arg.split("=")[0]):
