@@ -25,6 +25,7 @@ from rrl.errors import UserError
 from rrl.models.config import DecoderConfig
 from rrl.models.decoder import Decoder
 from rrl.models.hf import folder_hash, load_decoder, save_decoder
+from rrl.models.induction import wire_induction
 from rrl.recipes.base import Recipe
 from rrl.recipes.card import card_of, write_card
 from rrl.recipes.catalogue import make_recipe
@@ -115,8 +116,7 @@ def run(config: Mapping[str, Any], workdir: str | pathlib.Path) -> Result:
     optim = build(OptimConfig, values["optim"], "optim", total_steps=steps)
     settings = build(SFTConfig, values["train"], "train", optim=optim)
     identity: dict[str, Any] = {name: values[name] for name in ("stage", "model", "tokenizer", "data")}
-    if values.get("scales"):
-        identity["scales"] = values["scales"]
+    identity |= {name: values[name] for name in ("scales", "induction") if values.get(name)}
     if values["init"]:
         identity["init"] = folder_hash(values["init"])
     refuse_other_config(workdir, dataclasses.asdict(settings) | {"run": identity}, MAY_DIFFER)
@@ -134,6 +134,8 @@ def run(config: Mapping[str, Any], workdir: str | pathlib.Path) -> Result:
         )
         decoder = Decoder(shape, rngs=nnx.Rngs(settings.seed))
         scale_parameters(decoder, values.get("scales", {}))
+        if values.get("induction"):
+            wire_induction(decoder, seed=settings.seed, **values["induction"])
     source, held_out = STAGES[stage](values["data"], settings, tokenizer)
     result = train(settings, source, decoder, workdir, held_out=held_out, identity=identity)
     out = pathlib.Path(values["out"] or pathlib.Path(workdir, "model"))

@@ -56,6 +56,7 @@ def reading_examples(
     plain: float = 0.1,
     drills: float = 0.2,
     most_passages: int = 9,
+    most_orders: int = 6,
     limit: int = 640,
 ) -> Iterator[Example]:
     """An endless stream of reading examples; the same arguments give the same stream.
@@ -70,6 +71,7 @@ def reading_examples(
       plain: share of examples in which every token is a target, passages too.
       drills: share of examples without passages: comparing years and names, and copying, many to an example.
       most_passages: 1 to this many passages in an example.
+      most_orders: 1 to this many orders after each block of passages (fewer where there are several blocks).
       limit: longest example in tokens; longer ones are cut.
     """
     rng = np.random.default_rng((seed, 1))
@@ -78,11 +80,11 @@ def reading_examples(
         if rng.random() < drills:
             pieces = drill(shelf, rng)
         else:
-            pieces = read(shelf, rng, int(rng.integers(1, most_passages + 1)))
+            pieces = read(shelf, rng, int(rng.integers(1, most_passages + 1)), most_orders)
         yield writer.example(pieces, limit, everything=bool(rng.random() < plain))
 
 
-def read(shelf: Shelf, rng: Rng, passages: int) -> list[Piece]:
+def read(shelf: Shelf, rng: Rng, passages: int, most_orders: int) -> list[Piece]:
     """Passages in one to three blocks, each followed by orders about any passage read so far."""
     context = shelf.gather(rng, passages)
     blocks = min(passages, int(rng.choice([1, 2, 3], p=[0.5, 0.3, 0.2])))
@@ -94,7 +96,7 @@ def read(shelf: Shelf, rng: Rng, passages: int) -> list[Piece]:
         for entity in context.entities[low:high]:
             pieces += _passage(shelf, entity)
         seen = Context(context.entities[:high], context.entities[low:high])
-        for _ in range(int(rng.integers(1, 7 - blocks))):
+        for _ in range(int(rng.integers(1, most_orders // blocks + 1))):
             pieces += _order(shelf, rng, seen)
     return pieces
 
