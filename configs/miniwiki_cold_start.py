@@ -38,7 +38,7 @@ def get_config(arg: str = "") -> ConfigDict:
         "demonstrations": {
             "number": args.demonstrations,
             "held_out": 100,
-            "top_k": 3,
+            "top_k": 2,
             "recipe": "rsearch",
             "recipe_options": {"instruction": ""},
             "environment": {"max_searches": 4, "turn_tokens": 128, "observation_tokens": 256},

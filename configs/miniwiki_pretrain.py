@@ -15,7 +15,7 @@ def get_config(arg: str = "") -> ConfigDict:
     """The config of `--config=configs/miniwiki_pretrain.py:ARG`."""
     args = parse(
         arg,
-        steps=2400,
+        steps=1900,
         seed=0,
         out="",
         tokenizer="assets/miniwiki-tokenizer",
@@ -45,7 +45,7 @@ def get_config(arg: str = "") -> ConfigDict:
         "worlds": 10,
         "world_size": 200,
         "steps_per_block": 20,
-        "options": {"plain": 0.1, "drills": 0.2, "most_passages": 10},
+        "options": {"plain": 0.1, "drills": 0.2, "questions": 0.12, "most_passages": 10},
         # Looking up is learned from few passages first.
         "curriculum": args.curriculum,
         "short_length": 320,

@@ -55,8 +55,8 @@ def get_config(arg: str = "") -> ConfigDict:
         "rows": 64 if tiny else 256,
         "context": 1024 if tiny else 8192,
         "feeds": 16,
-        "feed_tokens": 160 if tiny else 512,
-        "top_k": 3,
+        "feed_tokens": 96 if tiny else 512,
+        "top_k": 2 if tiny else 3,
         "top_p": 1.0 if tiny else 0.95,
     }
     config.reader_rollout = {

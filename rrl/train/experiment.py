@@ -67,6 +67,8 @@ class Settings:
     retriever: RetrieverConfig
     recipe: Recipe
     reader_rollout: EngineConfig
+    reference: tuple[str, float] | None = None
+    """What the result is printed beside, and its exact match."""
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> "Settings":
@@ -92,6 +94,7 @@ class Settings:
             retriever=build(RetrieverConfig, values["retriever"], "retriever"),
             recipe=make_recipe(name, recipe_values, environment),
             reader_rollout=build(EngineConfig, values["reader_rollout"], "reader_rollout"),
+            reference=values.get("reference"),
         )
         for field, folder in (("policy", settings.policy), ("reader", settings.reader)):
             if folder and not pathlib.Path(folder, "config.json").is_file():
@@ -204,7 +207,7 @@ def report(settings: Settings, loaded: Loaded, outcome: Outcome, workdir: pathli
         "command": shlex.join(["python", *sys.argv]),
     }
     files = [str(workdir / name) for name in ("curves.png", "trajectories.html", "metrics.jsonl", "policy")]
-    text = summary(outcome.before, outcome.after, run=facts, files=files)
+    text = summary(outcome.before, outcome.after, run=facts, reference=settings.reference, files=files)
     (workdir / "summary.txt").write_text(text + "\n", encoding="utf-8")
     print(text)
 

@@ -36,8 +36,8 @@ class SFTConfig:
     rows: int = 16
     """Rows a step; what a row holds is up to the source."""
     row_length: int = 512
-    chunk: int = 4096
-    """Positions whose logits exist at a time."""
+    chunk: int = 1024
+    """Positions whose logits exist at a time; chunks without a target cost nothing."""
     seed: int = 0
     log_every: int = 10
     eval_every: int = 0

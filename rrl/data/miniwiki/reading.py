@@ -1,7 +1,8 @@
 """Reading, copying and comparing: the endless stream of text before any protocol is learned.
 
 An example is what an observation looks like, `(Title: T) text` one passage a line, followed by short orders such as
-" director of Silver Harbour :" and their answers. No tags, no questions, no plans of several searches.
+" director of Silver Harbour :" and their answers, or a list of exercises without passages. One exercise says which facts a
+question asks for, as any language model understands a question; there are no tags, no searches and no answers to it.
 """
 
 import itertools
@@ -11,10 +12,10 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from rrl.data.examples import Example
-from rrl.data.miniwiki import MiniWiki
+from rrl.data.miniwiki import KINDS, MiniWiki
 from rrl.data.miniwiki.context import Context, Entity, Shelf, facts_of
 from rrl.data.miniwiki.passages import RELATION, RELATIONS
-from rrl.data.miniwiki.questions import ORDERS, SAME, conclude_order, conclude_same, hop
+from rrl.data.miniwiki.questions import ORDERS, SAME, Plan, conclude_order, conclude_same, hop
 
 Piece = tuple[str, bool]
 """Text, and whether it is a target."""
@@ -55,6 +56,7 @@ def reading_examples(
     *,
     plain: float = 0.1,
     drills: float = 0.2,
+    questions: float = 0.1,
     most_passages: int = 9,
     most_orders: int = 6,
     limit: int = 640,
@@ -70,15 +72,21 @@ def reading_examples(
       seed: order and choice.
       plain: share of examples in which every token is a target, passages too.
       drills: share of examples without passages: comparing years and names, and copying, many to an example.
+      questions: share of examples that are questions, each followed by the facts it asks for.
       most_passages: 1 to this many passages in an example.
       most_orders: 1 to this many orders after each block of passages (fewer where there are several blocks).
       limit: longest example in tokens; longer ones are cut.
     """
     rng = np.random.default_rng((seed, 1))
     shelf, writer = Shelf(wiki), Writer(tokenizer)
+    asked = _questions(wiki, seed) if questions else []
     while True:
-        if rng.random() < drills:
+        draw = rng.random()
+        if draw < drills:
             pieces = drill(shelf, rng)
+        elif draw < drills + questions:
+            chosen = rng.integers(len(asked), size=int(rng.integers(6, 13))).tolist()
+            pieces = [piece for i in chosen for piece in asked[i]]
         else:
             pieces = read(shelf, rng, int(rng.integers(1, most_passages + 1)), most_orders)
         yield writer.example(pieces, limit, everything=bool(rng.random() < plain))
@@ -212,12 +220,34 @@ ORDERS_BY_SHARE: tuple[Callable[[Shelf, Rng, Context], list[Piece]], ...] = (
 _SHARES = (0.16, 0.24, 0.22, 0.03, 0.15, 0.12, 0.08)
 
 
+def _questions(wiki: MiniWiki, seed: int) -> list[list[Piece]]:
+    """Questions of every kind with the facts they ask for."""
+    number = max(1, len(wiki.passages) // 20)
+    return [
+        [(f" {item.question.text} :", False), (f" {asked_for(item.plan)}\n", True)]
+        for kind in KINDS
+        for item in wiki.questions(kind, number, seed)
+    ]
+
+
+def asked_for(plan: Plan) -> str:
+    """The facts a plan looks up: "author of X, spouse", or "founding year of A; founding year of B; earlier"."""
+    hops, length = plan.hops, len(plan.hops) // (2 if plan.conclusion else 1)
+    parts = [
+        ", ".join([hops[at].query, *(hop.relation for hop in hops[at + 1 : at + length])])
+        for at in range(0, len(hops), length)
+    ]
+    if plan.conclusion:
+        parts.append(next((word for word in ("earlier", "later") if f" {word}" in plan.conclusion), "same"))
+    return "; ".join(parts)
+
+
 def drill(shelf: Shelf, rng: Rng) -> list[Piece]:
     """A dozen or two short lines of one or more exercises, without passages."""
     world = int(rng.integers(len(shelf.spans)))
     pieces: list[Piece] = []
     for _ in range(int(rng.integers(8, 20))):
-        exercise = (_years, _dated, _equal, _back, _echo)[int(rng.choice(5, p=[0.3, 0.25, 0.15, 0.15, 0.15]))]
+        exercise = (_years, _dated, _equal, _back, _echo)[int(rng.choice(5, p=[0.25, 0.4, 0.1, 0.2, 0.05]))]
         pieces += exercise(shelf, rng, world)
     return pieces
 
