@@ -18,12 +18,27 @@ def truncate(logits: Float[Array, "B V"], *, top_p: float = 1.0, top_k: int = 0)
         kth = jax.lax.top_k(logits, top_k)[0][:, -1:]
         logits = jnp.where(logits < kth, -jnp.inf, logits)
     if top_p < 1.0:
-        ordered = jnp.sort(logits, axis=-1, descending=True)
-        mass = jnp.cumsum(jax.nn.softmax(ordered, axis=-1), axis=-1)
-        kept = jnp.sum(mass < top_p, axis=-1, keepdims=True)
-        threshold = jnp.take_along_axis(ordered, kept, axis=-1)
-        logits = jnp.where(logits < threshold, -jnp.inf, logits)
+        probabilities = jax.nn.softmax(logits, axis=-1)
+        logits = jnp.where(probabilities < _least_kept(probabilities, top_p), -jnp.inf, logits)
     return logits
+
+
+def _least_kept(probabilities: Float[Array, "B V"], top_p: float) -> Float[Array, "B 1"]:
+    """The largest threshold above which the probabilities still sum to `top_p`.
+
+    Found bit by bit: floats from 0 on are ordered like their bits. Sorting the vocabulary at each token would cost more
+    than all of a small model's layers.
+    """
+
+    def try_bit(index: Int[Array, ""], bits: Int[Array, "B 1"]) -> Int[Array, "B 1"]:
+        higher = bits | (jnp.int32(1) << (29 - index))
+        threshold = jax.lax.bitcast_convert_type(higher, jnp.float32)
+        mass = jnp.sum(jnp.where(probabilities >= threshold, probabilities, 0.0), axis=-1, keepdims=True)
+        return jnp.where(mass >= top_p, higher, bits)
+
+    # 1.0 is 0x3F800000, so that bit 29 is the highest a probability has.
+    bits = jax.lax.fori_loop(0, 30, try_bit, jnp.zeros((probabilities.shape[0], 1), jnp.int32))
+    return jax.lax.bitcast_convert_type(bits, jnp.float32)
 
 
 def sample(
