@@ -1,8 +1,8 @@
-"""Stage 1 of the cold start: SFT on 4,000 fixed demonstrations of R-Search's protocol, stopped early on held-out ones.
+"""Stage 1 of the cold start: SFT on 500 fixed demonstrations of R-Search's protocol, stopped early on held-out ones.
 
     python launch/sft.py --config=configs/miniwiki_cold_start.py:init=runs/pretrain/model --workdir=runs/cold_start
 
-About 6 minutes on 2 quiet cores. The model is written to WORKDIR/model, or to out=FOLDER.
+About 4 minutes on 2 quiet cores. The model is written to WORKDIR/model, or to out=FOLDER.
 `demonstrations=N` takes another number of them. `minutes=M` trains for so long instead, without early stopping: the control
 that goes on with supervised training for as long as reinforcement learning took.
 """
@@ -18,8 +18,8 @@ def get_config(arg: str = "") -> ConfigDict:
         arg,
         init="runs/pretrain/model",
         out="",
-        demonstrations=4000,
-        steps=560,
+        demonstrations=500,
+        steps=260,
         minutes=0.0,
         seed=0,
         retriever=("scann", "bm25", "exact"),

@@ -57,7 +57,7 @@ def get_config(arg: str = "") -> ConfigDict:
         "feeds": 16,
         "feed_tokens": 96 if tiny else 512,
         "top_k": 2 if tiny else 3,
-        "top_p": 1.0 if tiny else 0.95,
+        "top_p": 0.95,
     }
     config.reader_rollout = {
         "rows": 32 if tiny else 128,

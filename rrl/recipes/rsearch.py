@@ -124,8 +124,8 @@ class RSearch:
     # -- the cold start in the built-in world ------------------------------------------------------------------------
 
     def demonstrate(self, item: MiniQuestion, retrieve: Retrieve) -> list[str | Append]:
-        """A scripted expert: search each hop, state what was read, quote the sentences, answer."""
-        environment, thought = self.environment, ""
+        """A scripted expert: say what is needed, search each hop, state what was read, quote the sentences, answer."""
+        environment, thought = self.environment, f"To find : {item.plan.facts}\n"
         segments: list[str | Append] = []
         episode = Episode(item.question)
         for hop in item.plan.hops:

@@ -49,8 +49,9 @@ def attention_of(decoder, tokens):
     return found
 
 
-def test_heads_attend_to_their_offset_and_to_what_followed_the_same_token():
-    decoder = model()
+@pytest.mark.parametrize(("family", "hidden"), [("qwen2", 128), ("llama", 160)])
+def test_heads_attend_to_their_offset_and_to_what_followed_the_same_token(family, hidden):
+    decoder = model(model_type=family, hidden=hidden)
     decoder.embedding[...] = decoder.embedding[...] * 5
     decoder.layers.down[...] = jnp.zeros_like(decoder.layers.down[...])
     decoder.layers.o[...] = jnp.zeros_like(decoder.layers.o[...])
@@ -80,7 +81,8 @@ def test_what_is_not_wired_stays_and_the_seed_decides():
 @pytest.mark.parametrize(
     ("changes", "offsets"),
     [
-        ({"model_type": "llama"}, (1,)),
+        ({"model_type": "qwen3"}, (1,)),
+        ({"model_type": "llama"}, (1, 2, 3)),
         ({"layers": 1}, (1,)),
         ({}, (1, 2, 3, 4, 5)),
         ({}, ()),

@@ -49,6 +49,20 @@ class Plan:
     hops: tuple[Hop, ...]
     conclusion: str
 
+    @property
+    def facts(self) -> str:
+        """What it looks up: "author of X, spouse", or "founding year of A; founding year of B; earlier"."""
+        hops, length = self.hops, len(self.hops) // (2 if self.conclusion else 1)
+        parts = [
+            ", ".join([hops[at].query, *(hop.relation for hop in hops[at + 1 : at + length])])
+            for at in range(0, len(hops), length)
+        ]
+        if self.conclusion:
+            parts.append(
+                next((word for word in ("earlier", "later") if f" {word}" in self.conclusion), "same")
+            )
+        return "; ".join(parts)
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MiniQuestion:

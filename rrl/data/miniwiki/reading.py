@@ -15,7 +15,7 @@ from rrl.data.examples import Example
 from rrl.data.miniwiki import KINDS, MiniWiki
 from rrl.data.miniwiki.context import Context, Entity, Shelf, facts_of
 from rrl.data.miniwiki.passages import RELATION, RELATIONS
-from rrl.data.miniwiki.questions import ORDERS, SAME, Plan, conclude_order, conclude_same, hop
+from rrl.data.miniwiki.questions import ORDERS, SAME, conclude_order, conclude_same, hop
 
 Piece = tuple[str, bool]
 """Text, and whether it is a target."""
@@ -224,22 +224,10 @@ def _questions(wiki: MiniWiki, seed: int) -> list[list[Piece]]:
     """Questions of every kind with the facts they ask for."""
     number = max(1, len(wiki.passages) // 20)
     return [
-        [(f" {item.question.text} :", False), (f" {asked_for(item.plan)}\n", True)]
+        [(f" {item.question.text} :", False), (f" {item.plan.facts}\n", True)]
         for kind in KINDS
         for item in wiki.questions(kind, number, seed)
     ]
-
-
-def asked_for(plan: Plan) -> str:
-    """The facts a plan looks up: "author of X, spouse", or "founding year of A; founding year of B; earlier"."""
-    hops, length = plan.hops, len(plan.hops) // (2 if plan.conclusion else 1)
-    parts = [
-        ", ".join([hops[at].query, *(hop.relation for hop in hops[at + 1 : at + length])])
-        for at in range(0, len(hops), length)
-    ]
-    if plan.conclusion:
-        parts.append(next((word for word in ("earlier", "later") if f" {word}" in plan.conclusion), "same"))
-    return "; ".join(parts)
 
 
 def drill(shelf: Shelf, rng: Rng) -> list[Piece]:
