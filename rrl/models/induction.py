@@ -37,8 +37,9 @@ def wire_induction(
 
     Head i of the first layer attends to the token offsets[i] back: its q and k biases are one vector, and q's is turned by
     that offset, so that RoPE makes their product largest there. (A model without biases reads them from a constant that
-    is added to all embeddings.) It writes a random projection of that token to the residual stream. The first head of group j in the second layer looks for places where what head j mod len(offsets)
-    wrote is that projection of the current token, and writes down what it finds there.
+    is added to all embeddings.) It writes a random projection of that token to the residual stream. The first head of
+    group j in the second layer looks for places where what head j mod len(offsets) wrote is that projection of the
+    current token, and writes down what it finds there.
 
     Args:
         decoder: without norms of q and k (Qwen2, Llama); other layers, and heads without an offset, stay as they are.
