@@ -71,14 +71,14 @@ def get_config(arg: str = "") -> ConfigDict:
         "encoder": args.encoder or ("assets/miniwiki-encoder" if not real else ""),
         "title_weight": 1 if real else 3,
     }
-    steps = args.steps if args.steps >= 0 else (40 if tiny else 195)
+    steps = args.steps if args.steps >= 0 else (24 if tiny else 195)
     config.train = {
         "steps": steps,
-        "questions": 16 if tiny else 256,
-        "samples": 8 if tiny else 5,
+        "questions": 32 if tiny else 256,
+        "samples": 4 if tiny else 5,
         "temperature": 1.0,
         "seed": args.seed,
-        "eval_every": max(1, steps // 4) if tiny else 20,
+        "eval_every": max(1, steps // 2) if tiny else 20,
         "eval_temperature": 0.0 if tiny else 0.1,
         "permute_rewards": args.control == "permuted",
     }
@@ -92,7 +92,7 @@ def get_config(arg: str = "") -> ConfigDict:
     }
     config.optim = {
         "name": "adamw",
-        "lr": 1.5e-4 if tiny else 1e-6,
+        "lr": 6e-5 if tiny else 1e-6,
         "warmup_ratio": 0.05 if tiny else 0.95,
         "weight_decay": 0.0,
         "clip_norm": 1.0,
