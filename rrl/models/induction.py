@@ -109,8 +109,8 @@ def wire_induction(
 def _add_constant(decoder: Decoder, direction: np.ndarray, size: float) -> None:
     """Gives all embeddings the same component along a unit vector."""
     table = np.asarray(decoder.embedding[...], np.float32)
-    table = table - np.outer(table @ direction, direction) + size * direction
-    decoder.embedding[...] = jnp.asarray(table, decoder.embedding[...].dtype)
+    moved = table - np.outer(table @ direction, direction) + size * direction
+    decoder.embedding[...] = jnp.asarray(moved, decoder.embedding[...].dtype)
 
 
 def _orthonormal(rng: np.random.Generator, rows: int, columns: int) -> np.ndarray:

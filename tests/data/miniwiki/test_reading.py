@@ -1,13 +1,14 @@
 """Pretraining text: answers follow from what was read, targets are marked, no protocol leaks in."""
 
 import itertools
+import re
 from pathlib import Path
 
 import numpy as np
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from rrl.data.miniwiki import MiniWiki, generate
+from rrl.data.miniwiki import KINDS, MiniWiki, generate
 from rrl.data.miniwiki.context import Shelf
 from rrl.data.miniwiki.evidence import UNKNOWN, gather_evidence, reader_examples
 from rrl.data.miniwiki.reading import read, reading_examples
@@ -57,16 +58,44 @@ def test_lengths_and_targets(wiki: MiniWiki, tokenizer: PreTrainedTokenizerFast)
     assert 0.03 < whole < 0.2
 
 
-def test_no_protocol_and_no_questions_in_it(wiki: MiniWiki, tokenizer: PreTrainedTokenizerFast) -> None:
+def test_no_protocol_in_it(wiki: MiniWiki, tokenizer: PreTrainedTokenizerFast) -> None:
     for example in _take(reading_examples(wiki, tokenizer, 3), 200):
         text = tokenizer.decode(example.tokens)
-        assert not any(sign in text for sign in ("<", ">", "?", "search", "evidence", "Question"))
+        assert not any(sign in text for sign in ("<", ">", "search", "evidence", "Question"))
+
+
+def test_questions_are_followed_by_the_facts_they_need_never_by_answers(
+    wiki: MiniWiki, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    lines = [
+        line
+        for example in _take(reading_examples(wiki, tokenizer, 3, questions=0.5, limit=4096), 100)
+        for line in tokenizer.decode(example.tokens).splitlines()
+        if "?" in line
+    ]
+    assert len(lines) > 200
+    facts = {item.plan.facts for kind in KINDS for item in wiki.questions(kind, 30, 3)}
+    assert all(line.split("? : ")[1] in facts for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("kind", "pattern"),
+    [
+        ("one_hop", r"[^,;]+ of [^,;]+"),
+        ("two_hop", r"[^,;]+ of [^,;]+, [^,;]+"),
+        ("three_hop", r"[^,;]+ of [^,;]+, [^,;]+, [^,;]+"),
+        ("comparison", r"([^,;]+ of [^,;]+; ){2}(earlier|later|same)"),
+        ("bridge_comparison", r"([^,;]+ of [^,;]+, [^,;]+; ){2}(earlier|later|same)"),
+    ],
+)
+def test_facts_of_a_plan_by_kind(wiki: MiniWiki, kind: str, pattern: str) -> None:
+    assert all(re.fullmatch(pattern, item.plan.facts) for item in wiki.questions(kind, 40, 0))
 
 
 def test_answers_to_orders_stand_in_the_passages_before_them(wiki: MiniWiki) -> None:
     shelf, rng = Shelf(wiki), np.random.default_rng(0)
     for _ in range(200):
-        pieces = read(shelf, rng, int(rng.integers(1, 10)))
+        pieces = read(shelf, rng, int(rng.integers(1, 10)), 6)
         said = ""
         for (order, _), (answer, target) in itertools.pairwise(pieces):
             said += order
