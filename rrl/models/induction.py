@@ -58,7 +58,7 @@ def wire_induction(
     if c.qk_norm or c.layers < 2 or not 1 <= len(offsets) <= most:
         raise UserError(
             f"offsets={tuple(offsets)}: induction heads need a model without norms of q and k (qwen2, llama), two layers or "
-            f"more, and 1 to {most} offsets here (a head each, and hidden > (1 + offsets) * head_dim); this one is "
+            f"more, and 1 to {most} offsets here (a head each, and room in the hidden size); this one is "
             f"{c.model_type} with {c.layers} layers"
         )
     rng, group = np.random.default_rng(seed), c.heads // c.kv_heads

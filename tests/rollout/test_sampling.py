@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from scipy import stats
 
 from rrl.rollout.sampling import row_keys, sample, truncate
@@ -54,3 +55,18 @@ def test_truncation_keeps_the_smallest_set_with_the_mass_and_the_top_k():
     assert np.isfinite(truncate(logits, top_k=1)).tolist() == [[True, False, False, False]]
     ids, _, _ = draw(np.tile(logits, (500, 1)), np.arange(500), np.zeros(500, int), top_k=2)
     assert set(np.asarray(ids).tolist()) == {0, 1}
+
+
+@pytest.mark.parametrize("top_p", [0.1, 0.5, 0.9, 0.95, 0.999])
+def test_top_p_keeps_what_a_sort_would_keep(top_p):
+    rng = np.random.default_rng(int(1000 * top_p))
+    logits = np.concatenate([rng.normal(size=(40, 300)) * scale for scale in (0.1, 1.0, 8.0)]).astype(
+        np.float32
+    )
+    ordered = np.sort(logits.astype(np.float64), axis=-1)[:, ::-1]
+    weights = np.exp(ordered - ordered[:, :1])
+    mass = np.cumsum(weights / weights.sum(-1, keepdims=True), axis=-1)
+    clear = (np.abs(mass - top_p) > 1e-5).all(-1)  # elsewhere rounding decides
+    wanted = logits >= np.take_along_axis(ordered, (mass < top_p).sum(-1)[:, None], axis=-1)
+    assert clear.sum() > 100
+    assert (np.isfinite(truncate(logits, top_p=top_p)) == wanted)[clear].all()

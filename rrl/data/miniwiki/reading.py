@@ -58,7 +58,6 @@ def reading_examples(
     drills: float = 0.2,
     questions: float = 0.1,
     most_passages: int = 9,
-    most_orders: int = 6,
     limit: int = 640,
 ) -> Iterator[Example]:
     """An endless stream of reading examples; the same arguments give the same stream.
@@ -74,7 +73,6 @@ def reading_examples(
       drills: share of examples without passages: comparing years and names, and copying, many to an example.
       questions: share of examples that are questions, each followed by the facts it asks for.
       most_passages: 1 to this many passages in an example.
-      most_orders: 1 to this many orders after each block of passages (fewer where there are several blocks).
       limit: longest example in tokens; longer ones are cut.
     """
     rng = np.random.default_rng((seed, 1))
@@ -88,11 +86,11 @@ def reading_examples(
             chosen = rng.integers(len(asked), size=int(rng.integers(6, 13))).tolist()
             pieces = [piece for i in chosen for piece in asked[i]]
         else:
-            pieces = read(shelf, rng, int(rng.integers(1, most_passages + 1)), most_orders)
+            pieces = read(shelf, rng, int(rng.integers(1, most_passages + 1)))
         yield writer.example(pieces, limit, everything=bool(rng.random() < plain))
 
 
-def read(shelf: Shelf, rng: Rng, passages: int, most_orders: int) -> list[Piece]:
+def read(shelf: Shelf, rng: Rng, passages: int) -> list[Piece]:
     """Passages in one to three blocks, each followed by orders about any passage read so far."""
     context = shelf.gather(rng, passages)
     blocks = min(passages, int(rng.choice([1, 2, 3], p=[0.5, 0.3, 0.2])))
@@ -104,7 +102,7 @@ def read(shelf: Shelf, rng: Rng, passages: int, most_orders: int) -> list[Piece]
         for entity in context.entities[low:high]:
             pieces += _passage(shelf, entity)
         seen = Context(context.entities[:high], context.entities[low:high])
-        for _ in range(int(rng.integers(1, most_orders // blocks + 1))):
+        for _ in range(int(rng.integers(1, 6 // blocks + 1))):
             pieces += _order(shelf, rng, seen)
     return pieces
 

@@ -95,7 +95,7 @@ def test_facts_of_a_plan_by_kind(wiki: MiniWiki, kind: str, pattern: str) -> Non
 def test_answers_to_orders_stand_in_the_passages_before_them(wiki: MiniWiki) -> None:
     shelf, rng = Shelf(wiki), np.random.default_rng(0)
     for _ in range(200):
-        pieces = read(shelf, rng, int(rng.integers(1, 10)), 6)
+        pieces = read(shelf, rng, int(rng.integers(1, 10)))
         said = ""
         for (order, _), (answer, target) in itertools.pairwise(pieces):
             said += order
