@@ -6,7 +6,7 @@ question asks for, as any language model understands a question; there are no ta
 """
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -15,7 +15,17 @@ from rrl.data.examples import Example
 from rrl.data.miniwiki import KINDS, MiniWiki
 from rrl.data.miniwiki.context import Context, Entity, Shelf, facts_of
 from rrl.data.miniwiki.passages import RELATION, RELATIONS
-from rrl.data.miniwiki.questions import ORDERS, SAME, conclude_order, conclude_same, hop
+from rrl.data.miniwiki.questions import (
+    BRIDGES,
+    ORDERS,
+    SAME,
+    Hop,
+    Key,
+    Plan,
+    conclude_order,
+    conclude_same,
+    hop,
+)
 
 Piece = tuple[str, bool]
 """Text, and whether it is a target."""
@@ -163,15 +173,12 @@ def _chain(shelf: Shelf, rng: Rng, seen: Context) -> list[Piece]:
     assert value is not None
     keys = [key for key in facts_of(shelf.world, value) if shelf.follow(value, key) != entity]
     second = keys[int(rng.integers(len(keys)))]
-    one, two = hop(shelf.world, key, entity.index), hop(shelf.world, second, value.index)
-    return [
-        (f" {one.query}, {two.relation} :", False),
-        (f" The {one.query} is {one.value}. The {two.query} is {two.value}.\n", True),
-    ]
+    hops = (hop(shelf.world, key, entity.index), hop(shelf.world, second, value.index))
+    return _worked_out(rng, Plan(hops, ""), hops[-1].value)
 
 
 def _compare(shelf: Shelf, rng: Rng, seen: Context) -> list[Piece]:
-    """Which of two passages' subjects is earlier or later."""
+    """Which of two passages' subjects is earlier or later, after stating both years."""
     choices = [(order, pair) for order in ORDERS for pair in itertools.combinations(seen.of(order.kind), 2)]
     if not choices:
         return []
@@ -182,13 +189,12 @@ def _compare(shelf: Shelf, rng: Rng, seen: Context) -> list[Piece]:
     )
     if a.value == b.value:
         return []
-    word = str(rng.choice(["earlier", "later"]))
-    _, conclusion = conclude_order(((a,), (b,)), word, order.verb, "")
-    return [(f" {word}, {a.subject} or {b.subject} :", False), (f" {conclusion}\n", True)]
+    answer, conclusion = conclude_order(((a,), (b,)), _earlier_or_later(rng), order.verb, "")
+    return _worked_out(rng, Plan((a, b), conclusion), answer)
 
 
 def _same(shelf: Shelf, rng: Rng, seen: Context) -> list[Piece]:
-    """Whether two passages' subjects share a city, company or country."""
+    """Whether two passages' subjects share a city, company or country, after stating both."""
     choices = [
         (key, pair)
         for key in SAME
@@ -202,8 +208,30 @@ def _same(shelf: Shelf, rng: Rng, seen: Context) -> list[Piece]:
         choices = equal
     key, pair = choices[int(rng.integers(len(choices)))]
     a, b = (hop(shelf.world, key, entity.index) for entity in pair)
-    _, conclusion = conclude_same(((a,), (b,)), SAME[key][0])
-    return [(f" same {key[1]}, {a.subject} and {b.subject} :", False), (f" {conclusion}\n", True)]
+    answer, conclusion = conclude_same(((a,), (b,)), SAME[key][0])
+    return _worked_out(rng, Plan((a, b), conclusion), answer)
+
+
+def _worked_out(rng: Rng, plan: Plan, outcome: str) -> list[Piece]:
+    """The facts a plan asks for, each stated, and its conclusion; then often the sentences they come from, the outcome."""
+    pieces: list[Piece] = [
+        (f" {plan.facts} :", False),
+        (f"{_stated(plan.hops)}{plan.conclusion and f' {plan.conclusion}'}\n", True),
+    ]
+    if rng.random() < 0.5:
+        said = " ".join(dict.fromkeys(item.sentence for item in plan.hops))
+        pieces += [(" copy :", False), (f" {said}\n", True)]
+    if rng.random() < 0.5:
+        pieces += [(" in short :", False), (f" {outcome}\n", True)]
+    return pieces
+
+
+def _stated(hops: Iterable[Hop]) -> str:
+    return "".join(f" The {item.query} is {item.value}." for item in hops)
+
+
+def _earlier_or_later(rng: Rng) -> str:
+    return str(rng.choice(["earlier", "later"]))
 
 
 ORDERS_BY_SHARE: tuple[Callable[[Shelf, Rng, Context], list[Piece]], ...] = (
@@ -215,7 +243,7 @@ ORDERS_BY_SHARE: tuple[Callable[[Shelf, Rng, Context], list[Piece]], ...] = (
     _compare,
     _same,
 )
-_SHARES = (0.16, 0.24, 0.22, 0.03, 0.15, 0.12, 0.08)
+_SHARES = (0.14, 0.2, 0.18, 0.02, 0.2, 0.16, 0.1)
 
 
 def _questions(wiki: MiniWiki, seed: int) -> list[list[Piece]]:
@@ -233,7 +261,7 @@ def drill(shelf: Shelf, rng: Rng) -> list[Piece]:
     world = int(rng.integers(len(shelf.spans)))
     pieces: list[Piece] = []
     for _ in range(int(rng.integers(8, 20))):
-        exercise = (_years, _dated, _equal, _back, _echo)[int(rng.choice(5, p=[0.25, 0.4, 0.1, 0.2, 0.05]))]
+        exercise = (_years, _dated, _equal, _echo)[int(rng.choice(4, p=[0.2, 0.5, 0.25, 0.05]))]
         pieces += exercise(shelf, rng, world)
     return pieces
 
@@ -241,7 +269,7 @@ def drill(shelf: Shelf, rng: Rng) -> list[Piece]:
 def _years(shelf: Shelf, rng: Rng, world: int) -> list[Piece]:
     low, high = RELATIONS_WITH_YEARS[int(rng.integers(len(RELATIONS_WITH_YEARS)))]
     a, b = rng.choice(np.arange(low, high + 1), 2, replace=False).tolist()
-    word = str(rng.choice(["earlier", "later"]))
+    word = _earlier_or_later(rng)
     return [(f" {word}, {a} or {b} :", False), (f" {min(a, b) if word == 'earlier' else max(a, b)}\n", True)]
 
 
@@ -249,39 +277,44 @@ RELATIONS_WITH_YEARS = tuple(relation.years for relation in RELATIONS if relatio
 
 
 def _dated(shelf: Shelf, rng: Rng, world: int) -> list[Piece]:
-    """Two names with years, and which of them is earlier or later."""
-    order = ORDERS[int(rng.integers(len(ORDERS)))]
-    a, b = shelf.some(rng, world, order.kind, 2)
+    """Two years as stated, of two names or of those whom two works lead to, and which is earlier or later."""
+    bridge = rng.random() < 0.4
+    order = ORDERS[0 if bridge else int(rng.integers(len(ORDERS)))]
     low, high = RELATION[order.kind, order.relation].years
-    x, y = rng.choice(np.arange(low, high + 1), 2, replace=False).tolist()
-    word = str(rng.choice(["earlier", "later"]))
-    first = (x < y) == (word == "earlier")
-    return [
-        (f" {word} : {a} was {order.verb} in {x} and {b} in {y}, so", False),
-        (f" {a if first else b} was {order.verb} {word}.\n", True),
-    ]
+    years = rng.choice(np.arange(low, high + 1), 2, replace=False)
+    branches, role = _branches(shelf, rng, world, (order.kind, order.relation), map(str, years), bridge)
+    word = _earlier_or_later(rng)
+    _, conclusion = conclude_order(branches, word, order.verb, role)
+    return [(f" {word} :{_stated(itertools.chain(*branches))}", False), (f" {conclusion}\n", True)]
 
 
 def _equal(shelf: Shelf, rng: Rng, world: int) -> list[Piece]:
+    """Two cities, companies or countries as stated, and whether they are the same."""
     key, (verb, *_) = list(SAME.items())[int(rng.integers(len(SAME)))]
-    a, b = shelf.some(rng, world, key[0], 2)
-    target = RELATION[key].value
-    x, y = shelf.some(rng, world, target, 2)
-    if rng.random() < 0.5:
-        y = x
-    verdict = "the same" if x == y else "not the same"
-    return [(f" {a} is {verb} {x} and {b} is {verb} {y},", False), (f" {verdict}.\n", True)]
+    x, y = shelf.some(rng, world, RELATION[key].value, 2)
+    values = (x, x if rng.random() < 0.5 else y)
+    branches, _ = _branches(shelf, rng, world, key, values, key[0] == "person" and bool(rng.random() < 0.5))
+    _, conclusion = conclude_same(branches, verb)
+    return [(f" same :{_stated(itertools.chain(*branches))}", False), (f" {conclusion}\n", True)]
 
 
-def _back(shelf: Shelf, rng: Rng, world: int) -> list[Piece]:
-    """Two statements, and whose value one of the values is."""
-    kind, role = (("film", "director"), ("book", "author"), ("company", "founder"))[int(rng.integers(3))]
-    works, people = shelf.some(rng, world, kind, 2), shelf.some(rng, world, "person", 2)
-    stated = "".join(
-        f" The {role} of {work} is {person}." for work, person in zip(works, people, strict=True)
-    )
-    i = int(rng.integers(2))
-    return [(f"{stated} {people[i]}, the {role} of", False), (f" {works[i]}.\n", True)]
+def _branches(
+    shelf: Shelf, rng: Rng, world: int, key: Key, values: Iterable[str], bridge: bool
+) -> tuple[tuple[tuple[Hop, ...], ...], str]:
+    """Two made-up lines of facts that end in `values`, through a work where `bridge` says so, and the bridge's role."""
+
+    def fact(key: Key, subject: str, value: str) -> Hop:
+        return Hop(subject, key[1], value, RELATION[key].query(subject), "", subject)
+
+    names = shelf.some(rng, world, key[0], 2)
+    ends = [fact(key, name, value) for name, value in zip(names, values, strict=True)]
+    if not bridge:
+        return tuple((end,) for end in ends), ""
+    head = BRIDGES[int(rng.integers(len(BRIDGES)))]
+    works = shelf.some(rng, world, head[0], 2)
+    return tuple(
+        (fact(head, work, end.subject), end) for work, end in zip(works, ends, strict=True)
+    ), f"the {head[1]} of"
 
 
 def _echo(shelf: Shelf, rng: Rng, world: int) -> list[Piece]:

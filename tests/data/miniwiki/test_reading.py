@@ -11,11 +11,12 @@ from transformers import PreTrainedTokenizerFast
 from rrl.data.miniwiki import KINDS, MiniWiki, generate
 from rrl.data.miniwiki.context import Shelf
 from rrl.data.miniwiki.evidence import UNKNOWN, gather_evidence, reader_examples
-from rrl.data.miniwiki.reading import read, reading_examples
+from rrl.data.miniwiki.reading import drill, read, reading_examples
 from rrl.data.tokenizer import load_tokenizer
 from rrl.errors import UserError
 
 TEMPLATE = "Passages: {evidence}\n\nQuestion: {query}\n\nAnswer:"
+STATED = re.compile(r"The [a-z ]+ of ([^.]+?) is ([^.]+)\.")
 LOOK_UPS = (" director of", " author of", " spouse of", " country of", " birth year of")
 
 
@@ -99,11 +100,35 @@ def test_answers_to_orders_stand_in_the_passages_before_them(wiki: MiniWiki) -> 
         said = ""
         for (order, _), (answer, target) in itertools.pairwise(pieces):
             said += order
-            if target and order.startswith(LOOK_UPS) and "," not in order:
+            if target and order.startswith(LOOK_UPS) and not set(",;") & set(order):
                 assert answer.strip() in said
+            if target and set(",;") & set(order) and not order.startswith((" copy", "(Title")):
+                assert all(f" is {value}" in answer and value in said for _, value in STATED.findall(answer))
             if target and order.startswith(" copy"):
                 for sentence in answer.strip().removesuffix(".").split(". "):
                     assert sentence in said
+
+
+def test_drills_conclude_what_their_statements_say(wiki: MiniWiki) -> None:
+    shelf, rng = Shelf(wiki), np.random.default_rng(0)
+    pieces = [piece for _ in range(60) for piece in drill(shelf, rng)]
+    kinds = {"earlier": 0, "later": 0, "same": 0, "bridge": 0}
+    for (order, _), (answer, _) in itertools.pairwise(pieces):
+        word, stated = order.split(" :")[0].strip(), STATED.findall(order)
+        if not stated:
+            continue
+        bridge = len(stated) == 4
+        (one, x), (two, y) = stated[1::2] if bridge else stated
+        kinds[word] += 1
+        kinds["bridge"] += bridge
+        assert f"{one} " in answer and x in answer and f" {two} " in answer and y in answer
+        if word == "same":
+            assert answer.endswith(", the same.\n" if x == y else ", not the same.\n")
+        else:
+            first = (int(x) < int(y)) == (word == "earlier")
+            work = f" of {stated[0 if first else 2][0]}" if bridge else ""
+            assert f", so {one if first else two} was " in answer and answer.endswith(f"{work}.\n")
+    assert min(kinds.values()) > 30
 
 
 @pytest.mark.parametrize("passages", range(1, 10))
