@@ -20,7 +20,7 @@ def main(_: Sequence[str]) -> None:
     """Trains, writes the encoder's folder and prints recall beside BM25's."""
     from rrl.parallel.runtime import prepare_host
 
-    prepare_host()  # before jax is imported
+    prepare_host(callbacks=False)  # before jax is imported
     from rrl.retrieval.train_encoder import EncoderTraining, train_and_save
 
     config = _CONFIG.value

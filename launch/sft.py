@@ -21,7 +21,7 @@ def main(_: Sequence[str]) -> None:
     """Trains, then writes the Hugging Face folder."""
     from rrl.parallel.runtime import prepare_host
 
-    prepare_host()  # before jax is imported
+    prepare_host(callbacks=False)  # before jax is imported
     from rrl.train.stages import run
 
     assert _WORKDIR.value is not None  # a required flag

@@ -1,30 +1,60 @@
 """What must be set up on a host before JAX starts: its thread pool, and where compiled programs are kept."""
 
 import os
+import re
 import sys
 import warnings
 from pathlib import Path
 
-CPU_THREADS = 32
-"""Threads of XLA's pool on CPU."""
+THREADS_PER_DEVICE = 4
+"""Threads of XLA's pool on CPU, for each (virtual) device: many more than cores cost a third of the speed."""
 
 
-def prepare_host() -> None:
+def prepare_host(callbacks: bool = True) -> None:
     """Call before jax is first imported, in every launcher, notebook and test run.
 
     On CPU, XLA runs host callbacks on its own thread pool, which is as wide as the machine has cores. With two cores, a
     callback whose operands reach about 128 KiB waits for a copy that has no thread left to run on: the program stands
     still for ever. XLA reads the width from the variable NPROC when it starts.
+
+    Args:
+        callbacks: False: the program has none, so that the pool may be as wide as the machine, which is fastest.
     """
-    wide = os.environ.get("NPROC", "").isdigit() and int(os.environ["NPROC"]) >= CPU_THREADS
+    given = os.environ.get("NPROC", "")
+    if not callbacks:
+        if given == str(_threads()):
+            del os.environ["NPROC"]
+        return
+    wide = given.isdigit() and int(given) >= _threads()
     if not wide and "jax" in sys.modules:
         warnings.warn(
-            f"jax was imported before rrl could set NPROC={CPU_THREADS}; on CPU, rollouts with retrieval may hang. "
-            f"Call rrl.parallel.runtime.prepare_host() before importing jax, or set NPROC={CPU_THREADS} in the shell.",
+            f"jax was imported before rrl could set NPROC={_threads()}; on CPU, rollouts with retrieval may hang. "
+            f"Call rrl.parallel.runtime.prepare_host() before importing jax, or set NPROC={_threads()} in the shell.",
             stacklevel=2,
         )
     if not wide:
-        os.environ["NPROC"] = str(CPU_THREADS)
+        os.environ["NPROC"] = str(_threads())
+
+
+def _threads() -> int:
+    """As many as the virtual devices of XLA_FLAGS need."""
+    devices = re.search(r"xla_force_host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", ""))
+    return THREADS_PER_DEVICE * (int(devices[1]) if devices else 1)
+
+
+def use_huge_pages() -> None:
+    """Starts this program again with glibc's huge pages, where Linux gives them on request and nothing else was asked.
+
+    XLA's large buffers come and go with each program on CPU; with pages of 4 KiB a fifth of the time of an update goes
+    into mapping them. The C library reads the setting before Python starts, hence once again.
+    """
+    try:
+        on_request = "[madvise]" in Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text()
+    except OSError:
+        return
+    if on_request and "GLIBC_TUNABLES" not in os.environ:
+        os.environ["GLIBC_TUNABLES"] = "glibc.malloc.hugetlb=1"
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 
 def enable_compilation_cache(folder: str | Path | None = None) -> Path:

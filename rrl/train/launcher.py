@@ -7,6 +7,7 @@ from typing import NoReturn
 from absl import app, flags, logging
 
 from rrl.errors import UserError
+from rrl.parallel.runtime import use_huge_pages
 
 
 def run(main: Callable[[Sequence[str]], None]) -> None:
@@ -14,6 +15,7 @@ def run(main: Callable[[Sequence[str]], None]) -> None:
 
     absl's own handling would print the whole usage text and exit with code 1.
     """
+    use_huge_pages()
 
     def parse(argv: Sequence[str]) -> list[str]:
         try:

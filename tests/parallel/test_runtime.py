@@ -1,13 +1,14 @@
 """The host is set up before jax starts, or says that it is too late."""
 
 import os
+import pathlib
 import subprocess
 import sys
 
 import jax
 import pytest
 
-from rrl.parallel.runtime import enable_compilation_cache, prepare_host
+from rrl.parallel.runtime import enable_compilation_cache, prepare_host, use_huge_pages
 
 
 def test_prepare_host_comes_without_jax_and_sets_the_pool():
@@ -15,17 +16,18 @@ def test_prepare_host_comes_without_jax_and_sets_the_pool():
         "import os, sys; from rrl.parallel.runtime import prepare_host; prepare_host(); "
         "print(os.environ['NPROC'], 'jax' in sys.modules)"
     )
-    environment = {name: value for name, value in os.environ.items() if name != "NPROC"}
+    environment = {name: value for name, value in os.environ.items() if name not in ("NPROC", "XLA_FLAGS")}
     environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
     run = subprocess.run(
         [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True
     )
-    assert run.stdout.split() == ["32", "False"]
+    assert run.stdout.split() == ["4", "False"]
 
 
 def test_prepare_host_says_when_jax_was_first(monkeypatch):
     monkeypatch.setenv("NPROC", "2")
-    with pytest.warns(UserWarning, match="NPROC=32"):
+    monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=3")
+    with pytest.warns(UserWarning, match="NPROC=12"):
         prepare_host()
 
 
@@ -33,6 +35,29 @@ def test_prepare_host_is_quiet_where_all_is_set(monkeypatch, recwarn):
     monkeypatch.setenv("NPROC", "32")
     prepare_host()
     assert not recwarn
+
+
+def test_a_program_without_callbacks_gets_the_width_of_the_machine_unless_the_user_chose(monkeypatch):
+    monkeypatch.delenv("XLA_FLAGS")
+    for given, left in (("4", None), ("16", "16")):
+        monkeypatch.setenv("NPROC", given)
+        prepare_host(callbacks=False)
+        assert os.environ.get("NPROC") == left
+
+
+def test_huge_pages_are_asked_for_once_by_starting_again(monkeypatch):
+    started = []
+    monkeypatch.setattr(os, "execv", lambda *call: started.append(call))
+    monkeypatch.setattr(pathlib.Path, "read_text", lambda _: "always [madvise] never")
+    monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
+    use_huge_pages()
+    assert os.environ["GLIBC_TUNABLES"] == "glibc.malloc.hugetlb=1"
+    use_huge_pages()
+    assert started == [(sys.executable, [sys.executable, *sys.orig_argv[1:]])]
+    monkeypatch.delenv("GLIBC_TUNABLES")
+    monkeypatch.setattr(pathlib.Path, "read_text", lambda _: "[always] madvise never")
+    use_huge_pages()
+    assert len(started) == 1
 
 
 def test_compilation_cache_goes_to_the_users_cache_folder(monkeypatch, tmp_path):
