@@ -20,8 +20,6 @@ def get_config(arg: str = "") -> ConfigDict:
         out="",
         demonstrations=500,
         steps=260,
-        rehearsal=0.5,
-        lr=1e-3,
         minutes=0.0,
         seed=0,
         retriever=("scann", "bm25", "exact"),
@@ -47,11 +45,6 @@ def get_config(arg: str = "") -> ConfigDict:
         },
         "retriever": {"kind": args.retriever, "encoder": args.encoder, "title_weight": 3},
     }
-    # What pretraining taught is practised beside the demonstrations, or they would overwrite it.
-    config.data["rehearsal"] = {
-        "share": args.rehearsal,
-        "options": {"plain": 0.1, "drills": 0.2, "questions": 0.12, "most_passages": 10},
-    }
     config.train = {
         "steps": args.steps if not args.minutes else 100_000,
         "minutes": args.minutes,
@@ -63,7 +56,7 @@ def get_config(arg: str = "") -> ConfigDict:
     }
     config.optim = {
         "name": "adamw",
-        "lr": args.lr,
+        "lr": 1e-3,
         "schedule": "constant" if args.minutes else "linear",
         "warmup_steps": 10,
         "weight_decay": 0.0,

@@ -15,7 +15,7 @@ def get_config(arg: str = "") -> ConfigDict:
     """The config of `--config=configs/miniwiki_pretrain.py:ARG`."""
     args = parse(
         arg,
-        steps=1900,
+        steps=2500,
         seed=0,
         out="",
         tokenizer="assets/miniwiki-tokenizer",

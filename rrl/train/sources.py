@@ -4,7 +4,6 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-import jax
 import numpy as np
 from jaxtyping import Int
 
@@ -89,15 +88,3 @@ class Alternating:
     def batch(self, step: int) -> Batch:
         """The batch of the source whose turn it is."""
         return self.sources[step // self.steps % len(self.sources)].batch(step)
-
-
-@dataclasses.dataclass(frozen=True)
-class SideBySide:
-    """The rows of several sources, of one length, in each batch."""
-
-    sources: Sequence[Source]
-
-    def batch(self, step: int) -> Batch:
-        """The rows of the first source, then those of the next."""
-        batches = [source.batch(step) for source in self.sources]
-        return jax.tree.map(lambda *rows: np.concatenate(rows), *batches)

@@ -35,7 +35,7 @@ from rrl.train.checkpoints import refuse_other_config
 from rrl.train.demonstrations import demonstrations
 from rrl.train.experiment import build
 from rrl.train.sft import MAY_DIFFER, Result, SFTConfig, train
-from rrl.train.sources import Alternating, FixedSource, SideBySide, Source, StreamSource
+from rrl.train.sources import Alternating, FixedSource, Source, StreamSource
 from rrl.train.tasks import DataConfig, RetrieverConfig, load_encoder_of, load_retriever, mixed_questions
 
 _BLOCK_SEED = 1000
@@ -162,32 +162,21 @@ def _reading(
 ) -> tuple[Source, dict[str, Sequence[Example]]]:
     config = build(StreamConfig, data, "data")
 
+    def source(rows: int, row_length: int, options: Mapping[str, float]) -> Source:
+        def make(block: int) -> list[Example]:
+            tokens = config.steps_per_block * rows * row_length
+            return _read_block(config, settings.seed, tokenizer, block, tokens, row_length, options)
+
+        return StreamSource(make, rows, row_length, settings.seed, config.steps_per_block)
+
     dev = generate("dev", 0, config.worlds * config.world_size, config.worlds)
     probes = reading_probes(dev, tokenizer, 0, config.probes, limit=settings.row_length)
-    whole = _stream(config, settings.seed, tokenizer, settings.rows, settings.row_length, config.options)
+    whole = source(settings.rows, settings.row_length, config.options)
     if not config.short_length:
         return whole, dict(probes)
     more = settings.rows * settings.row_length // config.short_length
-    options = {**config.options, **config.short_options}
-    short = _stream(config, settings.seed, tokenizer, more, config.short_length, options)
+    short = source(more, config.short_length, {**config.options, **config.short_options})
     return Alternating([short] * (config.long_every - 1) + [whole], config.steps_per_block), dict(probes)
-
-
-def _stream(
-    config: StreamConfig,
-    seed: int,
-    tokenizer: PreTrainedTokenizerBase,
-    rows: int,
-    row_length: int,
-    options: Mapping[str, float],
-) -> Source:
-    """Rows of reading examples without end."""
-
-    def make(block: int) -> list[Example]:
-        tokens = config.steps_per_block * rows * row_length
-        return _read_block(config, seed, tokenizer, block, tokens, row_length, options)
-
-    return StreamSource(make, rows, row_length, seed, config.steps_per_block)
 
 
 def _read_block(
@@ -238,11 +227,6 @@ def _demonstrations(
     given = dict(data)
     config = build(DemonstrationConfig, given.pop("demonstrations"), "data.demonstrations")
     retrieval = build(RetrieverConfig, given.pop("retriever"), "data.retriever")
-    rehearsal = dict(given.pop("rehearsal", {}))
-    share = float(rehearsal.pop("share", 0.0))
-    if not 0 <= share < 1:
-        raise UserError(f"data.rehearsal.share={share} must lie in 0..1, and leave room for demonstrations.")
-    stream = build(StreamConfig, rehearsal, "data.rehearsal")
     world = build(DataConfig, given, "data")
     recipe = _recipe(config)
     encoder = load_encoder_of(retrieval)
@@ -260,12 +244,7 @@ def _demonstrations(
 
     examples = some("train", world.train_worlds, config.number)
     held_out = some("dev", world.held_out_worlds, config.held_out)
-    rehearsed = round(share * settings.rows)
-    shown = FixedSource(examples, settings.rows - rehearsed, settings.row_length, settings.seed)
-    if not rehearsed:
-        return shown, {"expert": held_out}
-    again = _stream(stream, settings.seed, tokenizer, rehearsed, settings.row_length, stream.options)
-    return SideBySide([shown, again]), {"expert": held_out}
+    return FixedSource(examples, settings.rows, settings.row_length, settings.seed), {"expert": held_out}
 
 
 def scale_parameters(decoder: Decoder, scales: Mapping[str, float]) -> None:

@@ -7,13 +7,12 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from rrl.data.examples import Example
 from rrl.data.tokenizer import load_tokenizer
 from rrl.errors import UserError
 from rrl.models.config import DecoderConfig
 from rrl.models.decoder import Decoder
 from rrl.models.hf import load_decoder
-from rrl.train.sources import Alternating, FixedSource, SideBySide, StreamSource
+from rrl.train.sources import Alternating, StreamSource
 from rrl.train.stages import StreamConfig, parse_curriculum, run, scale_parameters
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -35,8 +34,7 @@ def small(config):
     else:
         config.data.update({"train_worlds": 1, "held_out_worlds": 1})
         config.data.demonstrations.update({"held_out": 5})
-        config.data.rehearsal.update({"worlds": 1})
-        config.train.update({"rows": 2})
+        config.train.update({"rows": 1})
     return config
 
 
@@ -79,23 +77,6 @@ def test_sources_take_turns():
 
     turns = Alternating([Constant("short"), Constant("short"), Constant("long")], steps=2)
     assert np.all([turns.batch(s) == ("long" if s % 6 >= 4 else "short") for s in range(12)])
-
-
-def test_side_by_side_puts_the_rows_of_all_sources_into_a_batch():
-    examples = [Example(np.arange(n, n + 4), np.ones(4, bool)) for n in (10, 20)]
-    sources = [
-        FixedSource([example], rows, 6, seed=0) for example, rows in zip(examples, (1, 2), strict=True)
-    ]
-    batch = SideBySide(sources).batch(0)
-    assert batch.tokens.shape == batch.loss.shape == (3, 6)
-    np.testing.assert_array_equal(batch.tokens[:2, :4], [examples[0].tokens, examples[1].tokens])
-    assert not batch.segment_ids[2].any()
-
-
-def test_a_cold_start_without_room_for_demonstrations_is_refused(tmp_path):
-    config = config_of("miniwiki_cold_start", f"init={ROOT}/assets/miniwiki-policy,rehearsal=1.0")
-    with pytest.raises(UserError, match=r"rehearsal\.share=1\.0"):
-        run(small(config), tmp_path / "cold")
 
 
 def test_curriculum_bounds_passages_by_step_and_then_ends():

@@ -218,7 +218,7 @@ def _worked_out(rng: Rng, plan: Plan, outcome: str) -> list[Piece]:
         (f" {plan.facts} :", False),
         (f"{_stated(plan.hops)}{plan.conclusion and f' {plan.conclusion}'}\n", True),
     ]
-    if rng.random() < 0.5:
+    if rng.random() < 0.7:
         said = " ".join(dict.fromkeys(item.sentence for item in plan.hops))
         pieces += [(" copy :", False), (f" {said}\n", True)]
     if rng.random() < 0.5:
@@ -243,7 +243,7 @@ ORDERS_BY_SHARE: tuple[Callable[[Shelf, Rng, Context], list[Piece]], ...] = (
     _compare,
     _same,
 )
-_SHARES = (0.14, 0.2, 0.18, 0.02, 0.2, 0.16, 0.1)
+_SHARES = (0.1, 0.14, 0.24, 0.02, 0.22, 0.18, 0.1)
 
 
 def _questions(wiki: MiniWiki, seed: int) -> list[list[Piece]]:
@@ -261,7 +261,7 @@ def drill(shelf: Shelf, rng: Rng) -> list[Piece]:
     world = int(rng.integers(len(shelf.spans)))
     pieces: list[Piece] = []
     for _ in range(int(rng.integers(8, 20))):
-        exercise = (_years, _dated, _equal, _echo)[int(rng.choice(4, p=[0.2, 0.5, 0.25, 0.05]))]
+        exercise = (_years, _dated, _equal, _echo)[int(rng.choice(4, p=[0.3, 0.45, 0.2, 0.05]))]
         pieces += exercise(shelf, rng, world)
     return pieces
 
