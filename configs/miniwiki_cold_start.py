@@ -2,7 +2,7 @@
 
     python launch/sft.py --config=configs/miniwiki_cold_start.py:init=runs/pretrain/model --workdir=runs/cold_start
 
-About 4 minutes on 2 quiet cores. The model is written to WORKDIR/model, or to out=FOLDER.
+About 3 minutes on 2 quiet cores. The model is written to WORKDIR/model, or to out=FOLDER.
 `demonstrations=N` takes another number of them. `minutes=M` trains for so long instead, without early stopping: the control
 that goes on with supervised training for as long as reinforcement learning took.
 """

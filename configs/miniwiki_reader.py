@@ -2,7 +2,7 @@
 
     python launch/sft.py --config=configs/miniwiki_reader.py --workdir=runs/reader
 
-About 6 minutes on 2 quiet cores. The model is written to WORKDIR/model, or to out=FOLDER.
+About 4 minutes on 2 quiet cores. The model is written to WORKDIR/model, or to out=FOLDER.
 """
 
 from ml_collections import ConfigDict

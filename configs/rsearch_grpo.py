@@ -71,7 +71,7 @@ def get_config(arg: str = "") -> ConfigDict:
         "encoder": args.encoder or ("assets/miniwiki-encoder" if not real else ""),
         "title_weight": 1 if real else 3,
     }
-    steps = args.steps if args.steps >= 0 else (24 if tiny else 195)
+    steps = args.steps if args.steps >= 0 else (36 if tiny else 195)
     config.train = {
         "steps": steps,
         "questions": 32 if tiny else 256,
@@ -83,7 +83,8 @@ def get_config(arg: str = "") -> ConfigDict:
         "permute_rewards": args.control == "permuted",
     }
     config.objective = {
-        "kl_coef": 0.001,
+        # Without a pull towards the start, noise moves what all questions share (stop or search on) further than rewards do.
+        "kl_coef": 0.1 if tiny else 0.001,
         "clip_low": 0.2,
         "clip_high": 0.28 if tiny else 0.2,
         "drop_zero_spread": tiny,  # their KL alone is not worth a third of the update's time
@@ -92,11 +93,11 @@ def get_config(arg: str = "") -> ConfigDict:
     }
     config.optim = {
         "name": "adamw",
-        "lr": 6e-5 if tiny else 1e-6,
-        "warmup_ratio": 0.05 if tiny else 0.95,
+        "lr": 2e-4 if tiny else 1e-6,
+        "warmup_ratio": 0.3 if tiny else 0.95,
         "weight_decay": 0.0,
         "clip_norm": 1.0,
-        "schedule": "constant",
+        "schedule": "linear" if tiny else "constant",
     }
     if tiny and 0 < args.steps <= 5:  # a smoke run looks at everything, briefly
         config.data["held_out_per_kind"] = 16
