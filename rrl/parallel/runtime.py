@@ -7,7 +7,7 @@ import warnings
 from pathlib import Path
 
 THREADS_PER_DEVICE = 4
-"""Threads of XLA's pool on CPU, for each (virtual) device: many more than cores cost a third of the speed."""
+"""Least width of XLA's pool on CPU, for each (virtual) device; many more threads than cores cost a third of the speed."""
 
 
 def prepare_host(callbacks: bool = True) -> None:
@@ -37,9 +37,9 @@ def prepare_host(callbacks: bool = True) -> None:
 
 
 def _threads() -> int:
-    """As many as the virtual devices of XLA_FLAGS need."""
+    """As many as the machine has cores, and no fewer than the virtual devices of XLA_FLAGS need."""
     devices = re.search(r"xla_force_host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", ""))
-    return THREADS_PER_DEVICE * (int(devices[1]) if devices else 1)
+    return max(os.cpu_count() or 1, THREADS_PER_DEVICE * (int(devices[1]) if devices else 1))
 
 
 def use_huge_pages() -> None:

@@ -21,17 +21,26 @@ def test_prepare_host_comes_without_jax_and_sets_the_pool():
     run = subprocess.run(
         [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True
     )
-    assert run.stdout.split() == ["4", "False"]
+    assert run.stdout.split() == [str(max(4, os.cpu_count() or 1)), "False"]
 
 
 def test_prepare_host_says_when_jax_was_first(monkeypatch):
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
     monkeypatch.setenv("NPROC", "2")
     monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=3")
     with pytest.warns(UserWarning, match="NPROC=12"):
         prepare_host()
 
 
+def test_the_pool_is_never_narrower_than_the_machine(monkeypatch):
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    monkeypatch.setenv("NPROC", "16")
+    with pytest.warns(UserWarning, match="NPROC=64"):
+        prepare_host()
+
+
 def test_prepare_host_is_quiet_where_all_is_set(monkeypatch, recwarn):
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
     monkeypatch.setenv("NPROC", "32")
     prepare_host()
     assert not recwarn
@@ -39,6 +48,7 @@ def test_prepare_host_is_quiet_where_all_is_set(monkeypatch, recwarn):
 
 def test_a_program_without_callbacks_gets_the_width_of_the_machine_unless_the_user_chose(monkeypatch):
     monkeypatch.delenv("XLA_FLAGS")
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
     for given, left in (("4", None), ("16", "16")):
         monkeypatch.setenv("NPROC", given)
         prepare_host(callbacks=False)
