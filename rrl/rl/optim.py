@@ -61,6 +61,8 @@ class OptimConfig:
     """Rate of the parameters that Muon leaves to AdamW; None: lr."""
     clip_norm: float | None = 1.0
     """Global gradient norm above which gradients are scaled down; None: never."""
+    frozen: tuple[str, ...] = ()
+    """Parameters that keep their values: regular expressions searched in their paths, such as "^embedding$"."""
     total_steps: int = 1000
 
     def __post_init__(self) -> None:
@@ -166,8 +168,26 @@ def make_optimizer(config: OptimConfig, rules: MatrixRules = MATRIX_RULES) -> op
     else:
         rule = optax.sgd(rate, momentum=config.b1 or None)
     clip = optax.identity() if config.clip_norm is None else optax.clip_by_global_norm(config.clip_norm)
+    rule = optax.chain(clip, rule)
+    if config.frozen:
+        rule = optax.multi_transform(
+            {"trained": rule, "frozen": optax.set_to_zero()}, lambda params: _frozen_labels(params, config.frozen)
+        )
     # optax gives up after so many bad updates in a row; the count of a run never reaches this.
-    return optax.apply_if_finite(optax.chain(clip, rule), max_consecutive_errors=2**31 - 2)
+    return optax.apply_if_finite(rule, max_consecutive_errors=2**31 - 2)
+
+
+def _frozen_labels(params: Any, frozen: Sequence[str]) -> Any:
+    """"frozen" or "trained" for each parameter."""
+    paths = [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
+    idle = [pattern for pattern in frozen if not any(re.search(pattern, path) for path in paths)]
+    if idle:
+        raise UserError(f"optim.frozen={idle} match no parameter; there are {', '.join(paths)}.")
+
+    def label(path: tuple[Any, ...], leaf: Any) -> str:
+        return "frozen" if any(re.search(pattern, path_name(path)) for pattern in frozen) else "trained"
+
+    return jax.tree_util.tree_map_with_path(label, params)
 
 
 def skipped_updates(state: optax.ApplyIfFiniteState) -> Int[Array, ""]:

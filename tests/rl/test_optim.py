@@ -123,3 +123,28 @@ def test_wrong_settings_are_refused(fields, words):
     with pytest.raises(UserError) as error:
         OptimConfig(**fields)
     assert all(w in str(error.value) for w in words)
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon", "sgd"])
+def test_frozen_parameters_stay_and_do_not_count_towards_the_clip(name):
+    params = stacked_params()
+    grads = jax.tree.map(jnp.ones_like, params)
+    settings = {"name": name, "lr": 0.1, "clip_norm": 1.0, "weight_decay": 0.1}
+
+    def updates(params, grads, **more):
+        optimizer = make_optimizer(OptimConfig(**settings, **more))
+        return optimizer.update(grads, optimizer.init(params), params)[0]
+
+    grads["embedding"] *= 1e6
+    found = updates(params, grads, frozen=("^embedding$", "layers/q_bias"))
+    assert not found["embedding"].any() and not found["layers"]["q_bias"].any()
+    rest = {"layers": {n: x for n, x in params["layers"].items() if n != "q_bias"}}
+    alone = updates(rest, jax.tree.map(jnp.ones_like, rest))
+    for key, value in alone["layers"].items():
+        assert value.any()
+        np.testing.assert_allclose(found["layers"][key], value, rtol=1e-6)
+
+
+def test_a_frozen_pattern_without_a_parameter_is_refused():
+    with pytest.raises(UserError, match=r"optim.frozen=\['head'\] match no parameter; there are embedding, layers/"):
+        make_optimizer(OptimConfig(frozen=("embedding", "head"))).init(stacked_params())
