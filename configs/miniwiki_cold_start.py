@@ -62,4 +62,6 @@ def get_config(arg: str = "") -> ConfigDict:
         "warmup_steps": 10,
         "weight_decay": 0.0,
     }
-    return config
+    from rrl.train.stages import with_defaults  # imports jax: after the arguments were found right
+
+    return with_defaults(config)

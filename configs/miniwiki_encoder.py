@@ -29,4 +29,9 @@ def get_config(arg: str = "") -> ConfigDict:
         "learning_rate": 2e-3,
         "temperature": 0.05,
     }
+    # They import jax: after the arguments were found right.
+    from rrl.retrieval.train_encoder import EncoderTraining
+    from rrl.train.fields import fill
+
+    fill(config.training, EncoderTraining)
     return config

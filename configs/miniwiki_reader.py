@@ -59,4 +59,6 @@ def get_config(arg: str = "") -> ConfigDict:
         "warmup_steps": 20,
         "b2": 0.95,
     }
-    return config
+    from rrl.train.stages import with_defaults  # imports jax: after the arguments were found right
+
+    return with_defaults(config)

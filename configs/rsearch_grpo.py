@@ -6,11 +6,14 @@
     python launch/train.py --config=configs/rsearch_grpo.py:size=7b,data=FOLDER,policy=FOLDER,reader=FOLDER,encoder=FOLDER
 
 size=tiny is the built-in world (`miniwiki`) from the shipped cold-started policy; its reader is the shipped one of
-another family. size=3b and size=7b hold the settings of the paper (sections 4.1-4.3, released values where it is
-silent): Qwen2.5-Instruct folders as policy, Llama-3.2-3B-Instruct as reader, E5 as encoder, 8 x 80 GB.
+another family. With policy=FOLDER it keeps these settings where the folder's recipe card (`rrl_recipe.json`: rrl trained
+it) tells of a short context; any other folder is an ordinary language model, and gets the paper's prompt, objective and optimiser in
+sizes that a single device has room for. size=3b and size=7b hold the settings of the paper (sections 4.1-4.3, released
+values where it is silent): Qwen2.5-Instruct folders as policy, Llama-3.2-3B-Instruct as reader, E5 as encoder, 8 x 80 GB.
 """
 
 import re
+from typing import Any
 
 from ml_collections import ConfigDict
 
@@ -22,7 +25,7 @@ def get_config(arg: str = "") -> ConfigDict:
     args = parse(
         arg,
         size=("tiny", "3b", "7b"),
-        steps=-1,
+        steps=int,
         seed=0,
         data="miniwiki",
         policy="",
@@ -32,31 +35,44 @@ def get_config(arg: str = "") -> ConfigDict:
         prompt=("auto", "bare", "paper"),
         control=("none", "permuted", "search_off"),
     )
+    # They import jax: after the arguments were found right.
+    from rrl.recipes.card import read_card
+    from rrl.train.experiment import with_defaults
+
     tiny = args.size == "tiny"
     real = args.data != "miniwiki"
+    policy = args.policy or (
+        "assets/miniwiki-policy" if tiny else f"models/Qwen2.5-{args.size.upper()}-Instruct"
+    )
+    card = read_card(policy)
+    ours = tiny and card is not None and card.context <= 1024
+
+    def sized(cold_started: Any, ordinary: Any, paper: Any) -> Any:
+        return cold_started if ours else ordinary if tiny else paper
+
     config = ConfigDict()
     # Each argument has a workdir of its own, so that a smoke run does not stand in the way of the main one.
     config.name = "-".join([f"rsearch_grpo_{args.size}", *re.findall(r"[\w.=]+", arg)])
-    config.policy = args.policy or (
-        "assets/miniwiki-policy" if tiny else f"models/Qwen2.5-{args.size.upper()}-Instruct"
-    )
+    config.policy = policy
     config.reader = args.reader or ("assets/miniwiki-reader" if tiny else "models/Llama-3.2-3B-Instruct")
 
-    # A policy too small to follow instructions is cold-started on the bare question.
-    config.recipe = ConfigDict({"name": "rsearch", "environment": {}})
-    if args.prompt == "bare" or (args.prompt == "auto" and tiny and not args.policy):
+    # A policy too small to follow instructions is cold-started on the bare question; its card says so.
+    config.recipe = {"name": "rsearch"}
+    if args.prompt == "bare":
         config.recipe.instruction = ""
+    elif args.prompt == "auto" and card is not None and "instruction" in card.fields:
+        config.recipe.instruction = card.fields["instruction"]
     config.recipe.environment = {
         "max_searches": 4,
-        "turn_tokens": 128 if tiny else 500,
-        "observation_tokens": 256 if tiny else 1800,
+        "turn_tokens": sized(128, 256, 500),
+        "observation_tokens": sized(256, 1000, 1800),
     }
     config.rollout = {
-        "rows": 64 if tiny else 256,
-        "context": 1024 if tiny else 8192,
+        "rows": sized(64, 16, 256),
+        "context": sized(1024, 4096, 8192),
         "feeds": 16,
-        "feed_tokens": 96 if tiny else 512,
-        "top_k": 2 if tiny else 3,
+        "feed_tokens": sized(96, 256, 512),
+        "top_k": 2 if ours else 3,
         "top_p": 0.95,
     }
     config.reader_rollout = {
@@ -77,7 +93,7 @@ def get_config(arg: str = "") -> ConfigDict:
         "encoder": args.encoder or ("assets/miniwiki-encoder" if not real else ""),
         "title_weight": 1 if real else 3,
     }
-    steps = args.steps if args.steps >= 0 else (52 if tiny else 195)
+    steps = args.steps if args.steps is not None else (52 if tiny else 195)
     config.train = {
         "steps": steps,
         "questions": 32 if tiny else 256,
@@ -90,26 +106,26 @@ def get_config(arg: str = "") -> ConfigDict:
     }
     config.objective = {
         # Without a pull towards the start, noise moves what all questions share (stop or search on) further than rewards do.
-        "kl_coef": 0.1 if tiny else 0.001,
+        "kl_coef": 0.1 if ours else 0.001,
         "clip_low": 0.2,
-        "clip_high": 0.28 if tiny else 0.2,
-        "drop_zero_spread": tiny,  # a fifth of the update's time goes into them otherwise, for their KL alone
-        "lengths": (384, 640, 1024) if tiny else (1024, 2048, 4096, 8192),
+        "clip_high": 0.28 if ours else 0.2,
+        "drop_zero_spread": ours,  # a fifth of the update's time goes into them otherwise, for their KL alone
+        "lengths": sized((384, 640, 1024), (1024, 2048, 4096), (1024, 2048, 4096, 8192)),
         "microbatch_tokens": 8192 if tiny else 32768,
     }
     config.optim = {
         "name": "adamw",
-        "lr": 2e-4 if tiny else 1e-6,
-        "warmup_ratio": 0.3 if tiny else 0.95,
+        "lr": 2e-4 if ours else 1e-6,
+        "warmup_ratio": 0.3 if ours else 0.95,
         "weight_decay": 0.0,
         "clip_norm": 1.0,
-        "schedule": "linear" if tiny else "constant",
+        "schedule": "linear" if ours else "constant",
         # Adam moves every parameter by about lr, noise or not: a slow second moment and fewer parameters keep it quiet.
         "b2": 0.999,
-        "frozen": ("^embedding$",) if tiny else (),
+        "frozen": ("^embedding$",) if ours else (),
     }
-    if tiny and 0 < args.steps <= 5:  # a smoke run looks at everything, briefly
+    if tiny and 0 < steps <= 5:  # a smoke run looks at everything, briefly
         config.data["held_out_per_kind"] = 16
         config.data["train_per_kind"] = 100
         config.data["train_worlds"] = 8
-    return config
+    return with_defaults(config)

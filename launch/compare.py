@@ -1,5 +1,8 @@
 """GRPO against its controls over seeds: `python launch/compare.py --config=configs/rsearch_grpo.py --out=runs/compare`."""
 
+import shlex
+import subprocess
+import sys
 from collections.abc import Sequence
 
 from absl import flags
@@ -22,15 +25,19 @@ _SEEDS = flags.DEFINE_list("seeds", ["0", "1", "2", "3"], "Seeds to run.")
 def main(_: Sequence[str]) -> None:
     """Runs what is missing and prints the table."""
     from rrl.errors import UserError
-    from rrl.train.compare import compare
+    from rrl.train.compare import REFUSED, compare
 
     if not all(seed.isdigit() for seed in _SEEDS.value):
         raise UserError(f"--seeds={','.join(_SEEDS.value)} must be whole numbers, separated by commas")
-    print(
-        compare(
-            _CONFIG.value, _COLD_START.value, _OUT.value, _ARMS.value, [int(seed) for seed in _SEEDS.value]
+    seeds = [int(seed) for seed in _SEEDS.value]
+    try:
+        print(compare(_CONFIG.value, _COLD_START.value, _OUT.value, _ARMS.value, seeds))
+    except subprocess.CalledProcessError as error:
+        if error.returncode == REFUSED:  # the run has printed its error
+            sys.exit(REFUSED)
+        sys.exit(
+            f"error: exit code {error.returncode} of python {shlex.join(error.cmd)}; what it printed is above"
         )
-    )
 
 
 if __name__ == "__main__":

@@ -18,18 +18,16 @@ flags.mark_flags_as_required(["config"])
 
 def main(_: Sequence[str]) -> None:
     """Trains, writes the encoder's folder and prints recall beside BM25's."""
-    from rrl.parallel.runtime import prepare_host
-
-    prepare_host(callbacks=False)  # before jax is imported
     from rrl.retrieval.train_encoder import EncoderTraining, train_and_save
+    from rrl.train.fields import build
 
     config = _CONFIG.value
     train_and_save(
-        EncoderTraining(**config.training.to_dict()),
+        build(EncoderTraining, config.training.to_dict(), "training"),
         config.tokenizer,
         config.out or f"{_WORKDIR.value}/model",
     )
 
 
 if __name__ == "__main__":
-    launcher.run(main)
+    launcher.run(main, callbacks=False)

@@ -1,5 +1,6 @@
 """Supervised training from a config: `python launch/sft.py --config=configs/miniwiki_pretrain.py --workdir=FOLDER`."""
 
+import sys
 from collections.abc import Sequence
 
 from absl import flags
@@ -19,14 +20,12 @@ flags.mark_flags_as_required(["config", "workdir"])
 
 def main(_: Sequence[str]) -> None:
     """Trains, then writes the Hugging Face folder."""
-    from rrl.parallel.runtime import prepare_host
-
-    prepare_host(callbacks=False)  # before jax is imported
     from rrl.train.stages import run
 
     assert _WORKDIR.value is not None  # a required flag
-    run(_CONFIG.value, _WORKDIR.value)
+    if run(_CONFIG.value, _WORKDIR.value).stopped == "signal":
+        sys.exit(launcher.STOPPED)
 
 
 if __name__ == "__main__":
-    launcher.run(main)
+    launcher.run(main, callbacks=False)

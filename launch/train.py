@@ -1,5 +1,6 @@
 """Reinforcement learning from a config: `python launch/train.py --config=configs/rsearch_grpo.py [--workdir=FOLDER]`."""
 
+import sys
 from collections.abc import Sequence
 
 from absl import flags
@@ -18,13 +19,11 @@ flags.mark_flags_as_required(["config"])
 
 def main(_: Sequence[str]) -> None:
     """Trains and reports."""
-    from rrl.parallel.runtime import prepare_host
-
-    prepare_host()  # before jax is imported
     from rrl.train.experiment import run
 
     config = _CONFIG.value
-    run(config, _WORKDIR.value or f"runs/{config.name}")
+    if run(config, _WORKDIR.value or f"runs/{config.name}").stopped == "signal":
+        sys.exit(launcher.STOPPED)
 
 
 if __name__ == "__main__":

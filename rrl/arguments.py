@@ -5,8 +5,9 @@ A config file declares its arguments with their defaults, and the defaults fix t
     def get_config(arg: str = ""):
         arg = parse(arg, size=("tiny", "3b", "7b"), steps=80, lr=1e-4, data="", quick=False)
 
-A tuple lists the allowed values, the first of which is the default. The manner is big_vision's; what is stricter here is that
-every wrong argument is a `UserError` which names the argument, the value, and what is allowed.
+A tuple lists the allowed values, the first of which is the default; a type alone (`steps=int`) means None unless given. The
+manner is big_vision's; what is stricter here is that every wrong argument is a `UserError` which names the argument, the value,
+and what is allowed.
 """
 
 import difflib
@@ -27,7 +28,8 @@ def parse(arg: str | None, **defaults: Any) -> types.SimpleNamespace:
 
     Args:
         arg: what stands behind the colon of `--config=configs/x.py:...`; empty or None for none.
-        **defaults: bool, int, float or str; or a tuple of allowed values, of which the first is the default.
+        **defaults: bool, int, float or str, or one of these types; or a tuple of allowed values, the first of which is
+            the default.
 
     Returns:
         A namespace with one attribute for each default.
@@ -47,7 +49,7 @@ def parse(arg: str | None, **defaults: Any) -> types.SimpleNamespace:
         seen.add(key)
         default = defaults[key]
         if not equals:
-            if not isinstance(default, bool):
+            if _kind(default) is not bool:
                 raise UserError(
                     f"config argument {key!r} has no value; write {key}=VALUE ({_allowed(default)})."
                 )
@@ -58,6 +60,8 @@ def parse(arg: str | None, **defaults: Any) -> types.SimpleNamespace:
 
 
 def _first(key: str, default: Any) -> Any:
+    if default in _KINDS:
+        return None
     value = default[0] if isinstance(default, tuple) else default
     if type(value) not in _KINDS:
         raise TypeError(
@@ -69,14 +73,19 @@ def _first(key: str, default: Any) -> Any:
 def _unknown(key: str, defaults: dict[str, Any]) -> str:
     near = difflib.get_close_matches(key, defaults, n=1)
     hint = f" Did you mean {near[0]!r}?" if near else ""
-    known = ", ".join(f"{k}={_first(k, d)}" for k, d in defaults.items()) or "none"
+    first = {k: _first(k, d) for k, d in defaults.items()}
+    known = ", ".join(f"{k}={'' if v is None else v}" for k, v in first.items()) or "none"
     return f"unknown config argument {key!r}.{hint} Known arguments, with their defaults: {known}."
 
 
 def _allowed(default: Any) -> str:
     if isinstance(default, tuple):
         return "one of " + ", ".join(map(str, default))
-    return _KINDS[type(default)]
+    return _KINDS[_kind(default)]
+
+
+def _kind(default: Any) -> type:
+    return default if isinstance(default, type) else type(default)
 
 
 def _convert(key: str, text: str, default: Any) -> Any:
@@ -86,7 +95,7 @@ def _convert(key: str, text: str, default: Any) -> Any:
                 return choice
     else:
         try:
-            return _parse_as(type(default), text)
+            return _parse_as(_kind(default), text)
         except ValueError:
             pass
     raise UserError(f"config argument {key}={text!r} is not allowed; {key!r} must be {_allowed(default)}.")

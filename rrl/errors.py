@@ -1,4 +1,6 @@
-"""The one exception for wrong input: launchers print it and exit with code 2."""
+"""The one exception for wrong input: launchers print it and exit with code 2. And its two most frequent reasons."""
+
+from collections.abc import Iterable
 
 
 class UserError(ValueError):
@@ -6,3 +8,19 @@ class UserError(ValueError):
 
     The message names what is wrong (field, file, line), the value found, what is allowed, and how to fix it.
     """
+
+
+def at_least(least: float, settings: object, *fields: str, where: str = "") -> None:
+    """Raises UserError for the first of these fields of `settings` that is smaller; `where` stands before its name."""
+    for field in fields:
+        value = getattr(settings, field)
+        if not value >= least:  # nan is not
+            raise UserError(f"{where}{field}={value} must be at least {least}")
+
+
+def one_of(allowed: Iterable[str], settings: object, *fields: str, where: str = "") -> None:
+    """Raises UserError for the first of these fields of `settings` that is none of `allowed`."""
+    for field in fields:
+        value = getattr(settings, field)
+        if value not in allowed:
+            raise UserError(f"{where}{field}={value!r} is unknown; choose one of {', '.join(allowed)}")

@@ -18,6 +18,15 @@ def test_defaults_fix_types():
     assert (arg.steps, arg.lr, arg.data, arg.size, arg.quick) == (2, 1e-3, "a/b=c", "3b", True)
 
 
+def test_a_type_alone_is_none_unless_given():
+    assert parse("", steps=int).steps is None
+    assert parse("steps=-5", steps=int).steps == -5
+    with pytest.raises(UserError, match=r"steps='x'.*whole number"):
+        parse("steps=x", steps=int)
+    with pytest.raises(UserError, match="defaults: steps=, seed=0"):
+        parse("step=1", steps=int, seed=0)
+
+
 @pytest.mark.parametrize("empty", ["", None])
 def test_no_argument_gives_the_defaults(empty):
     arg = parse(empty, steps=80, size=("tiny", "3b"), quick=True)

@@ -76,7 +76,7 @@ def load_records(
             if on_error == "refuse":
                 raise UserError(
                     f"{path}, {place}: {error}. Allowed: {allowed}. "
-                    "Repair the file, or skip its broken records with on_error='skip'."
+                    "Repair the file, or skip its broken records with --config.data.on_error=skip (in Python on_error='skip')."
                 ) from error
             broken.append(f"{place}: {error}")
     if not items:
@@ -86,7 +86,9 @@ def load_records(
         raise UserError(f"{path}: {found}. Allowed: {allowed}.")
     if broken:
         named = "; ".join(broken[:MAX_NAMED_LINES]) + ("; ..." if len(broken) > MAX_NAMED_LINES else "")
-        logging.getLogger(__name__).warning("%s: skipped %d broken records (%s)", path, len(broken), named)
+        logging.getLogger(__name__).warning(
+            "%s: skipped %d broken records of %d (%s)", path, len(broken), len(items) + len(broken), named
+        )
         if skipped is not None:
             skipped.extend(broken)
     return items

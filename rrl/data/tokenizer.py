@@ -10,6 +10,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from rrl.errors import UserError
+from rrl.models.config import DecoderConfig, EncoderConfig
 
 PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 """Padding, start and end of a chat message, named as in Qwen2.5; the end of a message ends generation."""
@@ -92,6 +93,38 @@ def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerFast:
             f"tokenizer folder {folder}: {type(tokenizer).__name__} has no fast form; add its tokenizer.json"
         )
     return tokenizer
+
+
+def check_tokenizer(
+    tokenizer: PreTrainedTokenizerBase,
+    config: DecoderConfig | EncoderConfig,
+    field: str = "tokenizer",
+    *,
+    chat: bool = False,
+) -> None:
+    """Refuses a tokenizer that is not its model's.
+
+    Raises UserError naming `field` (policy, reader, ...) and the folder: more tokens than the model's vocabulary, an end
+    that is none of the model's, or (with `chat`) no chat template.
+    """
+    name = f"{field}={tokenizer.name_or_path!r}"
+    size = max(tokenizer.get_vocab().values()) + 1
+    cure = "give a folder whose tokenizer and weights belong together"
+    if size > config.vocab_size:
+        raise UserError(
+            f"{name}: the tokenizer has {size} tokens but the model's vocab_size is {config.vocab_size}; {cure}"
+        )
+    eos = config.eos_token_id if isinstance(config, DecoderConfig) else None
+    if eos is not None and tokenizer.eos_token_id not in (eos if isinstance(eos, tuple) else (eos,)):
+        raise UserError(
+            f"{name}: the tokenizer's eos_token_id is {tokenizer.eos_token_id} but the model's is {eos}; {cure}, or set "
+            "eos_token in tokenizer_config.json"
+        )
+    if chat and not tokenizer.chat_template:
+        raise UserError(
+            f"{name}: the tokenizer has no chat_template; give an instruction-tuned model's folder, or add "
+            "chat_template to its tokenizer_config.json"
+        )
 
 
 def _declared_class(folder: Path) -> Any:

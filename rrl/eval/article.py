@@ -20,20 +20,25 @@ ENDINGS = {
 }
 
 
+HELD_OUT, TRAINING, UNUSED = "held out", "training", "training, not used (equal rewards)"
+"""Where a trajectory of a run came from; only `TRAINING` carried loss."""
+
+
 def article(
     trajectory: Trajectory,
     *,
+    source: str = "",
     tags: Mapping[str, str] = RSEARCH_TAGS,
     token_bytes: Sequence[bytes] | None = None,
 ) -> str:
-    """One trajectory as an HTML article, without style."""
+    """One trajectory as an HTML article, without style; `source` says where it came from, "" that nobody knows."""
     cut = pieces(trajectory, tags, token_bytes)
     prompt = "".join(piece.text for piece in cut if piece.role == PROMPT)
     shown = "".join(_piece(piece, trajectory, tags) for piece in cut if piece.role != PROMPT)
     folded = f"<details><summary>prompt</summary><pre>{html.escape(prompt)}</pre></details>" if prompt else ""
     return (
-        f"<article>{_head(trajectory)}<div class='panels'>{_rewards(trajectory)}{_searches(trajectory)}</div>"
-        f"{_tokens(trajectory)}{folded}<div class='text'>{shown}</div></article>"
+        f"<article>{_head(trajectory, source)}<div class='panels'>{_rewards(trajectory)}{_searches(trajectory)}</div>"
+        f"{_tokens(trajectory, source)}{folded}<div class='text'>{shown}</div></article>"
     )
 
 
@@ -46,12 +51,14 @@ def verdict(trajectory: Trajectory) -> str:
     return "partly" if trajectory.metrics.get("f1", 0.0) > 0 else "wrong"
 
 
-def _head(trajectory: Trajectory) -> str:
+def _head(trajectory: Trajectory, source: str) -> str:
     state = verdict(trajectory)
     mark = {"right": "✓ right", "partly": "◐ partly right", "wrong": "✗ wrong", "unscored": "not scored"}[
         state
     ]
     chips = [f'<b class="chip {state}">{mark}</b>']
+    if source:
+        chips.append(f'<span class="chip">{words(source)}</span>')
     if trajectory.question.kind:
         chips.append(f'<span class="chip">{words(trajectory.question.kind)}</span>')
     ended = ENDINGS.get(trajectory.ended, trajectory.ended.replace("_", " "))
@@ -120,22 +127,23 @@ def _searches(trajectory: Trajectory) -> str:
     return f'<section class="wide"><h3>searches</h3><table>{"".join(rows)}</table><p class="quiet">{note}</p></section>'
 
 
-def _tokens(trajectory: Trajectory) -> str:
+def _tokens(trajectory: Trajectory, source: str) -> str:
     counts = {role: int((trajectory.roles == role).sum()) for role in (PROMPT, POLICY, ENVIRONMENT)}
     total = max(sum(counts.values()), 1)
-    names = {PROMPT: "prompt", POLICY: "sampled, trained on", ENVIRONMENT: "environment"}
+    sampled = "sampled, trained on" if source == TRAINING else "sampled"
+    names = {PROMPT: "prompt", POLICY: sampled, ENVIRONMENT: "environment"}
     parts = "".join(
         f'<i class="r{role}" style="flex-grow:{len(list(run))}"></i>'
         for role, run in itertools.groupby(trajectory.roles.tolist())
     )
-    words = " · ".join(
+    keys = " · ".join(
         f'<span class="key r{role}">{count} {names[role]}</span>' for role, count in counts.items()
     )
-    return f'<div class="tokens"><div class="strip">{parts}</div><p class="quiet">{total} tokens: {words}</p></div>'
+    return f'<div class="tokens"><div class="strip">{parts}</div><p class="quiet">{total} tokens: {keys}</p></div>'
 
 
 def _piece(piece: Piece, trajectory: Trajectory, tags: Mapping[str, str]) -> str:
-    trained = "trained" if piece.role == POLICY else "given"
+    origin = "sampled" if piece.role == POLICY else "given"
     label = f'<span class="label">{html.escape(piece.kind)}</span>' if piece.kind != "reasoning" else ""
     if piece.role == ENVIRONMENT:
         text = _observation(piece.text, trajectory)
@@ -145,7 +153,7 @@ def _piece(piece: Piece, trajectory: Trajectory, tags: Mapping[str, str]) -> str
         text = _with_stray_tags(piece.text.strip(), tags)
     else:
         text = html.escape(piece.text.strip())
-    return f'<div class="piece {piece.kind} {trained}">{label}<div class="words">{text}</div></div>'
+    return f'<div class="piece {piece.kind} {origin}">{label}<div class="words">{text}</div></div>'
 
 
 def _token(text: str, logp: float) -> str:

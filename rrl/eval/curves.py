@@ -8,6 +8,7 @@ import matplotlib.figure
 import numpy as np
 
 from rrl.errors import UserError
+from rrl.eval.summary import decoding
 from rrl.train.metrics import read_metrics
 
 Rows = Sequence[Mapping[str, Any]]
@@ -28,19 +29,22 @@ PANELS: tuple[tuple[str, tuple[tuple[str, str], ...], tuple[str, str] | None], .
         ),
         None,
     ),
-    ("exact match", (("train/em", "training, sampled"),), ("eval/em", "held out, greedy")),
-    ("F1", (("train/f1", "training, sampled"),), ("eval/f1", "held out, greedy")),
+    ("exact match", (("train/em", "training, sampled"),), ("eval/em", "held out, {decoding}")),
+    ("F1", (("train/f1", "training, sampled"),), ("eval/f1", "held out, {decoding}")),
     ("valid searches a question", (("train/searches", "training"),), ("eval/searches", "held out")),
     ("entropy (nats a token)", (("train/entropy", "policy"),), None),
     ("KL to the start (nats a token)", (("train/kl", "policy"),), None),
 )
-"""Title, (metric, label) drawn as lines, (metric, label) drawn as markers."""
+"""Title, (metric, label) drawn as lines, (metric, label) drawn as markers; {decoding} says how they were sampled."""
 
 
-def plot_training(rows: Source, out_png: str | pathlib.Path, title: str = "") -> None:
+def plot_training(
+    rows: Source, out_png: str | pathlib.Path, title: str = "", temperature: float = 0.0
+) -> None:
     """Draws reward, exact match, F1, searches, entropy and KL over the steps of one run.
 
-    Held-out evaluations are markers. A panel without metrics says so. Raises UserError for a run without steps.
+    Held-out evaluations, at `temperature`, are markers. A panel without metrics says so. Raises UserError for a run
+    without steps.
     """
     lines = _rows(rows)
     figure, axes = _figure(2, 3, title)
@@ -52,7 +56,8 @@ def plot_training(rows: Source, out_png: str | pathlib.Path, title: str = "") ->
         if marked:
             steps, values = series(lines, marked[0])
             if len(steps):
-                axis.plot(steps, values, "D--", color=COLOURS[1], label=marked[1], markersize=6, linewidth=1)
+                label = marked[1].format(decoding=decoding(temperature))
+                axis.plot(steps, values, "D--", color=COLOURS[1], label=label, markersize=6, linewidth=1)
                 for at in {0, len(steps) - 1}:
                     axis.annotate(
                         f"{values[at]:.3g}",

@@ -10,13 +10,15 @@ def summary(
     *,
     run: Mapping[str, Any] | None = None,
     reference: tuple[str, float] | None = None,
+    temperature: float = 0.0,
     files: Sequence[str] = (),
 ) -> str:
     """The table printed at the end of a run.
 
     `before` and `after` hold "eval/em", "eval/f1", "eval/searches" and the same with "/<kind>" as fractions (searches
     as a count), `run` holds facts to list ("steps", "minutes", "tokens/s" ...). `reference` is (what it is, exact match
-    as a fraction) to print beside the result. Metrics that are missing are shown as "–".
+    as a fraction) to print beside the result, `temperature` that of the evaluation. Metrics that are missing are shown
+    as "–".
     """
     kinds = sorted({name.split("/", 2)[2] for name in (*before, *after) if name.startswith("eval/em/")})
     rows: list[tuple[str, ...]] = [
@@ -30,7 +32,10 @@ def summary(
         gain = "–" if em[0] is None or em[1] is None else f"{100 * (em[1] - em[0]):+.1f}"
         numbers = (*map(_percent, em), gain, *map(_percent, f1), *map(_count, searches))
         rows.append((kind.replace("_", " ") or "all", *numbers))
-    lines = ["Held-out questions, greedy decoding (percent)", *table(rows, rule_before_last=bool(kinds))]
+    lines = [
+        f"Held-out questions, {decoding(temperature)} (percent)",
+        *table(rows, rule_before_last=bool(kinds)),
+    ]
     if reference:
         lines.append(f"{reference[0]}: EM {_percent(reference[1])}")
     if run:
@@ -38,6 +43,11 @@ def summary(
     if files:
         lines += ["", *files]
     return "\n".join(lines)
+
+
+def decoding(temperature: float) -> str:
+    """How an evaluation chose its tokens, in words."""
+    return f"temperature {temperature:g}" if temperature else "greedy decoding"
 
 
 def table(rows: Sequence[Sequence[str]], rule_before_last: bool = False) -> list[str]:

@@ -23,17 +23,20 @@ def write_html(
     *,
     tags: Mapping[str, str] = RSEARCH_TAGS,
     token_bytes: Sequence[bytes] | None = None,
+    sources: Sequence[str] | None = None,
 ) -> None:
     """Writes a page with all trajectories: a list with filters, and each one in full.
 
     `tags` maps the protocol's tags to the kinds in `LEGEND`. With `token_bytes` (the exact bytes of each token id),
-    each sampled token shows its log-probability.
+    each sampled token shows its log-probability. `sources` says where each trajectory came from, such as
+    `article.HELD_OUT`, `TRAINING` or `UNUSED`; ValueError for more or fewer of them than trajectories.
     """
-    articles = [article(item, tags=tags, token_bytes=token_bytes) for item in trajectories]
+    sources = [""] * len(trajectories) if sources is None else sources
     items = [_list_item(index, item) for index, item in enumerate(trajectories)]
     body = "\n".join(
-        f'<div class="slot" id="t{index}" {_filter_data(item)}>{text}</div>'
-        for index, (item, text) in enumerate(zip(trajectories, articles))
+        f'<div class="slot" id="t{index}" {_filter_data(item, source)}>'
+        f"{article(item, source=source, tags=tags, token_bytes=token_bytes)}</div>"
+        for index, (item, source) in enumerate(zip(trajectories, sources, strict=True))
     )
     page = f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8">
@@ -44,7 +47,7 @@ script-src 'unsafe-inline'">
 <style>{_resource("page.css")}</style></head>
 <body class="rrl page">
 <header class="bar"><h1>{html.escape(title)}</h1>
-{_totals(trajectories)}{_filters(trajectories)}{_legend(token_bytes)}</header>
+{_totals(trajectories)}{_filters(trajectories, sources)}{_legend(token_bytes)}</header>
 <nav id="list" aria-label="trajectories">{"".join(items)}</nav>
 <main>{body}<p id="none" hidden>No trajectory matches this filter.</p></main>
 <script>{_resource("page.js")}</script>
@@ -64,7 +67,7 @@ def fragment(
     return f'<div class="rrl"><style>{_resource("page.css")}</style>{_legend(token_bytes)}{inner}</div>'
 
 
-def _filter_data(trajectory: Trajectory) -> str:
+def _filter_data(trajectory: Trajectory, source: str) -> str:
     searched = [
         trajectory.question.text,
         *trajectory.question.answers,
@@ -72,6 +75,7 @@ def _filter_data(trajectory: Trajectory) -> str:
         trajectory.question.id,
     ]
     fields = {
+        "source": source,
         "verdict": verdict(trajectory),
         "kind": trajectory.question.kind,
         "ended": trajectory.ended,
@@ -107,13 +111,14 @@ def _totals(trajectories: Sequence[Trajectory]) -> str:
     return f'<p class="quiet">{" · ".join(parts)}</p>'
 
 
-def _filters(trajectories: Sequence[Trajectory]) -> str:
+def _filters(trajectories: Sequence[Trajectory], sources: Sequence[str]) -> str:
     kinds = sorted({item.question.kind for item in trajectories} - {""})
     endings = sorted({item.ended for item in trajectories})
     states = {verdict(item) for item in trajectories}
     verdicts = sorted(states, key=["right", "partly", "wrong", "unscored"].index)
     counts = sorted({str(len(item.searches)) for item in trajectories}, key=int)
     selects: list[tuple[str, str, list[str], dict[str, str]]] = [
+        ("source", "every source", sorted(set(sources) - {""}), {}),
         ("verdict", "right or wrong", verdicts, {"partly": "partly right"}),
         ("kind", "every kind", kinds, {}),
         ("ended", "every ending", endings, ENDINGS),
@@ -131,6 +136,7 @@ def _filters(trajectories: Sequence[Trajectory]) -> str:
         )
         + "</select>"
         for field, every, values, names in selects
+        if values
     )
     search = '<input type="search" placeholder="words in the question or answer" aria-label="words">'
     return f'<form id="filters">{boxes}{search}<output></output></form>'
@@ -138,8 +144,8 @@ def _filters(trajectories: Sequence[Trajectory]) -> str:
 
 def _legend(token_bytes: Sequence[bytes] | None) -> str:
     keys = "".join(f'<span class="key {kind}">{kind}</span>' for kind in LEGEND)
-    keys += '<span class="key trainedkey">solid edge and tint: sampled and trained on</span>'
-    keys += '<span class="key givenkey">dashed edge: given, no loss</span>'
+    keys += '<span class="key sampledkey">solid edge and tint: sampled</span>'
+    keys += '<span class="key givenkey">dashed edge: given</span>'
     keys += '<span class="goldkey"><b class="gold">gold passage</b></span>'
     if token_bytes is not None:
         keys += '<span><t class="p6">underlined</t>: the stronger, the less likely the token</span>'

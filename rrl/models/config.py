@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from rrl.errors import UserError
+from rrl.errors import UserError, at_least
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -66,18 +66,9 @@ class DecoderConfig:
             raise UserError(
                 f"model_type={self.model_type!r} is not supported; choose one of {', '.join(FAMILIES)}"
             )
-        for name in (
-            "vocab_size",
-            "hidden",
-            "layers",
-            "heads",
-            "kv_heads",
-            "head_dim",
-            "mlp",
-            "max_positions",
-        ):
-            if getattr(self, name) < 1:
-                raise UserError(f"{name}={getattr(self, name)} must be at least 1")
+        at_least(
+            1, self, "vocab_size", "hidden", "layers", "heads", "kv_heads", "head_dim", "mlp", "max_positions"
+        )
         if self.heads % self.kv_heads:
             raise UserError(
                 f"heads={self.heads} is not a multiple of kv_heads={self.kv_heads}; change one of them"
@@ -182,9 +173,9 @@ class EncoderConfig:
     def __post_init__(self) -> None:
         if self.model_type != "bert":
             raise UserError(f"model_type={self.model_type!r} is not a supported encoder; it must be 'bert'")
-        for name in ("vocab_size", "hidden", "layers", "heads", "mlp", "max_positions", "type_vocab_size"):
-            if getattr(self, name) < 1:
-                raise UserError(f"{name}={getattr(self, name)} must be at least 1")
+        at_least(
+            1, self, "vocab_size", "hidden", "layers", "heads", "mlp", "max_positions", "type_vocab_size"
+        )
         if self.hidden % self.heads:
             raise UserError(
                 f"hidden={self.hidden} is not a multiple of heads={self.heads}; change one of them"

@@ -13,7 +13,9 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
+from transformers import PreTrainedTokenizerBase
 
+from rrl.data.tokenizer import check_tokenizer, load_tokenizer
 from rrl.errors import UserError
 from rrl.models.config import DecoderConfig, EncoderConfig
 from rrl.models.decoder import Decoder, Remat
@@ -21,7 +23,14 @@ from rrl.models.encoder import Encoder
 from rrl.models.weights import Weights, folder_hash, read_config, write_folder, write_json
 from rrl.parallel.rules import RULES, shardings
 
-__all__ = ["folder_hash", "load_decoder", "load_encoder", "save_decoder", "save_encoder"]
+__all__ = [
+    "folder_hash",
+    "load_decoder",
+    "load_encoder",
+    "load_language_model",
+    "save_decoder",
+    "save_encoder",
+]
 
 LISTED = 8
 """Names in one error message, at most."""
@@ -129,6 +138,19 @@ def load_decoder(
         lambda: Decoder(config, rngs=nnx.Rngs(0), dtype=dtype, param_dtype=param_dtype, remat=remat)
     )
     return _load(folder, abstract, _DECODER, ignored, mesh)
+
+
+def load_language_model(
+    folder: str | Path, field: str, *, chat: bool = True
+) -> tuple[Decoder, PreTrainedTokenizerBase]:
+    """A decoder and its tokenizer from one folder, which `field` (policy, reader, ...) of a config or call names.
+
+    Raises:
+        UserError: as `load_decoder`; a tokenizer that is not the model's, or (with `chat`) without a chat template.
+    """
+    tokenizer = load_tokenizer(folder)
+    check_tokenizer(tokenizer, DecoderConfig.from_hf(read_config(folder)), field, chat=chat)
+    return load_decoder(folder), tokenizer
 
 
 def save_decoder(

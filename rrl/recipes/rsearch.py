@@ -93,7 +93,7 @@ class RSearch:
                 "em": exact_match(trajectory.answer, gold),
                 "f1": token_f1(trajectory.answer, gold),
                 "cem": cover_exact_match(trajectory.answer, gold),
-                "searches": float(len(trajectory.searches)),
+                "searches": float(sum(not search.failed for search in trajectory.searches)),
             }
             trajectory.rewards = {
                 "answer": trajectory.metrics["f1"],

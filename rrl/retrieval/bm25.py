@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rrl.data.passages import Passage
-from rrl.errors import UserError
+from rrl.errors import UserError, at_least
 from rrl.retrieval.ranking import Ranking, empty_ranking, top_k
 
 # fmt: off
@@ -38,8 +38,9 @@ class Bm25Config:
     """How often the title counts; 3 in the built-in world, where names are made of shared words."""
 
     def __post_init__(self) -> None:
-        if self.k1 < 0 or not 0 <= self.b <= 1 or self.title_weight < 0:
-            raise UserError(f"BM25 settings {self}: allowed are k1 >= 0, 0 <= b <= 1 and title_weight >= 0.")
+        at_least(0, self, "k1", "title_weight")
+        if not 0 <= self.b <= 1:
+            raise UserError(f"b={self.b} must lie in 0..1")
 
 
 class Bm25Index:

@@ -15,7 +15,7 @@ from flax import nnx
 from jaxtyping import Float, Int
 
 from rrl.data.passages import Passage
-from rrl.data.tokenizer import load_tokenizer
+from rrl.data.tokenizer import check_tokenizer, load_tokenizer
 from rrl.errors import UserError
 from rrl.models.encoder import Encoder
 from rrl.models.hf import load_encoder, save_encoder
@@ -166,8 +166,9 @@ def load_text_encoder(folder: str | Path) -> TextEncoder:
         values = TextSettings(**json.loads(settings.read_text(encoding="utf-8")))
     except (TypeError, ValueError) as error:
         raise UserError(f"{settings}: {error}. Allowed: {TextSettings()}.") from error
-    tokenizer = load_tokenizer(folder)
-    return TextEncoder(load_encoder(folder), tokenizer, values, folder.name, folder_fingerprint(folder))
+    tokenizer, encoder = load_tokenizer(folder), load_encoder(folder)
+    check_tokenizer(tokenizer, encoder.config, "encoder")
+    return TextEncoder(encoder, tokenizer, values, folder.name, folder_fingerprint(folder))
 
 
 def save_text_encoder(folder: str | Path, text_encoder: TextEncoder) -> TextEncoder:

@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from rrl.data.miniwiki import generate
 from rrl.data.tokenizer import load_tokenizer
-from rrl.errors import UserError
+from rrl.errors import UserError, at_least
 from rrl.models.config import EncoderConfig
 from rrl.models.encoder import Encoder
 from rrl.retrieval.bm25 import Bm25Config
@@ -55,6 +55,15 @@ class EncoderTraining:
     """Share of queries that are a whole question."""
 
     def __post_init__(self) -> None:
+        at_least(0, self, "seed", "learning_rate", "warmup", "weight_decay", "names", "questions")
+        at_least(1, self, "hidden", "layers", "heads", "mlp", "query_tokens", "passage_tokens")
+        at_least(1, self, "worlds", "passages_per_world", "steps", "groups", "queries_per_group")
+        if not self.temperature > 0:
+            raise UserError(f"temperature={self.temperature} must be above 0")
+        if self.names + self.questions > 1:
+            raise UserError(
+                f"names={self.names} and questions={self.questions} are shares: at most 1 together"
+            )
         if self.queries_per_group > self.passages_per_world:
             raise UserError(
                 f"queries_per_group={self.queries_per_group}: a world has only {self.passages_per_world} passages; "

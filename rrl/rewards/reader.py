@@ -17,7 +17,7 @@ from rrl.text.chat import chat_ids
 
 
 class Reader:
-    """Answers prompts greedily in one turn; equal prompts are answered once, and remembered."""
+    """Answers prompts greedily in one turn; equal prompts are answered once, the latest `remember` answers kept."""
 
     def __init__(
         self,
@@ -26,11 +26,13 @@ class Reader:
         config: EngineConfig,
         *,
         answer_tokens: int = 32,
+        remember: int = 100_000,
         mesh: Mesh | None = None,
     ) -> None:
         self.engine = Engine(decoder, tokenizer, config, mesh=mesh)
         self.params = nnx.state(decoder)
         self.environment = SingleTurn(turn_tokens=answer_tokens)
+        self.remember = remember
         self.memory: dict[str, str] = {}
 
     def answers(self, prompts: Sequence[str]) -> list[str]:
@@ -53,10 +55,7 @@ class Reader:
             found = self.engine.run(self.params, requests, self.environment, jax.random.key(0))
             for prompt, trajectory in zip(new, found, strict=True):
                 self.memory[prompt] = "".join(t for role, t in trajectory.segments if role == POLICY).strip()
-        return [self.memory[prompt] for prompt in prompts]
-
-    def forget(self, keep: int = 100_000) -> None:
-        """Drops the oldest answers beyond `keep`."""
-        excess = len(self.memory) - keep
-        for prompt in list(self.memory)[: max(excess, 0)]:
+        said = [self.memory[prompt] for prompt in prompts]
+        for prompt in list(self.memory)[: max(len(self.memory) - self.remember, 0)]:
             del self.memory[prompt]
+        return said

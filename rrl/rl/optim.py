@@ -17,7 +17,7 @@ import optax
 from jaxtyping import Array, Float, Int
 from optax import contrib
 
-from rrl.errors import UserError
+from rrl.errors import UserError, at_least, one_of
 
 OPTIMIZERS = ("adamw", "muon", "sgd")
 SCHEDULES = ("constant", "cosine", "linear")
@@ -66,23 +66,16 @@ class OptimConfig:
     total_steps: int = 1000
 
     def __post_init__(self) -> None:
-        for field, value, allowed in (
-            ("name", self.name, OPTIMIZERS),
-            ("schedule", self.schedule, SCHEDULES),
-        ):
-            if value not in allowed:
-                raise UserError(f"optim.{field}={value!r} is unknown; choose one of {', '.join(allowed)}.")
+        one_of(OPTIMIZERS, self, "name", where="optim.")
+        one_of(SCHEDULES, self, "schedule", where="optim.")
         if self.warmup_ratio and self.warmup_steps:
             raise UserError(
                 f"optim.warmup_ratio={self.warmup_ratio} and optim.warmup_steps={self.warmup_steps} are both given; set one to 0."
             )
         if not 0 <= self.warmup_ratio <= 1:
             raise UserError(f"optim.warmup_ratio={self.warmup_ratio} must lie in 0..1.")
-        for field in ("lr", "warmup_steps", "weight_decay"):
-            if getattr(self, field) < 0:
-                raise UserError(f"optim.{field}={getattr(self, field)} must not be negative.")
-        if self.total_steps < 1:
-            raise UserError(f"optim.total_steps={self.total_steps} must be at least 1.")
+        at_least(0, self, "lr", "warmup_steps", "weight_decay", where="optim.")
+        at_least(1, self, "total_steps", where="optim.")
 
     @property
     def warmup(self) -> int:
@@ -171,14 +164,15 @@ def make_optimizer(config: OptimConfig, rules: MatrixRules = MATRIX_RULES) -> op
     rule = optax.chain(clip, rule)
     if config.frozen:
         rule = optax.multi_transform(
-            {"trained": rule, "frozen": optax.set_to_zero()}, lambda params: _frozen_labels(params, config.frozen)
+            {"trained": rule, "frozen": optax.set_to_zero()},
+            lambda params: _frozen_labels(params, config.frozen),
         )
     # optax gives up after so many bad updates in a row; the count of a run never reaches this.
     return optax.apply_if_finite(rule, max_consecutive_errors=2**31 - 2)
 
 
 def _frozen_labels(params: Any, frozen: Sequence[str]) -> Any:
-    """"frozen" or "trained" for each parameter."""
+    """ "frozen" or "trained" for each parameter."""
     paths = [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
     idle = [pattern for pattern in frozen if not any(re.search(pattern, path) for path in paths)]
     if idle:

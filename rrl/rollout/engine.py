@@ -20,8 +20,8 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Key, PyTree
 from transformers import PreTrainedTokenizerBase
 
-from rrl.data.tokenizer import token_bytes
-from rrl.errors import UserError
+from rrl.data.tokenizer import check_tokenizer, token_bytes
+from rrl.errors import UserError, at_least
 from rrl.models.cache import KVCache
 from rrl.models.decoder import Decoder
 from rrl.parallel.mesh import make_mesh
@@ -54,6 +54,12 @@ class EngineConfig:
     top_p: float = 1.0
     sample_top_k: int = 0
     """Sampling among the k likeliest tokens; 0 is off."""
+
+    def __post_init__(self) -> None:
+        at_least(1, self, "rows", "context", "feeds", "feed_tokens", "patience", "top_k")
+        at_least(0, self, "sample_top_k")
+        if not 0 < self.top_p <= 1:
+            raise UserError(f"top_p={self.top_p} must lie above 0 and not above 1")
 
 
 @dataclasses.dataclass(slots=True)
@@ -89,14 +95,9 @@ class Engine:
             )
         self.decoder_config = decoder.config
         self.graph, _ = nnx.split(decoder)
+        check_tokenizer(tokenizer, decoder.config)
         self.bytes = token_bytes(tokenizer)
-        vocabulary = decoder.config.vocab_size
-        if len(self.bytes) > vocabulary:
-            raise UserError(
-                f"the tokenizer has {len(self.bytes)} tokens but the model's vocab_size is {vocabulary}: "
-                "load the tokenizer that belongs to the model"
-            )
-        self.bytes += [b""] * (vocabulary - len(self.bytes))
+        self.bytes += [b""] * (decoder.config.vocab_size - len(self.bytes))
         self.eos = jnp.asarray(_eos_ids(tokenizer), jnp.int32)
         encoder = retriever.encoder if retriever is not None and retriever.needs_embeddings else None
         self.encoder_graph: Any = None
@@ -116,6 +117,7 @@ class Engine:
         )
         self.stats = RolloutStats()
         self._hosts: list[Host] = []
+        self._told: set[type] = set()
         self._programs: dict[Any, Callable] = {}
 
     # -- public ------------------------------------------------------------------------------------------------------
@@ -165,6 +167,7 @@ class Engine:
                 retriever=retriever or self.retriever,
                 top_k=self.config.top_k,
                 on_finish=finished,
+                told=self._told,
             )
             for shard in range(self.shards)
         ]

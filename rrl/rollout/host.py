@@ -6,6 +6,7 @@ calls JAX and never raises (an exception is kept in `error`, every row is switch
 
 import collections
 import dataclasses
+import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 
@@ -145,12 +146,15 @@ class Host:
         retriever: Retriever | None = None,
         top_k: int = 3,
         on_finish: Callable[[int, Trajectory], None] = lambda index, trajectory: None,
+        told: set[type] | None = None,
     ) -> None:
+        """`told` holds the kinds of search error that were logged already, and takes new ones."""
         self.environment = environment
         self.limits = limits
         self.encode, self.decode = encode, decode
         self.retriever, self.top_k = retriever, top_k
         self.on_finish = on_finish
+        self.told = set() if told is None else told
         self.queue = collections.deque(requests)
         self.rows: list[_Row | None] = [None] * limits.rows
         self.indices: list[int] = [-1] * limits.rows
@@ -269,8 +273,17 @@ class Host:
             return [[] for _ in queries]
         try:
             hits = self.retriever.search(queries, self.top_k, vectors)
-        except Exception:  # the policy is told that its search failed; the batch goes on
+        except Exception as error:  # the policy is told that its search failed; the batch goes on
             self.searches_failed += len(queries)
+            if type(error) not in self.told:
+                self.told.add(type(error))
+                logging.getLogger(__name__).warning(
+                    "search failed for %d queries, the first of which is %r: %r (told once for each kind of error; "
+                    "train/searches_failed counts them)",
+                    len(queries),
+                    queries[0],
+                    error,
+                )
             return [None] * len(queries)
         return [[hit.passage for hit in found] for found in hits]
 

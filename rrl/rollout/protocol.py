@@ -9,6 +9,7 @@ from jaxtyping import Int
 
 from rrl.data.passages import Passage, render
 from rrl.data.questions import Question
+from rrl.errors import at_least
 from rrl.rollout.trajectory import Search
 from rrl.text.spans import boxes
 
@@ -102,6 +103,10 @@ class Stream:
         "To answer, I write the answer between <{answer}> and </{answer}>."
     )
     failure: str = "The search failed."
+
+    def __post_init__(self) -> None:
+        at_least(0, self, "max_searches", where="environment.")
+        at_least(1, self, "turn_tokens", "observation_tokens", where="environment.")
 
     @property
     def stops(self) -> tuple[str, ...]:

@@ -11,9 +11,8 @@ import jax
 from flax import nnx
 
 from rrl.data.questions import Question
-from rrl.data.tokenizer import load_tokenizer
 from rrl.errors import UserError
-from rrl.models.hf import load_decoder
+from rrl.models.hf import load_language_model
 from rrl.parallel.runtime import enable_compilation_cache
 from rrl.recipes.base import Recipe
 from rrl.recipes.card import Card, card_of, read_card
@@ -93,21 +92,19 @@ class Agent:
                 card = card_of(make_recipe(recipe), 0, 3)
             recipe = card.make()
         card = card or Card("", {}, {})
-        decoder = load_decoder(policy)
+        decoder, tokenizer = load_language_model(policy, "policy")
         config = EngineConfig(
             rows=rows,
             context=min(context or card.context or CONTEXT, decoder.config.max_positions),
             feeds=min(rows, 16),
             top_k=top_k or card.top_k,
         )
-        engine = Engine(decoder, load_tokenizer(policy), config, retriever=_retriever(index, encoder))
+        engine = Engine(decoder, tokenizer, config, retriever=_retriever(index, encoder))
         read = None
         if reader is not None:
-            reader_decoder = load_decoder(reader)
-            reader_context = min(READER_CONTEXT, reader_decoder.config.max_positions)
-            read = Reader(
-                reader_decoder, load_tokenizer(reader), EngineConfig(rows=rows, context=reader_context)
-            )
+            model = load_language_model(reader, "reader")
+            reader_context = min(READER_CONTEXT, model[0].config.max_positions)
+            read = Reader(*model, EngineConfig(rows=rows, context=reader_context))
         return cls(engine, nnx.state(decoder), recipe, reader=read, temperature=temperature, seed=seed)
 
     def ask(self, question: str | Question, sample: int = 0) -> Shown:

@@ -110,9 +110,19 @@ def refuse_other_config(
 ) -> None:
     """Raises UserError when the workdir holds a run of another config, naming each field that differs."""
     path = pathlib.Path(workdir) / "config.json"
+    if pathlib.Path(workdir).is_file():
+        raise UserError(
+            f"workdir {os.fspath(workdir)} is a file; choose a folder, or one that is not there yet."
+        )
     if not path.exists():
         return
-    stored = _flat(json.loads(path.read_text(encoding="utf-8")))
+    try:
+        stored = _flat(json.loads(path.read_text(encoding="utf-8")))
+    except (json.JSONDecodeError, AttributeError) as error:
+        raise UserError(
+            f"workdir {os.fspath(workdir)}: its config.json cannot be read ({error}); choose another --workdir, or "
+            "delete that folder."
+        ) from error
     given = _flat(json.loads(json.dumps(config)))
     names = sorted(n for n in stored.keys() | given.keys() if n not in may_differ)
     absent = "(absent)"

@@ -1,9 +1,12 @@
 """Arms of one experiment over seeds, each a run of its own: GRPO against its controls, as curves and a table.
 
-Every run is a subprocess with its own workdir, so that a broken-off sweep continues where it was.
+Every run is a subprocess with its own workdir, so that a broken-off sweep continues where it was. A workdir's
+`command.json` says what makes it, so that the cells of one sweep are never taken for those of another.
 """
 
 import dataclasses
+import hashlib
+import json
 import pathlib
 import subprocess
 import sys
@@ -15,11 +18,16 @@ import numpy as np
 from rrl.errors import UserError
 from rrl.eval.curves import plot_spread
 from rrl.eval.summary import table
+from rrl.train.launcher import STOPPED
 from rrl.train.metrics import read_metrics
 
 GRPO, SFT = "GRPO", "SFT continued"
 ARMS = {GRPO: "", SFT: "", "rewards permuted": "control=permuted", "search off": "control=search_off"}
 """Config argument of each arm; supervised training goes on with the cold start's own command instead."""
+TAKEN = {"config": ("seed", "control"), "cold_start": ("seed", "minutes")}
+"""Config arguments that the comparison sets itself."""
+REFUSED = 2
+"""Exit code of a launcher for wrong input; nothing was written."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,12 +42,26 @@ class Cell:
     def metrics(self) -> pathlib.Path:
         return self.workdir / "metrics.jsonl"
 
+    @property
+    def finished(self) -> bool:
+        return (self.workdir / "summary.txt").exists()
+
 
 def cells(root: pathlib.Path, arms: Sequence[str], seeds: Sequence[int]) -> list[Cell]:
-    """All runs, seed by seed, so that a sweep that is broken off has compared the arms."""
+    """All runs, seed by seed, so that a sweep that is broken off has compared the arms.
+
+    Raises UserError for arms or seeds that are unknown, none, given twice, or in an order that cannot be run.
+    """
+    for name, given in (("arms", list(arms)), ("seeds", list(seeds))):
+        if not given or len(set(given)) < len(given):
+            raise UserError(f"{name}={given} must be one or more, each once")
     unknown = [arm for arm in arms if arm not in ARMS]
     if unknown:
         raise UserError(f"arms={unknown} are unknown; there are {', '.join(ARMS)}")
+    if SFT in arms and GRPO not in arms[: arms.index(SFT)]:
+        raise UserError(
+            f"arms={list(arms)}: the arm {SFT!r} trains for as long as {GRPO!r} took: list {GRPO!r} before it"
+        )
     return [Cell(arm, seed, root / f"{arm.replace(' ', '_')}-{seed}") for seed in seeds for arm in arms]
 
 
@@ -50,14 +72,23 @@ def compare(
 
     `config` is a config file with arguments, without seed and control; `cold_start` the one that made its policy, with
     init=POLICY: the supervised arm goes on with it for as long as GRPO took with the same seed.
+
+    Raises UserError for a run that a signal stopped and for a workdir that another config made; CalledProcessError for
+    a run that failed, which has said why.
     """
+    for flag, value in (("config", config), ("cold_start", cold_start)):
+        if given := [name for name in TAKEN[flag] if name in _split(value)[1]]:
+            raise UserError(
+                f"{flag}={value} gives {', '.join(given)}, which the comparison sets; leave it out"
+            )
     root = pathlib.Path(root)
     plan = cells(root, arms, seeds)
     for cell in plan:
-        if not (cell.workdir / "summary.txt").exists():
-            for command in commands(cell, config, cold_start, plan):
-                print("python", *command, file=sys.stderr, flush=True)
-                subprocess.run([sys.executable, *command], check=True)
+        refuse_other_record(cell, record(cell, config, cold_start))
+    for cell in plan:
+        if not cell.finished:
+            minutes = _grpo_of(cell, plan)[2] if cell.arm == SFT else 0.0
+            run(cell, commands(cell, config, cold_start, minutes), record(cell, config, cold_start))
     runs = {arm: [_curve(c, plan) for c in plan if c.arm == arm] for arm in arms}
     panels = {"eval/em": "held-out exact match", "eval/f1": "held-out F1"}
     plot_spread(runs, root / "compare.png", panels, x="minutes", title=f"{config}: arms over seeds")
@@ -66,17 +97,51 @@ def compare(
     return text
 
 
-def commands(cell: Cell, config: str, cold_start: str, plan: Sequence[Cell]) -> list[list[str]]:
-    """What makes one run: training, or supervised training and an evaluation of its model."""
+def run(cell: Cell, todo: Sequence[Sequence[str]], made_by: str) -> None:
+    """Runs the commands of a cell; CalledProcessError for one that failed, UserError for one that a signal stopped."""
+    for command in todo:
+        print("python", *command, file=sys.stderr, flush=True)
+        code = subprocess.run([sys.executable, *command]).returncode
+        if code != REFUSED and cell.workdir.is_dir():
+            (cell.workdir / "command.json").write_text(made_by, encoding="utf-8")
+        if code == STOPPED or code < 0:
+            raise UserError(
+                f"the run {cell.workdir} was stopped by a signal (exit code {code}); the same command continues it"
+            )
+        if code:
+            raise subprocess.CalledProcessError(code, command)
+
+
+def record(cell: Cell, config: str, cold_start: str) -> str:
+    """What makes a cell, as JSON: its commands, whatever its folder and minutes, and the SHA-256 of its config files."""
+    todo = commands(dataclasses.replace(cell, workdir=pathlib.Path("WORKDIR")), config, cold_start, 0.0)
+    hashes = {}
+    for file in [_split(config)[0], *([_split(cold_start)[0]] if cell.arm == SFT else [])]:
+        if not pathlib.Path(file).is_file():
+            raise UserError(f"config file {file!r} is not there; give one, such as configs/rsearch_grpo.py")
+        hashes[file] = hashlib.sha256(pathlib.Path(file).read_bytes()).hexdigest()[:16]
+    return json.dumps({"commands": todo, "sha256": hashes})
+
+
+def refuse_other_record(cell: Cell, made_by: str) -> None:
+    """Raises UserError when other commands or config files made what is in the workdir."""
+    file = cell.workdir / "command.json"
+    if file.exists() and file.read_text(encoding="utf-8") != made_by:
+        raise UserError(
+            f"{cell.workdir} was made by {file.read_text(encoding='utf-8')}, not by {made_by}; give another --out, or "
+            "delete that folder"
+        )
+    if cell.finished and not file.exists():
+        print(f"{cell.workdir}: taken as it is, it does not say what made it", file=sys.stderr, flush=True)
+
+
+def commands(cell: Cell, config: str, cold_start: str, minutes: float) -> list[list[str]]:
+    """What makes one run: training, or supervised training for `minutes` and an evaluation of its model."""
     if cell.arm != SFT:
         return [_train(config, cell.workdir, f"seed={cell.seed}", ARMS[cell.arm])]
-    minutes = next((_ends(c)[2] for c in plan if c.arm == GRPO and c.seed == cell.seed), None)
-    if minutes is None:
-        raise UserError(
-            f"the arm {SFT!r} trains for as long as {GRPO!r} took: list {GRPO!r} before it in arms"
-        )
     folder = cell.workdir / "sft"
-    longer = with_arguments(cold_start, f"seed={cell.seed + 1}", f"minutes={minutes:.2f}")
+    # minutes=0 would mean no limit
+    longer = with_arguments(cold_start, f"seed={cell.seed + 1}", f"minutes={max(minutes, 0.01):.2f}")
     return [
         ["launch/sft.py", f"--config={longer}", f"--workdir={folder}"],
         _train(config, cell.workdir, "steps=0", "prompt=bare", f"policy={folder / 'model'}"),
@@ -84,9 +149,15 @@ def commands(cell: Cell, config: str, cold_start: str, plan: Sequence[Cell]) -> 
 
 
 def with_arguments(config: str, *more: str) -> str:
-    """A config flag with further arguments."""
+    """A config flag with further arguments, which replace those of the same name."""
+    file, given = _split(config)
+    return f"{file}:{','.join((given | _split(':' + ','.join(more))[1]).values())}"
+
+
+def _split(config: str) -> tuple[str, dict[str, str]]:
+    """The file of a config flag, and its arguments by name, each with its name."""
     file, _, given = config.partition(":")
-    return f"{file}:{','.join(filter(None, [given, *more]))}"
+    return file, {part.partition("=")[0].strip(): part for part in given.split(",") if part.strip()}
 
 
 def _train(config: str, workdir: pathlib.Path, *more: str) -> list[str]:
@@ -124,8 +195,12 @@ def _ends(cell: Cell) -> tuple[float, float, float]:
 
 def _sft_ends(cell: Cell, plan: Sequence[Cell]) -> tuple[float, float, float]:
     """The start and the minutes are those of GRPO with the same seed."""
-    before, _, minutes = next(_ends(c) for c in plan if c.arm == GRPO and c.seed == cell.seed)
+    before, _, minutes = _grpo_of(cell, plan)
     return before, _ends(cell)[1], minutes
+
+
+def _grpo_of(cell: Cell, plan: Sequence[Cell]) -> tuple[float, float, float]:
+    return next(_ends(c) for c in plan if c.arm == GRPO and c.seed == cell.seed)
 
 
 def _curve(cell: Cell, plan: Sequence[Cell]) -> list[dict[str, Any]]:

@@ -7,51 +7,59 @@ import shlex
 import sys
 import time
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
-from flax import nnx
+import numpy as np
+from ml_collections import ConfigDict
 from transformers import PreTrainedTokenizerBase
 
-from rrl.data.tokenizer import load_tokenizer
 from rrl.errors import UserError
+from rrl.eval.article import HELD_OUT, TRAINING, UNUSED
 from rrl.eval.curves import plot_training
 from rrl.eval.summary import summary
 from rrl.eval.trajectories_html import write_html
 from rrl.models.decoder import Decoder
-from rrl.models.hf import folder_hash, load_decoder, save_decoder
+from rrl.models.hf import folder_hash, load_language_model, save_decoder
 from rrl.parallel.mesh import make_mesh
 from rrl.parallel.runtime import enable_compilation_cache
 from rrl.recipes.base import Recipe
 from rrl.recipes.card import card_of, write_card
 from rrl.recipes.catalogue import make_recipe
 from rrl.rewards.reader import Reader
+from rrl.rl.advantages import zero_spread
 from rrl.rl.optim import OptimConfig
 from rrl.rollout.engine import Engine, EngineConfig
+from rrl.rollout.trajectory import Trajectory
 from rrl.train.checkpoints import refuse_other_config
+from rrl.train.fields import build, fill, only
 from rrl.train.metrics import read_metrics
 from rrl.train.rl import MAY_DIFFER, Outcome, RLConfig, Task, train
 from rrl.train.tasks import DataConfig, RetrieverConfig, load_corpora
 from rrl.train.update import ObjectiveConfig
 
-Fields = TypeVar("Fields")
+SECTIONS = {
+    "train": RLConfig,
+    "optim": OptimConfig,
+    "objective": ObjectiveConfig,
+    "rollout": EngineConfig,
+    "reader_rollout": EngineConfig,
+    "data": DataConfig,
+    "retriever": RetrieverConfig,
+}
+"""The dataclass behind each section of a config, but for `recipe`."""
 SHOWN = 60
 """Trajectories on the page."""
 
 
-def build(kind: type[Fields], values: Mapping[str, Any], where: str, **more: Any) -> Fields:
-    """A frozen dataclass from config values; UserError names a field that it does not have."""
-    known = {field.name for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
-    for name in values:
-        if name not in known:
-            raise UserError(
-                f"{where}.{name} is unknown; the fields of {where} are {', '.join(sorted(known))}"
-            )
-    plain = {name: tuple(v) if isinstance(v, list) else v for name, v in values.items()}
-    try:
-        return kind(**plain, **more)
-    except TypeError as error:
-        raise UserError(f"{where}: {error}") from error
+def with_defaults(config: ConfigDict) -> ConfigDict:
+    """A config of this form (see configs/rsearch_grpo.py) with every field there is, so that each can be overridden."""
+    for name, kind in SECTIONS.items():
+        fill(config[name], kind)
+    recipe = make_recipe(config.recipe.name)
+    fill(config.recipe, type(recipe))
+    fill(config.recipe.environment, type(recipe.environment))
+    return config
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,6 +82,7 @@ class Settings:
     def of(cls, config: Mapping[str, Any]) -> "Settings":
         """Checks a config (see configs/rsearch_grpo.py for its form); nothing is loaded yet."""
         values = config.to_dict() if hasattr(config, "to_dict") else dict(config)
+        only([*SECTIONS, "recipe", "name", "policy", "reader", "reference"], values, "config")
         steps = values["train"]["steps"]
         optim = build(OptimConfig, values["optim"], "optim", total_steps=max(steps, 1))
         objective = build(ObjectiveConfig, values["objective"], "objective")
@@ -133,15 +142,12 @@ def load(settings: Settings, say: Clock) -> Loaded:
     """Loads models, corpus and questions."""
     mesh = make_mesh(data=1, devices=jax.devices()[:1])
     say(f"policy {settings.policy}")
-    tokenizer = load_tokenizer(settings.policy)
-    decoder = load_decoder(settings.policy)
-    train_side, held_out = load_corpora(settings.data, settings.retriever, say)
+    decoder, tokenizer = load_language_model(settings.policy, "policy")
     reader = None
     if settings.reader:
         say(f"reader {settings.reader}")
-        reader = Reader(
-            load_decoder(settings.reader), load_tokenizer(settings.reader), settings.reader_rollout, mesh=mesh
-        )
+        reader = Reader(*load_language_model(settings.reader, "reader"), settings.reader_rollout, mesh=mesh)
+    train_side, held_out = load_corpora(settings.data, settings.retriever, say)
     engine = Engine(decoder, tokenizer, settings.rollout, retriever=train_side.retriever, mesh=mesh)
     task = Task(train_side.questions, held_out.questions, held_out.retriever)
     return Loaded(decoder, tokenizer, engine, reader, task)
@@ -150,19 +156,12 @@ def load(settings: Settings, say: Clock) -> Loaded:
 def run(config: Mapping[str, Any], workdir: str | pathlib.Path) -> Outcome:
     """Trains as the config says and writes metrics, curves, trajectories, summary and the policy to `workdir`.
 
-    Running it again with the same config continues; a finished run only reports again.
+    Running it again with the same config continues; a finished run only reports again. A run that a signal stopped
+    writes everything but `summary.txt`, the mark of a finished one.
     """
     say = Clock()
     settings = Settings.of(config)
-    identity = {
-        "name": settings.name,
-        "policy": settings.policy,
-        "reader": settings.reader,
-        "data": dataclasses.asdict(settings.data),
-        "retriever": dataclasses.asdict(settings.retriever),
-        "rollout": dataclasses.asdict(settings.rollout),
-        "recipe": dataclasses.asdict(settings.recipe),  # type: ignore[call-overload]
-    }
+    identity = identity_of(settings)
     workdir = pathlib.Path(workdir)
     refuse_other_config(workdir, dataclasses.asdict(settings.train) | {"run": identity}, MAY_DIFFER)
     enable_compilation_cache()
@@ -179,27 +178,49 @@ def run(config: Mapping[str, Any], workdir: str | pathlib.Path) -> Outcome:
         identity=identity,
     )
     report(settings, loaded, outcome, workdir, say)
+    if outcome.stopped == "signal":
+        say(f"stopped after step {outcome.step} of {settings.train.steps}; the same command continues")
     return outcome
 
 
+def identity_of(settings: Settings) -> dict[str, Any]:
+    """What makes a run this run, apart from its training settings: models and data by content, not by path."""
+    encoder = settings.retriever.encoder
+    identity = {
+        "name": settings.name,
+        "policy": folder_hash(settings.policy),
+        "reader": settings.reader and folder_hash(settings.reader),
+        "data": dataclasses.asdict(settings.data),
+        "retriever": dataclasses.asdict(settings.retriever) | {"encoder": encoder and folder_hash(encoder)},
+        "rollout": dataclasses.asdict(settings.rollout),
+        "reader_rollout": dataclasses.asdict(settings.reader_rollout),
+        "recipe": dataclasses.asdict(settings.recipe),  # type: ignore[call-overload]
+    }
+    if settings.data.path != "miniwiki":
+        files = sorted(pathlib.Path(settings.data.path).iterdir())
+        identity["data"] |= {"files": {file.name: file.stat().st_size for file in files if file.is_file()}}
+    return identity
+
+
 def report(settings: Settings, loaded: Loaded, outcome: Outcome, workdir: pathlib.Path, say: Clock) -> None:
-    """Writes the policy, curves, trajectories and the summary, and prints the last."""
+    """Writes the policy, curves, trajectories and (of a finished run) the summary, and prints the last."""
     save_decoder(workdir / "policy", loaded.decoder, loaded.tokenizer)
     write_card(workdir / "policy", card_of(settings.recipe, settings.rollout.context, settings.rollout.top_k))
     rows = read_metrics(workdir / "metrics.jsonl")
-    plot_training(rows, workdir / "curves.png", title=settings.name)
-    shown = (outcome.evaluated[: SHOWN // 2] if outcome.evaluated else []) + outcome.sampled[: SHOWN // 2]
+    plot_training(rows, workdir / "curves.png", settings.name, settings.train.eval_temperature)
+    shown = shown_with_sources(outcome, settings.train.objective.drop_zero_spread)
     if shown:
         write_html(
-            shown,
+            [trajectory for trajectory, _ in shown],
             workdir / "trajectories.html",
-            title=f"{settings.name}: held out, then training, step {outcome.step}",
+            title=f"{settings.name}: step {outcome.step}",
             tags=settings.recipe.tags,
             token_bytes=loaded.engine.bytes,
+            sources=[source for _, source in shown],
         )
     facts = {
         "steps": f"{outcome.step} of {settings.train.steps} ({outcome.stopped})",
-        "minutes": round((time.perf_counter() - say.began) / 60, 1),
+        "minutes": f"{outcome.seconds / 60:.1f} of training, {(time.perf_counter() - say.began) / 60:.1f} of this command",
         "policy": f"{settings.policy} (sha256 {folder_hash(settings.policy)[:12]})",
         "retriever": f"{settings.retriever.kind}, top {settings.rollout.top_k}",
         "seed": settings.train.seed,
@@ -207,11 +228,23 @@ def report(settings: Settings, loaded: Loaded, outcome: Outcome, workdir: pathli
         "command": shlex.join(["python", *sys.argv]),
     }
     files = [str(workdir / name) for name in ("curves.png", "trajectories.html", "metrics.jsonl", "policy")]
-    text = summary(outcome.before, outcome.after, run=facts, reference=settings.reference, files=files)
-    (workdir / "summary.txt").write_text(text + "\n", encoding="utf-8")
+    text = summary(
+        outcome.before,
+        outcome.after,
+        run=facts,
+        reference=settings.reference,
+        temperature=settings.train.eval_temperature,
+        files=files,
+    )
+    if outcome.stopped == "done":
+        (workdir / "summary.txt").write_text(text + "\n", encoding="utf-8")
     print(text)
 
 
-def parameters(decoder: Decoder) -> int:
-    """Number of parameters."""
-    return sum(leaf.size for leaf in jax.tree.leaves(nnx.state(decoder)))
+def shown_with_sources(outcome: Outcome, drop_zero_spread: bool) -> list[tuple[Trajectory, str]]:
+    """What the page shows, with where it came from: held-out trajectories, then those of the last training step."""
+    totals = np.array([t.rewards["total"] for t in outcome.sampled])
+    unused = zero_spread(totals, np.array([t.group for t in outcome.sampled], np.int64)) & drop_zero_spread
+    held_out = [(trajectory, HELD_OUT) for trajectory in outcome.evaluated]
+    trained = [(t, UNUSED if idle else TRAINING) for t, idle in zip(outcome.sampled, unused, strict=True)]
+    return held_out[: SHOWN // 2] + trained[: SHOWN // 2]

@@ -1,8 +1,9 @@
 """A progress line: a bar on a terminal, a plain line every so often elsewhere."""
 
+import contextlib
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, TextIO
 
 from tqdm import tqdm
@@ -31,6 +32,23 @@ class Progress:
             if self._stream.isatty()
             else None
         )
+
+    def begin(self) -> None:
+        """Starts the clock again: what came before belongs to no step."""
+        self._began = time.monotonic()
+        if self._bar is not None:
+            self._bar.unpause()
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Time inside counts neither for the speed nor for the time left."""
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            self._began += time.monotonic() - began
+            if self._bar is not None:
+                self._bar.unpause()
 
     def update(self, step: int, metrics: Mapping[str, Any], tokens: int = 0) -> None:
         """Tells that `step` updates are done; `tokens` is what the steps since the last call processed."""

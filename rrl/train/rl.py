@@ -22,7 +22,7 @@ from rrl.rl.optim import OptimConfig, make_optimizer, make_schedule
 from rrl.rollout.engine import Engine
 from rrl.rollout.trajectory import Trajectory
 from rrl.train.checkpoints import Checkpoints, stop_requested
-from rrl.train.metrics import MetricsWriter
+from rrl.train.metrics import MetricsWriter, read_metrics
 from rrl.train.progress import Progress
 from rrl.train.rollouts import describe, evaluate, run_questions
 from rrl.train.update import ObjectiveConfig, Updater
@@ -50,9 +50,10 @@ class RLConfig:
     """The control: rewards are dealt out at random over the batch, so that nothing can be learned from them."""
 
     def __post_init__(self) -> None:
-        for name, least in (("steps", 0), ("questions", 1), ("samples", 1)):
-            if getattr(self, name) < least:
-                raise UserError(f"train.{name}={getattr(self, name)} must be at least {least}")
+        least = {"steps": 0, "questions": 1, "samples": 1, "eval_every": 0, "checkpoint_every": 1}
+        for name, bound in (least | {"temperature": 0, "eval_temperature": 0}).items():
+            if getattr(self, name) < bound:
+                raise UserError(f"train.{name}={getattr(self, name)} must be at least {bound}")
 
 
 MAY_DIFFER = ("checkpoint_every",)
@@ -78,10 +79,12 @@ class Outcome:
     """done, or signal."""
     before: dict[str, float]
     after: dict[str, float]
+    seconds: float
+    """Training time of all lives of the run, without evaluations."""
     sampled: list[Trajectory]
-    """Trajectories of the last training step."""
+    """Trajectories of the last training step of this life; none where it was finished already."""
     evaluated: list[Trajectory]
-    """Of the last evaluation."""
+    """Of the last evaluation, likewise."""
 
 
 def question_order(count: int, size: int, seed: int, step: int) -> np.ndarray:
@@ -120,6 +123,9 @@ def train(
     sampled: list[Trajectory] = []
 
     def measure(params: PyTree, step: int) -> tuple[dict[str, float], list[Trajectory]]:
+        """Evaluates, unless a former life of the run did."""
+        if step in recorded:
+            return recorded[step], []
         began = time.perf_counter()
         progress.note(f"step {step}: evaluating on {len(task.held_out)} held-out questions ...")
         found, trajectories = evaluate(
@@ -147,12 +153,15 @@ def train(
             (params, opt_state), extra = checkpoints.restore((params, opt_state))
             start = int(extra["step"])
         writer = stack.enter_context(MetricsWriter(workdir, start))
+        recorded = {line["step"]: line for line in read_metrics(writer.path) if "eval/em" in line}
         progress = stack.enter_context(Progress(config.steps, start, "train"))
         step, stopped = start, "done"
         last: tuple[dict[str, float], list[Trajectory]] | None = None
-        if start == 0 and task.held_out:
-            last = measure(params, 0)
-            extra["before"] = last[0]
+        due = config.eval_every and start % config.eval_every == 0 and start < config.steps
+        if task.held_out and (start == 0 or due):  # due: the signal that ended the last life came before it
+            last = measure(params, start)
+            extra["before"] = extra["before"] or last[0]
+        progress.begin()
         while step < config.steps:
             began = time.perf_counter()
             chosen = question_order(len(task.train), config.questions, config.seed, step)
@@ -211,14 +220,15 @@ def train(
                 checkpoints.save(step, (params, opt_state), extra | {"step": step})
                 break
             if config.eval_every and step % config.eval_every == 0 and step < config.steps and task.held_out:
-                last = measure(params, step)
+                with progress.paused():
+                    last = measure(params, step)
             if step % config.checkpoint_every == 0 or step == config.steps:
                 checkpoints.save(step, (params, opt_state), extra | {"step": step})
         if stopped == "done" and last is None and task.held_out:
             last = measure(params, step)
     nnx.update(decoder, params)
     after, evaluated = last if last is not None else ({}, [])
-    return Outcome(step, stopped, extra["before"], after, sampled, evaluated)
+    return Outcome(step, stopped, extra["before"], after, extra["seconds"], sampled, evaluated)
 
 
 def permute_rewards(trajectories: Sequence[Trajectory], rng: np.random.Generator) -> None:

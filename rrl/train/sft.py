@@ -47,7 +47,8 @@ class SFTConfig:
     checkpoint_every: int = 0
     """Steps between checkpoints; 0: at the end only (and when SIGTERM comes)."""
     minutes: float = 0.0
-    """Stop at the first evaluation after so much training time; 0: never. Such a run is not reproducible to the bit."""
+    """Stop at the first evaluation after so much training time (without evaluations); 0: never. Such a run is not
+    reproducible to the bit."""
 
     def __post_init__(self) -> None:
         for name in ("steps", "rows", "row_length", "chunk", "log_every"):
@@ -214,7 +215,10 @@ def train(
                     progress.update(step, {"loss": host["loss"], "lr": host["lr"]}, tokens)
                 best["seconds"] = spent + time.monotonic() - began
                 if evaluate and config.eval_every and step % config.eval_every == 0 and not last:
-                    found = evaluate(nnx.merge(graph, state.params))
+                    paused = time.monotonic()
+                    with progress.paused():
+                        found = evaluate(nnx.merge(graph, state.params))
+                    began += time.monotonic() - paused
                     writer.write(
                         step, {f"eval/{k}": v for k, v in found.items()} | {"seconds": best["seconds"]}
                     )

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from flax import nnx
+from ml_collections import ConfigDict
 from transformers import PreTrainedTokenizerBase
 
 from rrl.data.examples import Example
@@ -24,7 +25,7 @@ from rrl.data.tokenizer import load_tokenizer
 from rrl.errors import UserError
 from rrl.models.config import DecoderConfig
 from rrl.models.decoder import Decoder
-from rrl.models.hf import folder_hash, load_decoder, save_decoder
+from rrl.models.hf import folder_hash, load_language_model, save_decoder
 from rrl.models.induction import wire_induction
 from rrl.recipes.base import Recipe
 from rrl.recipes.card import card_of, write_card
@@ -33,7 +34,7 @@ from rrl.recipes.rsearch import READER_TEMPLATE
 from rrl.rl.optim import OptimConfig
 from rrl.train.checkpoints import refuse_other_config
 from rrl.train.demonstrations import demonstrations
-from rrl.train.experiment import build
+from rrl.train.fields import build, fill, only
 from rrl.train.sft import MAY_DIFFER, Result, SFTConfig, train
 from rrl.train.sources import Alternating, FixedSource, Source, StreamSource
 from rrl.train.tasks import DataConfig, RetrieverConfig, load_encoder_of, load_retriever, mixed_questions
@@ -100,6 +101,29 @@ class DemonstrationConfig:
     environment: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
+SECTIONS = ("stage", "init", "tokenizer", "out", "model", "scales", "induction", "data", "train", "optim")
+"""Fields of a config."""
+
+
+def with_defaults(config: ConfigDict) -> ConfigDict:
+    """A config of this form (see configs/miniwiki_*.py) with every field there is, so that each can be overridden."""
+    fill(config.train, SFTConfig)
+    fill(config.optim, OptimConfig)
+    if not config.init:
+        fill(config.model, DecoderConfig)
+    if config.stage != "demonstrations":
+        fill(config.data, StreamConfig)
+        return config
+    fill(config.data, DataConfig)
+    fill(config.data.retriever, RetrieverConfig)
+    shown = config.data.demonstrations
+    fill(shown, DemonstrationConfig)
+    recipe = make_recipe(shown.recipe)
+    fill(shown.recipe_options, type(recipe))
+    fill(shown.environment, type(recipe.environment))
+    return config
+
+
 def run(config: Mapping[str, Any], workdir: str | pathlib.Path) -> Result:
     """Trains as the config says and writes the model to `config["out"]` (default: workdir/model).
 
@@ -109,21 +133,22 @@ def run(config: Mapping[str, Any], workdir: str | pathlib.Path) -> Result:
         UserError: a field that is unknown or wrong, or a workdir of another config.
     """
     values = config.to_dict() if hasattr(config, "to_dict") else dict(config)
+    only(SECTIONS, values, "config")
     stage, model = values["stage"], values["model"]
     if stage not in STAGES:
         raise UserError(f"stage={stage!r} is unknown; choose one of {', '.join(STAGES)}")
     steps = values["train"]["steps"]
-    optim = build(OptimConfig, values["optim"], "optim", total_steps=steps)
+    optim = build(OptimConfig, values["optim"], "optim", total_steps=max(steps, 1))
     settings = build(SFTConfig, values["train"], "train", optim=optim)
     identity: dict[str, Any] = {name: values[name] for name in ("stage", "model", "tokenizer", "data")}
     identity |= {name: values[name] for name in ("scales", "induction") if values.get(name)}
     if values["init"]:
-        identity["init"] = folder_hash(values["init"])
+        identity["init"] = _init_hash(values["init"])
     refuse_other_config(workdir, dataclasses.asdict(settings) | {"run": identity}, MAY_DIFFER)
-    tokenizer = load_tokenizer(values["init"] or values["tokenizer"])
     if values["init"]:
-        decoder = load_decoder(values["init"])
+        decoder, tokenizer = load_language_model(values["init"], "init", chat=stage != "reading")
     else:
+        tokenizer = load_tokenizer(values["tokenizer"])
         shape = build(
             DecoderConfig,
             model,
@@ -146,6 +171,16 @@ def run(config: Mapping[str, Any], workdir: str | pathlib.Path) -> Result:
             write_card(out, card_of(_recipe(shown), shown.context, shown.top_k))
         print(f"wrote {out} (sha256 {folder_hash(out)[:12]})", file=sys.stderr)
     return result
+
+
+def _init_hash(folder: str) -> str:
+    try:
+        return folder_hash(folder)
+    except UserError as error:
+        raise UserError(
+            f"init={folder!r} holds no model ({error}). Make one first, by python launch/sft.py "
+            "--config=configs/miniwiki_pretrain.py --workdir=runs/pretrain, or give init=FOLDER"
+        ) from error
 
 
 def _recipe(config: DemonstrationConfig) -> Recipe:

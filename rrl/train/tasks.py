@@ -1,18 +1,21 @@
 """What a run trains and is tested on: the built-in world, or a folder of real questions and passages."""
 
 import dataclasses
+import typing
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from rrl.data.folder import load_folder
 from rrl.data.miniwiki import KINDS, MiniQuestion, MiniWiki, generate
+from rrl.data.miniwiki.names import SPLITS
 from rrl.data.passages import Passage
 from rrl.data.questions import Question
 from rrl.data.records import OnError
-from rrl.errors import UserError
+from rrl.errors import UserError, at_least, one_of
 from rrl.retrieval.bm25 import Bm25Config
 from rrl.retrieval.encode import TextEncoder, load_text_encoder
+from rrl.retrieval.index import KINDS as INDEXES
 from rrl.retrieval.index import make_retriever
 from rrl.retrieval.retriever import Retriever
 
@@ -29,6 +32,14 @@ class RetrieverConfig:
     """BM25 only: how often the title counts."""
     k1: float = 0.9
     b: float = 0.4
+
+    def __post_init__(self) -> None:
+        one_of((*INDEXES, "off"), self, "kind")
+        self.bm25()
+
+    def bm25(self) -> Bm25Config:
+        """The settings of BM25 among them; UserError for one out of range."""
+        return Bm25Config(k1=self.k1, b=self.b, title_weight=self.title_weight)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +63,16 @@ class DataConfig:
     on_error: OnError = "refuse"
     """What a broken line of a file does: refuse, or skip (with line numbers, counted)."""
 
+    def __post_init__(self) -> None:
+        at_least(0, self, "seed", "held_out")
+        at_least(
+            1, self, "train_worlds", "held_out_worlds", "world_size", "train_per_kind", "held_out_per_kind"
+        )
+        one_of(SPLITS, self, "held_out_split")
+        one_of(typing.get_args(OnError), self, "on_error")
+        if not self.kinds or not set(self.kinds) <= set(KINDS):
+            raise UserError(f"kinds={self.kinds} must be some of {', '.join(KINDS)}")
+
 
 @dataclasses.dataclass(frozen=True)
 class Corpus:
@@ -74,8 +95,7 @@ def load_retriever(
     """The retriever of a config over passages in memory; None when it is off."""
     if config.kind == "off":
         return None
-    bm25 = Bm25Config(k1=config.k1, b=config.b, title_weight=config.title_weight)
-    return make_retriever(passages, config.kind, encoder, bm25)
+    return make_retriever(passages, config.kind, encoder, config.bm25())
 
 
 def load_encoder_of(config: RetrieverConfig) -> TextEncoder | None:

@@ -11,10 +11,10 @@ import optax
 from flax import nnx
 from jaxtyping import Float, PyTree
 
-from rrl.errors import UserError
+from rrl.errors import UserError, at_least, one_of
 from rrl.rl.batch import Batch
 from rrl.rl.logprobs import token_logprobs
-from rrl.rl.losses import clipped_objective, kl_k3, sequence_weights
+from rrl.rl.losses import AGGREGATIONS, clipped_objective, kl_k3, sequence_weights
 from rrl.rl.optim import skipped_updates
 from rrl.rollout.trajectory import POLICY, Trajectory
 from rrl.train.pack import pack
@@ -40,11 +40,11 @@ class ObjectiveConfig:
     """Row lengths that are compiled; the last is the longest trajectory."""
 
     def __post_init__(self) -> None:
-        if not self.lengths or list(self.lengths) != sorted(set(self.lengths)):
+        if not self.lengths or list(self.lengths) != sorted(set(self.lengths)) or self.lengths[0] < 1:
             raise UserError(f"objective.lengths={self.lengths} must be increasing row lengths")
-        for name in ("minibatches", "microbatch_tokens"):
-            if getattr(self, name) < 1:
-                raise UserError(f"objective.{name}={getattr(self, name)} must be at least 1")
+        at_least(1, self, "minibatches", "microbatch_tokens", where="objective.")
+        at_least(0, self, "kl_coef", "clip_low", "clip_high", where="objective.")
+        one_of(AGGREGATIONS, self, "aggregation", where="objective.")
 
 
 def microbatches(
@@ -140,7 +140,7 @@ class Updater:
             return optax.apply_updates(params, updates), opt_state, metrics
 
         self._accumulate: Callable[..., Any] = jax.jit(accumulate, donate_argnums=(2, 3))
-        self._apply: Callable[..., Any] = jax.jit(apply, donate_argnums=(0, 1, 2))
+        self._apply: Callable[..., Any] = jax.jit(apply, donate_argnums=(0, 1))
 
     def __call__(
         self,

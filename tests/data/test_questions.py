@@ -64,14 +64,16 @@ def test_our_own_form_comes_back_unchanged(tmp_path: Path) -> None:
     assert load_questions(tmp_path / "questions.jsonl") == questions
 
 
-def test_broken_lines_are_skipped_or_refused(tmp_path: Path) -> None:
+def test_broken_lines_are_skipped_or_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     good = {"question": "Who?", "answer": "A"}
     file = written(tmp_path, good, {"question": "No answer?"}, {"answer": "A"}, {**good, "answer": [3]}, good)
     skipped: list[str] = []
     assert [question.id for question in load_questions(file, "skip", skipped)] == ["0", "4"]
     assert [place.split(":")[0] for place in skipped] == ["line 2", "line 3", "line 4"]
+    assert "skipped 3 broken records of 5 (line 2: " in caplog.text
     with pytest.raises(
-        UserError, match=r"questions.jsonl, line 2: no gold answer.*Allowed: .*golden_answers"
+        UserError,
+        match=r"questions.jsonl, line 2: no gold answer.*Allowed: .*golden_answers.*--config\.data\.on_error=skip",
     ):
         load_questions(file)
 

@@ -48,6 +48,15 @@ def test_a_run_is_drawn_from_rows_and_from_its_file(tmp_path):
     assert (tmp_path / "file.png").read_bytes() == (tmp_path / "deep" / "rows.png").read_bytes()
 
 
+@pytest.mark.parametrize(("temperature", "words"), [(0.0, "greedy decoding"), (0.1, "temperature 0.1")])
+def test_held_out_labels_say_how_tokens_were_chosen(tmp_path, monkeypatch, temperature, words):
+    drawn = []
+    monkeypatch.setattr("rrl.eval.curves._save", lambda figure, _: drawn.append(figure))
+    plot_training(run(), tmp_path / "x.png", temperature=temperature)
+    labels = [line.get_label() for axis in drawn[0].axes for line in axis.lines]
+    assert labels.count(f"held out, {words}") == 2
+
+
 def test_a_run_of_one_step_with_missing_metrics_is_drawn(tmp_path):
     plot_training([{"step": 1, "reward/total": None, "train/em": 0.5}], tmp_path / "short.png")
     assert is_png(tmp_path / "short.png")

@@ -43,6 +43,13 @@ def test_reference_is_named_beside_the_result():
     )
 
 
+def test_the_head_says_how_tokens_were_chosen():
+    assert summary(BEFORE, AFTER).startswith("Held-out questions, greedy decoding (percent)\n")
+    assert summary(BEFORE, AFTER, temperature=0.1).startswith(
+        "Held-out questions, temperature 0.1 (percent)\n"
+    )
+
+
 def test_columns_line_up():
     lines = table([("", "a", "bb"), ("long name", "1", "2"), ("x", "10", "200")], rule_before_last=True)
     assert len({len(line) for line in lines}) == 1

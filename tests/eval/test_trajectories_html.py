@@ -8,7 +8,7 @@ from html.parser import HTMLParser
 import pytest
 
 from rrl.data.questions import Question
-from rrl.eval.article import article, verdict
+from rrl.eval.article import HELD_OUT, TRAINING, UNUSED, article, verdict
 from rrl.eval.trajectories_html import fragment, write_html
 from rrl.rollout.trajectory import ENVIRONMENT, POLICY, Search
 from tests.eval.fakes import FakeTokens, direct, malformed, many, spouse, winter
@@ -78,7 +78,7 @@ def test_article_shows_all_that_was_asked_for():
             "Harbour Lights",
             "never seen: Jonas Asch",
         ),
-        *("1.40", "0.50", "1 of 2 gold passages found", "sampled, trained on"),
+        *("1.40", "0.50", "1 of 2 gold passages found", "sampled"),
     ):
         assert expected in words
 
@@ -88,11 +88,29 @@ def test_gold_titles_are_marked_and_others_not():
     assert marked == ["Silver Harbour", "Silver Harbour"]
 
 
-def test_only_policy_text_is_shaded_as_trained():
+def test_only_policy_text_is_shaded_as_sampled():
     text = article(winter())
     assert len(re.findall(r"class='piece|class=\"piece", text)) == 5 + 4 + 4 + 1 + 1
-    assert not re.search(r"(observation|message|prompt) trained", text)
-    assert "observation given" in text
+    assert not re.search(r"(observation|message|prompt) sampled", text)
+    assert "observation given" in text and "reasoning sampled" in text
+
+
+@pytest.mark.parametrize(("source", "trained"), [("", 0), (HELD_OUT, 0), (TRAINING, 1), (UNUSED, 0)])
+def test_only_what_was_trained_on_is_said_to_be(source, trained):
+    text = article(winter(), source=source)
+    assert text.count("trained on") == trained
+    assert text.count(f'<span class="chip">{source}</span>') == bool(source)
+    assert "trained on" not in fragment(winter())
+
+
+def test_a_page_is_filtered_by_source(page):
+    text = page(many(3), sources=[HELD_OUT, TRAINING, UNUSED])
+    (box,) = re.findall(r'<select data-field="source".*?</select>', text)
+    assert re.findall(r'<option value="(.*?)">', box) == ["", HELD_OUT, TRAINING, UNUSED]
+    assert re.findall(r'id="t\d" data-source="(.*?)"', text) == [HELD_OUT, TRAINING, UNUSED]
+    assert 'data-field="source"' not in page(many(3))
+    with pytest.raises(ValueError, match="zip"):
+        page(many(3), sources=[HELD_OUT])
 
 
 def test_tokens_carry_their_log_probability():
@@ -119,7 +137,7 @@ def test_hostile_text_stays_text(page):
         rewards={HOSTILE: 1.0},
         metrics={"em": 0.0, HOSTILE: 0.0},
     )
-    text = page([evil], title=HOSTILE)
+    text = page([evil], title=HOSTILE, sources=[HOSTILE])
     tags = [tag for tag, _ in parse(text).tags]
     assert tags.count("script") == 1 and "img" not in tags
     assert not [name for _, attrs in parse(text).tags for name in attrs if name.startswith("on")]

@@ -1,5 +1,6 @@
 """Hugging Face folders: exact round trips, sharded files, other precisions, and broken folders named precisely."""
 
+import dataclasses
 import json
 
 import jax
@@ -9,9 +10,17 @@ import pytest
 from flax import nnx
 from safetensors.numpy import load_file, save_file
 
+from rrl.data.tokenizer import train_tokenizer
 from rrl.errors import UserError
 from rrl.models.decoder import Decoder
-from rrl.models.hf import folder_hash, load_decoder, load_encoder, save_decoder, save_encoder
+from rrl.models.hf import (
+    folder_hash,
+    load_decoder,
+    load_encoder,
+    load_language_model,
+    save_decoder,
+    save_encoder,
+)
 from rrl.parallel.mesh import make_mesh
 from tests.models.small import SMALL, make
 
@@ -131,6 +140,34 @@ def test_truncated_file_is_named(folder):
         (folder / WEIGHTS).write_bytes(data[:kept])
         with pytest.raises(UserError, match=rf"model.safetensors \({kept} bytes\) is truncated"):
             load_decoder(folder)
+
+
+@pytest.mark.parametrize(
+    ("config", "template", "message"),
+    [
+        (
+            {"vocab_size": 200},
+            "",
+            r"policy='.*': the tokenizer has 259 tokens but the model's vocab_size is 200",
+        ),
+        ({"eos_token_id": 0}, "", r"policy='.*': the tokenizer's eos_token_id is 2 but the model's is 0"),
+        ({"eos_token_id": (0, 1)}, "", r"eos_token_id is 2 but the model's is \(0, 1\)"),
+        ({}, "", r"policy='.*': the tokenizer has no chat_template"),
+        ({"eos_token_id": (0, 2)}, "{{ messages }}", ""),
+    ],
+)
+def test_a_tokenizer_that_is_not_the_models_is_refused_before_its_weights_are_read(
+    tmp_path, config, template, message
+):
+    tokenizer = train_tokenizer(["some text"], 259)
+    tokenizer.chat_template = template
+    save_decoder(tmp_path, make(dataclasses.replace(SMALL, **{"vocab_size": 259, **config})), tokenizer)
+    if message:
+        (tmp_path / WEIGHTS).unlink()
+        with pytest.raises(UserError, match=message):
+            load_language_model(tmp_path, "policy")
+    else:
+        assert load_language_model(tmp_path, "policy")[1].eos_token_id == 2
 
 
 def test_missing_files_are_named(folder, tmp_path):

@@ -68,6 +68,13 @@ def test_evidence_without_search_is_paid_as_printed_or_not_as_released():
     assert scored((POLICY, text), searches=0, recipe=released).rewards["format"] == pytest.approx(0.2)
 
 
+def test_a_search_that_failed_is_not_counted():
+    one = trajectory((POLICY, "nothing"))
+    one.searches = [Search(0, "q"), Search(1, "q", failed=True)]
+    RSearch().score([one], None)
+    assert one.metrics["searches"] == 1
+
+
 def test_two_answers_earn_no_format_reward_but_the_last_is_scored():
     one = scored((POLICY, EVIDENCE + "<answer>x</answer> no, <answer>Marta Velikov</answer>"))
     assert one.answer == "Marta Velikov"

@@ -129,6 +129,16 @@ def test_a_folder_comes_back_with_its_settings_and_another_is_told_apart(tmp_pat
         open_index(tmp_path / "index", other)
 
 
+def test_a_tokenizer_larger_than_the_vocabulary_is_refused(tmp_path: Path) -> None:
+    encoder = text_encoder()
+    encoder.tokenizer.add_tokens(["paris"])
+    save_text_encoder(tmp_path, encoder)
+    with pytest.raises(
+        UserError, match=f"encoder='{tmp_path}': the tokenizer has 13 tokens .*vocab_size is 12"
+    ):
+        load_text_encoder(tmp_path)
+
+
 def test_a_folder_without_settings_says_what_to_write(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"no text_encoder.json.*query_prefix, passage_prefix.*E5"):
         load_text_encoder(tmp_path)

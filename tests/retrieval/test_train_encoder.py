@@ -89,6 +89,12 @@ def test_the_same_seed_gives_the_same_weights() -> None:
 def test_wrong_settings_are_refused_before_anything_is_written(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="queries_per_group=80: a world has only 50"):
         EncoderTraining(passages_per_world=50, queries_per_group=80)
+    for field in ("steps", "worlds", "groups", "layers"):
+        with pytest.raises(UserError, match=f"{field}=0 must be at least 1"):
+            EncoderTraining(**{field: 0})
+    for wrong in ({"temperature": 0.0}, {"learning_rate": -1.0}, {"names": 0.6, "questions": 0.6}):
+        with pytest.raises(UserError, match=f"{next(iter(wrong))}="):
+            EncoderTraining(**wrong)
     (tmp_path / "file").write_text("x")
     with pytest.raises(UserError, match="exists"):
         train_and_save(SMALL, str(ASSETS / "miniwiki-tokenizer"), str(tmp_path))

@@ -51,9 +51,9 @@ def test_a_prompt_longer_than_the_context_is_cut_at_its_front(reader):
     assert isinstance(answer, str)
 
 
-def test_forgetting_keeps_the_latest(reader):
-    reader.answers([f"question {i}" for i in range(5)])
-    reader.forget(keep=2)
+def test_memory_keeps_the_latest(reader, monkeypatch):
+    monkeypatch.setattr(reader, "remember", 2)
+    assert len(reader.answers([f"question {i}" for i in range(5)])) == 5
     assert list(reader.memory) == ["question 3", "question 4"]
 
 

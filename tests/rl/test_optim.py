@@ -146,5 +146,7 @@ def test_frozen_parameters_stay_and_do_not_count_towards_the_clip(name):
 
 
 def test_a_frozen_pattern_without_a_parameter_is_refused():
-    with pytest.raises(UserError, match=r"optim.frozen=\['head'\] match no parameter; there are embedding, layers/"):
+    with pytest.raises(
+        UserError, match=r"optim.frozen=\['head'\] match no parameter; there are embedding, layers/"
+    ):
         make_optimizer(OptimConfig(frozen=("embedding", "head"))).init(stacked_params())

@@ -144,7 +144,7 @@ def test_rollout_log_probabilities_are_the_training_ones(world, trajectories):
         np.testing.assert_allclose(found, t.logps, atol=1e-5)
 
 
-def test_a_failing_search_is_told_to_the_policy_and_counted(world):
+def test_a_failing_search_is_told_to_the_policy_counted_and_logged_once(world, caplog):
     decoder, tokenizer, _retriever, requests = world
 
     class Broken:
@@ -159,6 +159,8 @@ def test_a_failing_search_is_told_to_the_policy_and_counted(world):
     assert searches
     assert all(search.failed for search in searches)
     assert engine.stats.searches_failed == len(searches)
+    engine.run(nnx.state(decoder), requests[5:7], ENVIRONMENT_, KEY)
+    assert caplog.text.count("TimeoutError('index gone')") == 1
     assert any("The search failed." in text for t in found for _, text in t.segments)
 
 

@@ -5,6 +5,7 @@ import pytest
 
 from rrl.data.passages import Passage
 from rrl.data.questions import Question
+from rrl.errors import UserError
 from rrl.rollout.protocol import (
     CONTEXT,
     EOS,
@@ -56,6 +57,12 @@ def test_an_observation_holds_the_documents_as_printed_or_says_that_the_search_f
     assert found.body == "(Title: Lorn) Lorn is a city.\n(Title: Ruddov) A name."
     assert (found.prefix, found.suffix) == ("\n<observation>\n", "\n</observation>\n")
     assert STREAM.observe(episode, None).body == STREAM.failure
+
+
+@pytest.mark.parametrize("wrong", [{"max_searches": -1}, {"turn_tokens": 0}, {"observation_tokens": 0}])
+def test_sizes_out_of_range_are_refused(wrong):
+    with pytest.raises(UserError, match=rf"environment\.{next(iter(wrong))}=.* must be at least"):
+        Stream(**wrong)
 
 
 def test_only_the_body_is_cut():

@@ -1,15 +1,21 @@
 """A comparison: the commands of each arm, and the table of what they reached."""
 
 import json
+import os
+import pathlib
+import subprocess
+import sys
 
 import pytest
 
 from rrl.errors import UserError
-from rrl.train.compare import cells, commands, rows, with_arguments
+from rrl.train.compare import Cell, cells, commands, compare, rows, with_arguments
+
+ROOT = pathlib.Path(__file__).parents[2]
 
 
 def finish(cell, before, after, minutes):
-    cell.workdir.mkdir(parents=True)
+    cell.workdir.mkdir(parents=True, exist_ok=True)
     lines = [
         {"step": 0, "eval/em": before, "eval/f1": before, "minutes": 0.0},
         {"step": 1, "train/em": 0.5},
@@ -20,16 +26,15 @@ def finish(cell, before, after, minutes):
 
 def test_supervised_training_goes_on_as_long_as_grpo_took(tmp_path):
     plan = cells(tmp_path, ["GRPO", "SFT continued"], [0])
-    finish(plan[0], 0.4, 0.5, 8.5)
-    first, second = commands(plan[1], "configs/x.py:size=tiny", "configs/cold.py:init=P", plan)
+    first, second = commands(plan[1], "configs/x.py:size=tiny", "configs/cold.py:init=P", 8.5)
     assert "--config=configs/cold.py:init=P,seed=1,minutes=8.50" in first
     assert second[1].startswith("--config=configs/x.py:size=tiny,steps=0,prompt=bare,policy=")
 
 
 def test_the_supervised_arm_needs_grpo_before_it(tmp_path):
-    plan = cells(tmp_path, ["SFT continued"], [0])
-    with pytest.raises(UserError, match="'GRPO' before it"):
-        commands(plan[0], "c", "s", plan)
+    for arms in (["SFT continued"], ["SFT continued", "GRPO"]):
+        with pytest.raises(UserError, match="'GRPO' before it"):
+            cells(tmp_path, arms, [0])
 
 
 def test_the_table_gives_mean_and_every_seed(tmp_path):
@@ -50,3 +55,125 @@ def test_an_unknown_arm_is_named(tmp_path):
 def test_arguments_are_added_to_a_config_flag():
     assert with_arguments("a.py", "x=1", "") == "a.py:x=1"
     assert with_arguments("a.py:y=2", "x=1") == "a.py:y=2,x=1"
+
+
+def test_an_argument_that_is_given_already_is_replaced(tmp_path):
+    assert with_arguments("a.py:steps=2,quick", "steps=0", "quick") == "a.py:steps=0,quick"
+    _, evaluation = commands(cells(tmp_path, ["GRPO", "SFT continued"], [0])[1], "x.py:steps=2", "c.py", 1.0)
+    assert evaluation[1].startswith("--config=x.py:steps=0,prompt=bare,policy=")
+
+
+@pytest.mark.parametrize(("arms", "seeds"), [([], [0]), (["GRPO"], []), (["GRPO"], [1, 1])])
+def test_arms_and_seeds_are_one_or_more_each_once(tmp_path, arms, seeds):
+    with pytest.raises(UserError, match="one or more, each once"):
+        cells(tmp_path, arms, seeds)
+
+
+class Sweep:
+    """A comparison whose runs are not started: each ends with `code` and leaves what a run leaves."""
+
+    def __init__(self, folder):
+        self.root, self.code, self.ran = folder / "out", 0, []
+        self.config, self.cold_start = folder / "config.py", folder / "cold_start.py"
+        for file in (self.config, self.cold_start):
+            file.write_text("lr = 1")
+
+    def __call__(self, arguments="", arms=("GRPO",)):
+        return compare(f"{self.config}:{arguments}", f"{self.cold_start}:init=P", self.root, arms, [0])
+
+    def start(self, command, **_):
+        self.ran.append(command)
+        cell = Cell("", 0, pathlib.Path(command[-1].removeprefix("--workdir=")))
+        if self.code != 2:
+            finish(cell, 0.4, 0.5, 8.0)
+        if self.code == 0:
+            (cell.workdir / "summary.txt").write_text("")
+        return subprocess.CompletedProcess(command, self.code)
+
+
+@pytest.fixture
+def sweep(tmp_path, monkeypatch):
+    made = Sweep(tmp_path)
+    monkeypatch.setattr(subprocess, "run", made.start)
+    return made
+
+
+@pytest.mark.parametrize("code", [143, -9])
+def test_a_run_that_a_signal_stopped_is_named_and_continued_by_the_same_command(sweep, code):
+    sweep.code = code
+    with pytest.raises(UserError, match=r"GRPO-0 was stopped by a signal.*the same command continues"):
+        sweep()
+    sweep.code = 0
+    assert "+10.0" in sweep()
+    assert len(sweep.ran) == 2
+
+
+def test_a_finished_run_is_kept_for_the_same_commands_and_refused_for_others(sweep):
+    sweep("steps=2")
+    sweep("steps=2")
+    assert len(sweep.ran) == 1
+    with pytest.raises(UserError, match=r"out/GRPO-0 was made by .*steps=2.*not by .*steps=3"):
+        sweep("steps=3")
+    sweep.config.write_text("lr = 2")
+    with pytest.raises(UserError, match=r"out/GRPO-0 was made by"):
+        sweep("steps=2")
+
+
+def test_a_run_that_was_refused_leaves_no_record(sweep):
+    sweep.code = 1
+    with pytest.raises(subprocess.CalledProcessError):
+        sweep("steps=2")
+    sweep.code = 2
+    (record,) = sweep.root.glob("*/command.json")
+    record.unlink()
+    with pytest.raises(subprocess.CalledProcessError):
+        sweep("step=2")
+    assert not record.exists()
+    sweep.code = 0
+    sweep("steps=2")
+
+
+@pytest.mark.parametrize("arguments", ["seed=3", "steps=2,control=permuted"])
+def test_arguments_that_the_comparison_sets_are_refused(sweep, arguments):
+    with pytest.raises(UserError, match="which the comparison sets"):
+        sweep(arguments)
+
+
+def test_the_record_of_supervised_training_holds_its_config_but_not_its_minutes(sweep):
+    arms = ("GRPO", "SFT continued")
+    sweep("", arms)
+    finish(cells(sweep.root, arms, [0])[0], 0.4, 0.5, 9.0)
+    sweep("", arms)
+    assert len(sweep.ran) == 3
+    sweep.cold_start.write_text("lr = 2")
+    sweep()
+    with pytest.raises(UserError, match="SFT_continued-0 was made by"):
+        sweep("", arms)
+
+
+@pytest.mark.parametrize(
+    ("flags", "code", "words"),
+    [
+        (["--config=configs/rsearch_grpo.py:step=2"], 2, "'step'"),
+        (["--config=configs/nothing.py"], 2, "configs/nothing.py"),
+        (["--arms=SFT continued,GRPO"], 2, "'GRPO' before it"),
+        (["--arms="], 2, "arms=[]"),
+        (["--seeds="], 2, "seeds=[]"),
+        (["--config={broken}"], 1, "exit code 1"),
+    ],
+)
+def test_what_goes_wrong_is_one_error_line_and_its_exit_code(tmp_path, flags, code, words):
+    (tmp_path / "broken.py").write_text("import ml_collections\n\n\ndef get_config(arg):\n    return 1 / 0\n")
+    flags = [flag.format(broken=tmp_path / "broken.py") for flag in flags]
+    done = subprocess.run(
+        [sys.executable, "launch/compare.py", f"--out={tmp_path / 'out'}", *flags],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == code, done.stderr
+    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1 and words in errors[0], done.stderr
+    assert "Traceback" not in done.stderr or code == 1
+    assert not (tmp_path / "out").exists()

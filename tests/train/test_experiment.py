@@ -1,12 +1,20 @@
 """Configs are checked before anything is loaded: every wrong field is named, with what is allowed."""
 
+import dataclasses
 import importlib.util
 import pathlib
+import types
 
 import pytest
+from ml_collections import ConfigDict
 
 from rrl.errors import UserError
-from rrl.train.experiment import Settings
+from rrl.eval.article import HELD_OUT, TRAINING, UNUSED
+from rrl.recipes.card import card_of, write_card
+from rrl.recipes.rsearch import RSearch
+from rrl.train.experiment import SECTIONS, Settings, shown_with_sources
+from rrl.train.fields import DERIVED
+from tests.eval.fakes import many
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -25,6 +33,7 @@ def folders(tmp_path, monkeypatch):
     for name in ("assets/miniwiki-policy", "assets/miniwiki-reader", "models/Qwen2.5-7B-Instruct"):
         (tmp_path / name).mkdir(parents=True)
         (tmp_path / name / "config.json").write_text("{}")
+    write_card(tmp_path / "assets" / "miniwiki-policy", card_of(RSearch(instruction=""), 1024, 2))
     return tmp_path
 
 
@@ -53,9 +62,101 @@ def test_the_large_sizes_hold_the_papers_settings(folders):
     assert "</search>" in settings.recipe.instruction
 
 
+def test_a_policy_without_our_card_is_trained_as_in_the_paper(folders):
+    settings = Settings.of(config("policy=models/Qwen2.5-7B-Instruct"))
+    optim, objective, rollout = settings.train.optim, settings.train.objective, settings.rollout
+    assert (optim.lr, optim.warmup_ratio, optim.schedule, optim.frozen) == (1e-6, 0.95, "constant", ())
+    assert (objective.kl_coef, objective.clip_high, objective.drop_zero_spread) == (0.001, 0.2, False)
+    assert (rollout.rows, rollout.context, rollout.feed_tokens, objective.lengths[-1]) == (
+        16,
+        4096,
+        256,
+        4096,
+    )
+    environment = settings.recipe.environment
+    assert (environment.turn_tokens, environment.observation_tokens) == (256, 1000)
+    assert "</search>" in settings.recipe.instruction
+
+
+def test_a_policy_with_our_card_keeps_the_tiny_settings_and_its_own_instruction(folders):
+    folder = folders / "models" / "Qwen2.5-7B-Instruct"
+    write_card(folder, card_of(RSearch(instruction="Search."), 1024, 2))
+    shipped = Settings.of(config())
+    for arg, instruction in (("", "Search."), (",prompt=bare", ""), (",prompt=paper", RSearch().instruction)):
+        settings = Settings.of(config(f"policy={folder}{arg}"))
+        assert settings.recipe.instruction == instruction
+        assert (settings.train, settings.rollout) == (shipped.train, shipped.rollout)
+
+
+@pytest.mark.parametrize("steps", [0, 3])
+def test_steps_are_those_given(steps):
+    assert config(f"steps={steps}").train.steps == steps
+
+
+def test_a_config_holds_every_field_with_its_default():
+    filled = config()
+    for name, kind in SECTIONS.items():
+        own = {"optim", "objective"} if name == "train" else set(DERIVED)
+        assert set(filled[name]) == {field.name for field in dataclasses.fields(kind)} - own
+    assert (filled.train.checkpoint_every, filled.objective.minibatches, filled.optim.b1) == (20, 1, 0.9)
+    assert (filled.optim.adam_lr, filled.optim.get_type("adam_lr")) == (None, float)
+    assert filled.optim.get_type("clip_norm") is float
+    assert filled.recipe.use_evidence is True and filled.recipe.environment.search == "search"
+
+
+def test_listing_the_defaults_changes_no_setting(folders):
+    short = {name: dict(section) for name, section in config().to_dict().items() if isinstance(section, dict)}
+    for name, kind in SECTIONS.items():
+        for field in dataclasses.fields(kind):
+            if field.default is not dataclasses.MISSING and short[name].get(field.name, ...) == field.default:
+                del short[name][field.name]
+    whole = config().to_dict()
+    assert Settings.of(whole | short) == Settings.of(whole)
+
+
+def test_an_unknown_section_is_refused(folders):
+    wrong = config()
+    wrong.roolout = ConfigDict({"rows": 3})
+    with pytest.raises(UserError, match=r"config\.roolout is unknown; the fields of config are data"):
+        Settings.of(wrong)
+
+
 @pytest.mark.parametrize(
     ("section", "field", "value", "message"),
     [
+        ("rollout", "rows", 0, r"^rollout\.rows=0 must be at least 1"),
+        ("rollout", "context", -5, r"rollout\.context=-5"),
+        ("rollout", "top_k", 0, r"rollout\.top_k=0"),
+        ("rollout", "feeds", 0, r"rollout\.feeds=0"),
+        ("rollout", "feed_tokens", 0, r"rollout\.feed_tokens=0"),
+        ("rollout", "top_p", 0.0, r"rollout\.top_p=0\.0 must lie"),
+        ("rollout", "top_p", 1.5, r"rollout\.top_p=1\.5 must lie"),
+        ("rollout", "sample_top_k", -1, r"rollout\.sample_top_k=-1"),
+        ("reader_rollout", "patience", 0, r"^reader_rollout\.patience=0"),
+        ("objective", "clip_low", -0.1, r"^objective\.clip_low=-0\.1 must be at least 0"),
+        ("objective", "clip_high", -0.1, r"objective\.clip_high"),
+        ("objective", "kl_coef", float("nan"), r"objective\.kl_coef=nan"),
+        ("objective", "aggregation", "sum", r"aggregation='sum' is unknown; choose one of token_mean"),
+        ("objective", "lengths", (0, 1024), r"objective\.lengths"),
+        ("data", "held_out", -1, r"^data\.held_out=-1"),
+        ("data", "world_size", 0, r"data\.world_size=0"),
+        ("data", "train_worlds", 0, r"data\.train_worlds=0"),
+        ("data", "held_out_worlds", 0, r"data\.held_out_worlds=0"),
+        ("data", "train_per_kind", 0, r"data\.train_per_kind=0"),
+        ("data", "held_out_per_kind", 0, r"data\.held_out_per_kind=0"),
+        (
+            "data",
+            "held_out_split",
+            "eval",
+            r"data\.held_out_split='eval' is unknown; choose one of train, dev",
+        ),
+        ("data", "kinds", ("two_hops",), r"data\.kinds=.*must be some of one_hop"),
+        ("data", "kinds", (), r"data\.kinds"),
+        ("data", "on_error", "ignore", r"data\.on_error='ignore' .*refuse, skip"),
+        ("retriever", "kind", "foo", r"^retriever\.kind='foo' .*scann, bm25, exact, off"),
+        ("retriever", "k1", -1.0, r"retriever\.k1=-1"),
+        ("retriever", "b", 1.5, r"retriever\.b=1\.5"),
+        ("retriever", "title_weight", -1, r"retriever\.title_weight=-1"),
         ("rollout", "slots", 3, r"rollout\.slots is unknown; the fields of rollout are"),
         ("objective", "microbatch_tokens", 0, r"objective\.microbatch_tokens=0"),
         ("objective", "lengths", (64,), r"rollout\.context"),
@@ -89,3 +190,20 @@ def test_each_argument_has_a_workdir_of_its_own():
 def test_a_wrong_argument_is_named(arg):
     with pytest.raises(UserError, match=arg.split("=")[0]):
         config(arg)
+
+
+@pytest.mark.parametrize(("dropped", "source"), [(True, UNUSED), (False, TRAINING)])
+def test_the_page_tells_held_out_from_training_and_from_groups_that_were_left_out(dropped, source):
+    held_out, sampled = many(2), many(8)
+    for at, trajectory in enumerate(sampled):
+        trajectory.group = at // 4
+        trajectory.rewards = {"total": float(at == 5)}
+    outcome = types.SimpleNamespace(sampled=sampled, evaluated=held_out)
+    shown = shown_with_sources(outcome, drop_zero_spread=dropped)
+    assert [found for found, _ in shown] == held_out + sampled
+    assert [found for _, found in shown] == [HELD_OUT] * 2 + [source] * 4 + [TRAINING] * 4
+
+
+def test_a_run_without_training_or_evaluation_shows_nothing():
+    outcome = types.SimpleNamespace(sampled=[], evaluated=[])
+    assert shown_with_sources(outcome, drop_zero_spread=True) == []

@@ -15,7 +15,15 @@ ROOT = pathlib.Path(__file__).parents[2]
     [
         (["--config=configs/miniwiki_pretrain.py:step=3"], ["'step'", "'steps'"]),
         (["--config=configs/miniwiki_pretrain.py:steps=many"], ["steps='many'", "whole number"]),
-        (["--config=configs/miniwiki_pretrain.py", "--config.optim.lrr=1"], ["lrr"]),
+        (["--config=configs/miniwiki_pretrain.py:steps=0"], ["train.steps=0"]),
+        (
+            ["--config=configs/miniwiki_pretrain.py", "--config.optim.lrr=1"],
+            ["--config.optim.lrr: config.optim has no field 'lrr'; its fields are adam_lr, b1"],
+        ),
+        (
+            ["--config=configs/miniwiki_pretrain.py", "--config.trian.rows=1"],
+            ["config has no field 'trian'; its fields are data"],
+        ),
         (["--config=configs/miniwiki_pretrain.py", "--config.optim.lr=fast"], ["fast"]),
         (["--config=configs/nothing.py"], ["configs/nothing.py"]),
         (["--config=configs/miniwiki_pretrain.py", "--workdir="], ["workdir"]),
@@ -34,4 +42,44 @@ def test_wrong_input_is_one_line_and_exit_code_2(tmp_path, flags, words):
     assert done.returncode == 2, done.stderr
     assert "Traceback" not in done.stderr and all(word in done.stderr for word in words), done.stderr
     assert len([line for line in done.stderr.splitlines() if line.startswith("error: ")]) == 1
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("launcher", "flags", "message"),
+    [
+        ("train", ["--config=configs/rsearch_grpo.py:steps=-5"], "train.steps=-5 must be at least 0"),
+        (
+            "encoder",
+            ["--config=configs/miniwiki_encoder.py:steps=-1"],
+            "training.steps=-1 must be at least 1",
+        ),
+        (
+            "train",
+            [
+                "--config=configs/rsearch_grpo.py",
+                "--config.train.checkpoint_every=7",
+                "--config.objective.minibatches=2",
+                "--noconfig.recipe.use_evidence",
+                "--config.recipe.environment.failure=none",
+                "--config.data.world_size=100",
+                "--config.data.kinds=('one_hop',)",
+                "--config.optim.b1=0.8",
+                "--config.optim.adam_lr=1e-3",
+                "--config.optim.clip_norm=2.5",
+                "--config.rollout.patience=0",  # every override before it was taken
+            ],
+            "rollout.patience=0 must be at least 1",
+        ),
+    ],
+)
+def test_every_field_can_be_overridden_and_its_value_is_checked(tmp_path, launcher, flags, message):
+    done = subprocess.run(
+        [sys.executable, f"launch/{launcher}.py", f"--workdir={tmp_path / 'run'}", *flags],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2 and f"error: {message}" in done.stderr, done.stderr
     assert not (tmp_path / "run").exists()

@@ -1,5 +1,6 @@
 """The training loop: resumes to the same numbers, evaluates, and keeps its order of questions."""
 
+import contextlib
 import dataclasses
 
 import jax
@@ -18,6 +19,7 @@ from rrl.rl.optim import OptimConfig
 from rrl.rollout.engine import Engine, EngineConfig
 from rrl.rollout.protocol import Stream
 from rrl.rollout.trajectory import POLICY
+from rrl.train import rl
 from rrl.train.metrics import read_metrics
 from rrl.train.rl import RLConfig, Task, permute_rewards, question_order, train
 from rrl.train.rollouts import run_questions
@@ -33,7 +35,8 @@ def parts():
     tokenizer = train_tokenizer([p.text for p in wiki.passages] + [q.text for q in questions], 400)
     retriever = make_retriever(wiki.passages, "bm25")
     recipe = RSearch(instruction="", environment=Stream(max_searches=1, turn_tokens=8, observation_tokens=30))
-    return questions, tokenizer, retriever, recipe
+    sizes = EngineConfig(rows=8, context=128, feeds=4, feed_tokens=32)
+    return questions, Engine(fresh(), tokenizer, sizes, retriever=retriever), recipe
 
 
 def fresh() -> Decoder:
@@ -56,11 +59,8 @@ def fresh() -> Decoder:
 
 
 def run(parts, workdir, config, die_at: int | None = None):
-    questions, tokenizer, retriever, recipe = parts
+    questions, engine, recipe = parts
     decoder = fresh()
-    engine = Engine(
-        decoder, tokenizer, EngineConfig(rows=8, context=128, feeds=4, feed_tokens=32), retriever=retriever
-    )
     calls = 0
 
     class Scored(RSearch):
@@ -100,15 +100,61 @@ def test_a_run_that_died_continues_to_the_same_numbers(parts, tmp_path):
     assert again.step == STEPS
     assert whole.before["eval/f1"] == again.before["eval/f1"]
 
-    def lines(name):
-        drop = ("time/", "minutes")
-        found = read_metrics(tmp_path / name / "metrics.jsonl")
-        return [
-            {k: v for k, v in line.items() if not k.startswith(drop)} for line in found if "train/em" in line
-        ]
+    assert lines(tmp_path / "whole") == lines(tmp_path / "died")
+    assert steps_of(tmp_path / "whole") == EVERY_LINE
 
-    assert lines("whole") == lines("died")
-    assert [line["step"] for line in lines("whole")] == [1, 2, 3, 4]
+
+EVERY_LINE = ["eval 0", "train 1", "train 2", "eval 2", "train 3", "train 4", "eval 4"]
+
+
+def lines(workdir):
+    """Every line of the metrics without its times."""
+    drop = ("time/", "minutes")
+    found = read_metrics(workdir / "metrics.jsonl")
+    return [{k: v for k, v in line.items() if not k.startswith(drop)} for line in found]
+
+
+def steps_of(workdir):
+    return [f"{'eval' if 'eval/em' in line else 'train'} {line['step']}" for line in lines(workdir)]
+
+
+def test_a_run_that_died_before_its_first_checkpoint_keeps_its_evaluation(parts, tmp_path):
+    with pytest.raises(ConnectionError):
+        run(parts, tmp_path, CONFIG, die_at=2)
+    outcome, _ = run(parts, tmp_path, CONFIG)
+    assert steps_of(tmp_path) == EVERY_LINE
+    assert outcome.before["eval/em"] == lines(tmp_path)[0]["eval/em"]
+
+
+@pytest.mark.parametrize("after", [2])
+def test_a_signal_loses_no_evaluation(parts, tmp_path, monkeypatch, after):
+    class Stop:
+        """A signal that comes during the given step."""
+
+        steps = 0
+
+        def __bool__(self):
+            self.steps += 1
+            return self.steps == after
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rl, "stop_requested", lambda: contextlib.nullcontext(Stop()))
+        stopped, _ = run(parts, tmp_path, CONFIG)
+    assert (stopped.step, stopped.stopped) == (after, "signal" if after < STEPS else "done")
+    run(parts, tmp_path, CONFIG)
+    assert steps_of(tmp_path) == EVERY_LINE
+
+
+def test_a_finished_run_only_reports_again(parts, tmp_path):
+    first, _ = run(parts, tmp_path, CONFIG)
+    written = (tmp_path / "metrics.jsonl").read_text()
+    again, _ = run(parts, tmp_path, CONFIG, die_at=0)
+    assert (tmp_path / "metrics.jsonl").read_text() == written
+    assert (
+        again.before["eval/em"] == first.before["eval/em"]
+        and again.after["eval/f1"] == first.after["eval/f1"]
+    )
+    assert again.seconds == first.seconds and not again.sampled
 
 
 def test_parameters_move_and_are_held_against_the_frozen_start(parts, tmp_path):
@@ -143,11 +189,9 @@ def test_an_epoch_asks_each_question_once():
 
 
 def test_permuted_rewards_keep_their_multiset(parts):
-    questions, tokenizer, _retriever, recipe = parts
-    decoder = fresh()
-    engine = Engine(decoder, tokenizer, EngineConfig(rows=8, context=128, feeds=4, feed_tokens=32))
+    questions, engine, recipe = parts
     trajectories = run_questions(
-        engine, nnx.state(decoder), recipe, questions[:3], key=jax.random.key(0), samples=4
+        engine, nnx.state(fresh()), recipe, questions[:3], key=jax.random.key(0), samples=4
     )
     for place, t in enumerate(trajectories):
         t.rewards["total"] = float(place)

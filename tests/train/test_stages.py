@@ -1,5 +1,6 @@
 """Each stage of the cold start runs from its config and leaves a folder that loads."""
 
+import dataclasses
 import importlib.util
 import pathlib
 
@@ -11,9 +12,13 @@ from rrl.data.tokenizer import load_tokenizer
 from rrl.errors import UserError
 from rrl.models.config import DecoderConfig
 from rrl.models.decoder import Decoder
-from rrl.models.hf import load_decoder
+from rrl.models.hf import load_decoder, save_decoder
+from rrl.rl.optim import OptimConfig
+from rrl.train.fields import DERIVED
+from rrl.train.sft import SFTConfig
 from rrl.train.sources import Alternating, StreamSource
-from rrl.train.stages import StreamConfig, parse_curriculum, run, scale_parameters
+from rrl.train.stages import DemonstrationConfig, StreamConfig, parse_curriculum, run, scale_parameters
+from rrl.train.tasks import RetrieverConfig
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -65,6 +70,39 @@ def test_an_unknown_stage_or_field_is_refused_and_nothing_written(tmp_path):
     with pytest.raises(UserError, match="learning_rate"):
         run(config, tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+def test_a_missing_model_to_start_from_is_named_with_what_makes_it(tmp_path):
+    with pytest.raises(UserError, match=rf"init='{tmp_path}/none' holds no model.*miniwiki_pretrain\.py"):
+        run(config_of("miniwiki_cold_start", f"init={tmp_path}/none"), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_start_with_the_tokenizer_of_another_model_is_refused(tmp_path):
+    shape = DecoderConfig(
+        vocab_size=1664, hidden=8, layers=1, heads=2, kv_heads=1, head_dim=4, mlp=8, eos_token_id=0
+    )
+    tokenizer = load_tokenizer(ROOT / "assets" / "miniwiki-tokenizer")
+    save_decoder(tmp_path / "model", Decoder(shape, rngs=nnx.Rngs(0)), tokenizer)
+    with pytest.raises(UserError, match=rf"init='{tmp_path}/model': the tokenizer's eos_token_id is 2"):
+        run(config_of("miniwiki_cold_start", f"init={tmp_path}/model"), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("name", ["pretrain", "cold_start", "reader"])
+def test_a_config_holds_every_field_and_all_are_taken(name, tmp_path):
+    config = config_of(f"miniwiki_{name}", "")
+    kinds = [(config.train, SFTConfig), (config.optim, OptimConfig)]
+    if name == "cold_start":
+        kinds += [(config.data.demonstrations, DemonstrationConfig), (config.data.retriever, RetrieverConfig)]
+    else:
+        kinds += [(config.model, DecoderConfig), (config.data, StreamConfig)]
+    for section, kind in kinds:
+        missing = {field.name for field in dataclasses.fields(kind)} - set(section)
+        assert missing <= {*DERIVED, "optim", "rope_scaling"}
+    config.extra = 1
+    with pytest.raises(UserError, match=r"config\.extra is unknown"):
+        run(config, tmp_path / "run")
 
 
 def test_sources_take_turns():

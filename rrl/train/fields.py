@@ -1,0 +1,62 @@
+"""A section of a config and the frozen dataclass behind it: filled with its defaults, checked, built."""
+
+import dataclasses
+import types
+import typing
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeVar
+
+from ml_collections import ConfigDict, FieldReference
+
+from rrl.errors import UserError
+
+Fields = TypeVar("Fields")
+
+DERIVED = ("total_steps", "vocab_size", "eos_token_id", "pad_token_id")
+"""Fields that a run sets itself, from its steps and its tokenizer."""
+
+
+def fill(section: ConfigDict, kind: type) -> None:
+    """Adds the fields of a dataclass that a config section does not list, with their defaults.
+
+    A locked config refuses to override what it does not hold. Fields without a default, and those that hold a dataclass
+    (a section of its own), stay out. A field that may be None gets a reference of its other type.
+    """
+    hints = typing.get_type_hints(kind)
+    for field in dataclasses.fields(kind):
+        factory = field.default_factory
+        default = field.default if factory is dataclasses.MISSING else factory()
+        hint = hints[field.name]
+        if isinstance(hint, types.UnionType):
+            hint = next(part for part in typing.get_args(hint) if part is not types.NoneType)
+            default = FieldReference(default, field_type=hint)
+        own = dataclasses.is_dataclass(hint) or dataclasses.is_dataclass(default)
+        if field.name not in (*section, *DERIVED) and default is not dataclasses.MISSING and not own:
+            section[field.name] = default
+
+
+def build(kind: type[Fields], values: Mapping[str, Any], where: str, **more: Any) -> Fields:
+    """A frozen dataclass from config values and what a run sets itself.
+
+    Raises UserError that names the section `where` and a field that the dataclass does not have, lacks or refuses.
+    """
+    known = [field.name for field in dataclasses.fields(kind) if field.name not in more]  # type: ignore[arg-type]
+    only(known, values, where)
+    plain = {name: tuple(v) if isinstance(v, list) else v for name, v in values.items()}
+    try:
+        return kind(**plain, **more)
+    except UserError as error:
+        if str(error).startswith(f"{where}."):
+            raise
+        raise UserError(f"{where}.{error}") from error
+    except TypeError as error:
+        raise UserError(f"{where}: {error}") from error
+
+
+def only(known: Iterable[str], values: Iterable[str], where: str) -> None:
+    """Raises UserError for a name in `values` that is not known in the section `where`."""
+    for name in values:
+        if name not in known:
+            raise UserError(
+                f"{where}.{name} is unknown; the fields of {where} are {', '.join(sorted(known))}"
+            )

@@ -1,0 +1,132 @@
+"""The main job from its command: what a run leaves behind, on the built-in world and on a folder of real questions."""
+
+import dataclasses
+import json
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from flax import nnx
+
+from rrl.data.tokenizer import load_tokenizer
+from rrl.eval.article import HELD_OUT, TRAINING, UNUSED
+from rrl.models.config import DecoderConfig
+from rrl.models.decoder import Decoder
+from rrl.models.hf import load_decoder, save_decoder
+from rrl.train.metrics import read_metrics
+
+pytestmark = pytest.mark.slow
+
+ROOT = pathlib.Path(__file__).parents[2]
+SHIPPED = ROOT / "assets" / "miniwiki-policy"
+FEW = ("--config.train.questions=4", "--config.train.samples=2", "--config.rollout.rows=8")
+"""A step that a test has time for."""
+
+
+def start(config, workdir, *flags):
+    return subprocess.run(
+        [sys.executable, "launch/train.py", f"--config={config}", f"--workdir={workdir}", *flags],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+
+
+def sources(workdir):
+    return set(re.findall(r'data-source="(.*?)"', (workdir / "trajectories.html").read_text()))
+
+
+def test_a_run_leaves_everything_behind_and_its_command_repeated_changes_nothing(tmp_path):
+    command = ("configs/rsearch_grpo.py:steps=2", tmp_path, *FEW, "--config.data.held_out_per_kind=2")
+    done = start(*command)
+    assert done.returncode == 0, done.stderr
+    rows = read_metrics(tmp_path / "metrics.jsonl")
+    assert [row["step"] for row in rows if "train/em" in row] == [1, 2]
+    assert {0, 2} <= {row["step"] for row in rows if "eval/em" in row}
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "summary.txt").read_text() in done.stdout
+    assert HELD_OUT in sources(tmp_path) and sources(tmp_path) <= {HELD_OUT, TRAINING, UNUSED}
+    assert load_decoder(tmp_path / "policy").config == load_decoder(SHIPPED).config
+    assert len(load_tokenizer(tmp_path / "policy")) == len(load_tokenizer(SHIPPED))
+
+    kept = {name: (tmp_path / name).read_bytes() for name in ("metrics.jsonl", "trajectories.html")}
+    again = start(*command)
+    assert again.returncode == 0, again.stderr
+    assert kept == {name: (tmp_path / name).read_bytes() for name in kept}
+    assert (tmp_path / "summary.txt").exists()
+
+
+@pytest.fixture(scope="module")
+def searcher(tmp_path_factory):
+    """A Qwen2 folder with random layers and a head made so that every turn writes `<search> Harbour </search>`."""
+    tokenizer = load_tokenizer(SHIPPED)
+    shape = DecoderConfig(len(tokenizer), hidden=128, layers=2, heads=4, kv_heads=2, head_dim=32, mlp=64)
+    shape = dataclasses.replace(shape, tie_embeddings=False, eos_token_id=tokenizer.eos_token_id)
+    decoder = Decoder(shape, rngs=nnx.Rngs(0))
+    table = np.random.default_rng(0).normal(size=(shape.vocab_size, shape.hidden))
+    table[:, 0] = (
+        10.0  # what all tokens share asks for the first one, what is a token's own for the one after it
+    )
+    opened, word, named, space, closing, *_ = tokenizer.encode("<search> Harbour </search>")
+    head = np.zeros((shape.hidden, shape.vocab_size))
+    head[0, opened] = 10.0
+    for before, after in ((opened, word), (word, named), (named, space), (space, closing), (closing, word)):
+        head[1:, after] += 3 * table[before, 1:]
+    decoder.embedding[...], decoder.head[...] = 30 * table, head  # far above what the layers add
+    folder = tmp_path_factory.mktemp("searcher")
+    save_decoder(folder, decoder, tokenizer)
+    return folder
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Questions in HotpotQA's form and a corpus in BEIR's."""
+    places = ("Velden", "Marnfurt", "Tolm", "Asch", "Reel", "Danes")
+    corpus = [
+        {"_id": place, "title": f"{place} Harbour", "text": f"{place} has a harbour."} for place in places
+    ]
+    questions = [
+        {
+            "_id": f"q-{place}",
+            "type": "bridge",
+            "question": f"Which harbour is in {place}?",
+            "answer": f"{place} Harbour",
+            "supporting_facts": [[f"{place} Harbour", 0]],
+        }
+        for place in places
+    ]
+    made = tmp_path / "real"
+    made.mkdir()
+    for name, records in (("corpus.jsonl", corpus), ("questions.jsonl", questions)):
+        (made / name).write_text("".join(json.dumps(record) + "\n" for record in records))
+    return made
+
+
+def test_a_folder_of_real_questions_is_searched_by_any_policy(tmp_path, folder, searcher):
+    config = f"configs/rsearch_grpo.py:steps=1,prompt=bare,data={folder},policy={searcher}"
+    done = start(config, tmp_path / "run", *FEW, "--config.objective.drop_zero_spread=True")
+    assert done.returncode == 0, done.stderr
+    page = (tmp_path / "run" / "trajectories.html").read_text()
+    assert "Velden Harbour</span>" in page and "1 of 1 gold passages found" in page
+    assert sources(tmp_path / "run") == {HELD_OUT, UNUSED}  # its samples of a question are all the same
+    assert "retriever bm25" in (tmp_path / "run" / "summary.txt").read_text()
+
+
+def test_a_broken_line_is_named_and_nothing_written_unless_it_may_be_skipped(tmp_path, folder, searcher):
+    with (folder / "questions.jsonl").open("a") as file:
+        file.write('{"question": "Who\n')
+    config = f"configs/rsearch_grpo.py:steps=1,prompt=bare,data={folder},policy={searcher}"
+    done = start(config, tmp_path / "run", *FEW)
+    assert done.returncode == 2, done.stderr
+    (error,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert "questions.jsonl" in error and "line 7" in error
+    assert not (tmp_path / "run").exists()
+    done = start(config, tmp_path / "run", *FEW, "--config.data.on_error=skip")
+    assert done.returncode == 0, done.stderr
+    assert "line 7" in done.stderr
+    assert (tmp_path / "run" / "summary.txt").exists()
