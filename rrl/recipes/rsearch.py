@@ -52,6 +52,8 @@ class RSearch:
     """gamma_a, section 4.3."""
     evidence_weight: float = 0.2
     """gamma_e, section 4.3."""
+    reader_weight: float = 1.0
+    """Weight of Eq. 4's reward in the sum; the paper's is 1. Less where the reader is often wrong: its errors are noise."""
     use_evidence: bool = True
     """False is "w/o evidence" (Table 3): no evidence in the rollout, and neither reward that concerns it."""
     pay_evidence_without_search: bool = True
@@ -109,12 +111,13 @@ class RSearch:
         shown = [t for t in trajectories if t.evidence] if reader is not None else []
         prompts = [READER_TEMPLATE.format(evidence=t.evidence, query=t.question.text) for t in shown]
         for trajectory in trajectories:
-            trajectory.rewards["evidence"] = 0.0
+            trajectory.rewards["evidence"] = trajectory.metrics["reader_f1"] = 0.0
         for trajectory, answer in zip(
             shown, reader(prompts) if reader is not None and prompts else [], strict=True
         ):
             trajectory.reader_answer = answer
-            trajectory.rewards["evidence"] = token_f1(answer, trajectory.question.answers)
+            trajectory.metrics["reader_f1"] = token_f1(answer, trajectory.question.answers)
+            trajectory.rewards["evidence"] = self.reader_weight * trajectory.metrics["reader_f1"]
 
     def advantages(self, trajectories: Sequence[Trajectory]) -> Float[np.ndarray, "N"]:
         """GRPO's: unbiased standard deviation, epsilon 1e-6."""

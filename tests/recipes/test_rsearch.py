@@ -81,6 +81,14 @@ def test_two_answers_earn_no_format_reward_but_the_last_is_scored():
     assert one.rewards == pytest.approx({"answer": 1, "evidence": 1, "format": 0.2, "total": 2.2})
 
 
+def test_the_readers_reward_can_weigh_less_than_the_papers_1():
+    words = ((POLICY, EVIDENCE + "<answer>Marta Velikov</answer>"),)
+    assert scored(*words).rewards["total"] == pytest.approx(2.4)
+    one = scored(*words, recipe=RSearch(reader_weight=0.3))
+    assert one.rewards == pytest.approx({"answer": 1, "evidence": 0.3, "format": 0.4, "total": 1.7})
+    assert one.metrics["reader_f1"] == 1
+
+
 def test_the_reader_sees_question_and_evidence_and_nothing_else():
     seen = []
     one = scored((POLICY, EVIDENCE + "<answer>x</answer>"), reader=lambda p: seen.extend(p) or ["Velikov"])
