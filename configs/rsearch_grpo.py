@@ -95,7 +95,7 @@ def get_config(arg: str = "") -> ConfigDict:
         "encoder": args.encoder or ("assets/miniwiki-encoder" if not real else ""),
         "title_weight": 1 if real else 3,
     }
-    steps = args.steps if args.steps is not None else (52 if tiny else 195)
+    steps = args.steps if args.steps is not None else (50 if tiny else 195)
     config.train = {
         "steps": steps,
         "questions": 32 if tiny else 256,

@@ -1,5 +1,6 @@
 """How a launcher starts: flags and a config file in, and for wrong input one clear line and exit code 2."""
 
+import os
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -22,6 +23,7 @@ def run(main: Callable[[Sequence[str]], None], callbacks: bool = True) -> None:
     """
     use_huge_pages()
     prepare_host(callbacks)
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # it would tell that PyTorch is missing
 
     def parse(argv: Sequence[str]) -> list[str]:
         try:

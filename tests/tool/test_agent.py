@@ -145,7 +145,7 @@ def test_calls_from_several_threads_take_turns(agent, known):
 def test_a_notebook_gets_a_coloured_page_and_a_shell_gets_text(agent, known, capsys):
     trajectory = agent.ask(known[2][0])
     page = trajectory._repr_html_()
-    assert "piece search trained" in page
+    assert "piece search sampled" in page
     assert "class='p" in page or 'class="p' in page
     trajectory.show()
     assert known[2][0].text in capsys.readouterr().out

@@ -41,7 +41,7 @@ def test_wrong_input_is_one_line_and_exit_code_2(tmp_path, flags, words):
     )
     assert done.returncode == 2, done.stderr
     assert "Traceback" not in done.stderr and all(word in done.stderr for word in words), done.stderr
-    assert len([line for line in done.stderr.splitlines() if line.startswith("error: ")]) == 1
+    assert len(done.stderr.splitlines()) == 1 and done.stderr.startswith("error: "), done.stderr
     assert not (tmp_path / "run").exists()
 
 
