@@ -7,9 +7,10 @@
 
 size=tiny is the built-in world (`miniwiki`) from the shipped cold-started policy; its reader is the shipped one of
 another family. With policy=FOLDER it keeps these settings where the folder's recipe card (`rrl_recipe.json`: rrl trained
-it) tells of a short context; any other folder is an ordinary language model, and gets the paper's prompt, objective and optimiser in
-sizes that a single device has room for. size=3b and size=7b hold the settings of the paper (sections 4.1-4.3, released
-values where it is silent): Qwen2.5-Instruct folders as policy, Llama-3.2-3B-Instruct as reader, E5 as encoder, 8 x 80 GB.
+it) tells of a short context; any other folder is an ordinary language model, and gets the paper's prompt, objective and
+optimiser in sizes that a single device has room for. size=3b and size=7b hold the settings of the paper (sections
+4.1-4.3, released values where it is silent): Qwen2.5-Instruct folders as policy, Llama-3.2-3B-Instruct as reader, E5 as
+encoder, 8 x 80 GB.
 """
 
 import re
