@@ -13,7 +13,7 @@ from flax import nnx
 from jaxtyping import PyTree
 
 from rrl.data.questions import Question
-from rrl.errors import UserError
+from rrl.errors import at_least
 from rrl.models.decoder import Decoder
 from rrl.recipes.base import Answers, Recipe
 from rrl.retrieval.retriever import Retriever
@@ -50,10 +50,8 @@ class RLConfig:
     """The control: rewards are dealt out at random over the batch, so that nothing can be learned from them."""
 
     def __post_init__(self) -> None:
-        least = {"steps": 0, "questions": 1, "samples": 1, "eval_every": 0, "checkpoint_every": 1}
-        for name, bound in (least | {"temperature": 0, "eval_temperature": 0}).items():
-            if getattr(self, name) < bound:
-                raise UserError(f"train.{name}={getattr(self, name)} must be at least {bound}")
+        at_least(1, self, "questions", "samples", "checkpoint_every", where="train.")
+        at_least(0, self, "steps", "eval_every", "temperature", "eval_temperature", where="train.")
 
 
 MAY_DIFFER = ("checkpoint_every",)
