@@ -14,13 +14,14 @@ from rrl.rollout.trajectory import ENVIRONMENT, POLICY, PROMPT, Trajectory
 ENDINGS = {
     "answer": "gave an answer",
     "turn_limit": "ran out of turns",
+    "no_action": "neither searched nor answered",
     "search_limit": "ran out of searches",
     "context_limit": "ran out of context",
     "length": "ran out of tokens",
 }
 
 
-HELD_OUT, TRAINING, UNUSED = "held out", "training", "training, not used (equal rewards)"
+HELD_OUT, TRAINING, UNUSED = "held out", "training", "training, not used (its group's rewards hardly differ)"
 """Where a trajectory of a run came from; only `TRAINING` carried loss."""
 
 

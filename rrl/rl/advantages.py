@@ -33,13 +33,17 @@ def group_normalize(
     return centred.astype(np.float32)
 
 
-def zero_spread(
-    rewards: Float[np.ndarray, "N"], groups: Int[np.ndarray, "N"], *, tolerance: float = 1e-8
+def low_spread(
+    rewards: Float[np.ndarray, "N"], groups: Int[np.ndarray, "N"], most: float = 0.0
 ) -> Bool[np.ndarray, "N"]:
-    """True where all rewards of a trajectory's group are equal: such a group says nothing about what is better."""
+    """True where the rewards of a trajectory's group lie within `most` of each other.
+
+    A group of equal rewards says nothing about what is better (DAPO, section 3.2); one whose rewards hardly differ says
+    as much as any other once it is divided by its standard deviation.
+    """
     _, index = np.unique(groups, return_inverse=True)
     high = np.full(index.max(initial=-1) + 1, -np.inf)
     low = np.full_like(high, np.inf)
     np.maximum.at(high, index, rewards)
     np.minimum.at(low, index, rewards)
-    return (high - low)[index] <= tolerance
+    return (high - low)[index] <= most + 1e-8

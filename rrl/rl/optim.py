@@ -184,6 +184,12 @@ def _frozen_labels(params: Any, frozen: Sequence[str]) -> Any:
     return jax.tree_util.tree_map_with_path(label, params)
 
 
+@jax.jit
+def running_mean(mean: Any, params: Any, count: Int[Array, ""] | int) -> Any:
+    """The mean of `count` pytrees from that of the first count - 1 and the last one; of one, that one."""
+    return optax.incremental_update(params, mean, 1 / jnp.asarray(count, jnp.float32))
+
+
 def skipped_updates(state: optax.ApplyIfFiniteState) -> Int[Array, ""]:
     """How many updates were skipped since the start because their gradient was not finite."""
     return state.total_notfinite

@@ -89,7 +89,8 @@ class Stream:
     """Reasoning and search in one growing context (R-Search, TIRESRAG-R1, Search-R1, ReSearch ...).
 
     The policy pauses at `</search>`; the environment appends an observation. After `max_searches` turns one last turn
-    runs with search off. A turn that neither searches nor answers gets `correction`, which costs a turn.
+    runs with search off. A turn that neither searches nor answers gets `correction`, which costs a turn; without
+    one it ends the episode.
     """
 
     search: str = "search"
@@ -124,6 +125,8 @@ class Stream:
             return Finish("answer")
         if last:
             return Finish("turn_limit")
+        if not self.correction:
+            return Finish("no_action")
         return Append(prefix="\n" + self.correction.format(search=self.search, answer=self.answer) + "\n")
 
     def observe(self, episode: Episode, passages: Sequence[Passage] | None) -> Append:

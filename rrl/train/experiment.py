@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
-import numpy as np
 from ml_collections import ConfigDict
 from transformers import PreTrainedTokenizerBase
 
@@ -27,7 +26,6 @@ from rrl.recipes.base import Recipe
 from rrl.recipes.card import card_of, write_card
 from rrl.recipes.catalogue import make_recipe
 from rrl.rewards.reader import Reader
-from rrl.rl.advantages import zero_spread
 from rrl.rl.optim import OptimConfig
 from rrl.rollout.engine import Engine, EngineConfig
 from rrl.rollout.trajectory import Trajectory
@@ -208,7 +206,7 @@ def report(settings: Settings, loaded: Loaded, outcome: Outcome, workdir: pathli
     write_card(workdir / "policy", card_of(settings.recipe, settings.rollout.context, settings.rollout.top_k))
     rows = read_metrics(workdir / "metrics.jsonl")
     plot_training(rows, workdir / "curves.png", settings.name, settings.train.eval_temperature)
-    shown = shown_with_sources(outcome, settings.train.objective.drop_zero_spread)
+    shown = shown_with_sources(outcome, settings.train.objective)
     if shown:
         write_html(
             [trajectory for trajectory, _ in shown],
@@ -241,10 +239,9 @@ def report(settings: Settings, loaded: Loaded, outcome: Outcome, workdir: pathli
     print(text)
 
 
-def shown_with_sources(outcome: Outcome, drop_zero_spread: bool) -> list[tuple[Trajectory, str]]:
+def shown_with_sources(outcome: Outcome, objective: ObjectiveConfig) -> list[tuple[Trajectory, str]]:
     """What the page shows, with where it came from: held-out trajectories, then those of the last training step."""
-    totals = np.array([t.rewards["total"] for t in outcome.sampled])
-    unused = zero_spread(totals, np.array([t.group for t in outcome.sampled], np.int64)) & drop_zero_spread
+    unused = objective.left_out(outcome.sampled)
     held_out = [(trajectory, HELD_OUT) for trajectory in outcome.evaluated]
     trained = [(t, UNUSED if idle else TRAINING) for t, idle in zip(outcome.sampled, unused, strict=True)]
     return held_out[: SHOWN // 2] + trained[: SHOWN // 2]

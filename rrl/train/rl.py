@@ -13,12 +13,12 @@ from flax import nnx
 from jaxtyping import PyTree
 
 from rrl.data.questions import Question
-from rrl.errors import at_least
+from rrl.errors import UserError, at_least
 from rrl.models.decoder import Decoder
 from rrl.recipes.base import Answers, Recipe
 from rrl.retrieval.retriever import Retriever
-from rrl.rl.advantages import zero_spread
-from rrl.rl.optim import OptimConfig, make_optimizer, make_schedule
+from rrl.rl.advantages import low_spread
+from rrl.rl.optim import OptimConfig, make_optimizer, make_schedule, running_mean
 from rrl.rollout.engine import Engine
 from rrl.rollout.trajectory import Trajectory
 from rrl.train.checkpoints import Checkpoints, stop_requested
@@ -45,6 +45,9 @@ class RLConfig:
     eval_every: int = 0
     """Steps between held-out evaluations; 0: before and after only."""
     eval_temperature: float = 0.0
+    average_last: float = 0.0
+    """Share of the updates, counted from the end, whose parameters are averaged (Polyak & Juditsky, 1992): the mean is
+    what is evaluated and written, while episodes are sampled from the live parameters; 0: no averaging."""
     checkpoint_every: int = 20
     permute_rewards: bool = False
     """The control: rewards are dealt out at random over the batch, so that nothing can be learned from them."""
@@ -52,6 +55,15 @@ class RLConfig:
     def __post_init__(self) -> None:
         at_least(1, self, "questions", "samples", "checkpoint_every", where="train.")
         at_least(0, self, "steps", "eval_every", "temperature", "eval_temperature", where="train.")
+        if not 0 <= self.average_last <= 1:
+            raise UserError(
+                f"train.average_last={self.average_last} must lie in 0..1, a share of the updates."
+            )
+
+    @property
+    def averaged_from(self) -> int:
+        """Updates before the first whose parameters enter the mean."""
+        return self.steps - round(self.average_last * self.steps)
 
 
 MAY_DIFFER = ("checkpoint_every",)
@@ -107,6 +119,8 @@ def train(
 ) -> Outcome:
     """Trains `decoder` in place, continuing what the workdir holds; the start is the frozen reference.
 
+    With `average_last` the decoder ends as the mean of the last updates' parameters.
+
     Raises UserError when the workdir belongs to another config.
     """
     settings = dataclasses.asdict(config) | {"run": dict(identity or {})}
@@ -115,12 +129,17 @@ def train(
     optimizer = make_optimizer(config.optim)
     rate = make_schedule(config.optim)
     opt_state = optimizer.init(params)
+    average = jax.tree.map(lambda x: x.copy(), params) if config.average_last else None
     updater = Updater(graph, optimizer, config.objective)
     base = jax.random.key(config.seed)
     extra: dict[str, Any] = {"before": {}, "seconds": 0.0}
     sampled: list[Trajectory] = []
 
-    def measure(params: PyTree, step: int) -> tuple[dict[str, float], list[Trajectory]]:
+    def learned() -> PyTree:
+        """What the run has to show so far."""
+        return params if average is None else average
+
+    def measure(step: int) -> tuple[dict[str, float], list[Trajectory]]:
         """Evaluates, unless a former life of the run did."""
         if step in recorded:
             return recorded[step], []
@@ -128,7 +147,7 @@ def train(
         progress.note(f"step {step}: evaluating on {len(task.held_out)} held-out questions ...")
         found, trajectories = evaluate(
             engine,
-            params,
+            learned(),
             recipe,
             task.held_out,
             temperature=config.eval_temperature,
@@ -148,7 +167,7 @@ def train(
         stop = stack.enter_context(stop_requested())
         start = 0
         if checkpoints.latest is not None:
-            (params, opt_state), extra = checkpoints.restore((params, opt_state))
+            (params, opt_state, average), extra = checkpoints.restore((params, opt_state, average))
             start = int(extra["step"])
         writer = stack.enter_context(MetricsWriter(workdir, start))
         recorded = {line["step"]: line for line in read_metrics(writer.path) if "eval/em" in line}
@@ -157,7 +176,7 @@ def train(
         last: tuple[dict[str, float], list[Trajectory]] | None = None
         due = config.eval_every and start % config.eval_every == 0 and start < config.steps
         if task.held_out and (start == 0 or due):  # due: the signal that ended the last life came before it
-            last = measure(params, start)
+            last = measure(start)
             extra["before"] = extra["before"] or last[0]
         progress.begin()
         while step < config.steps:
@@ -178,21 +197,23 @@ def train(
             if config.permute_rewards:
                 permute_rewards(sampled, np.random.default_rng((config.seed, step)))
             advantages = recipe.advantages(sampled)
-            flat = zero_spread(
-                np.array([t.rewards["total"] for t in sampled]), np.array([t.group for t in sampled])
-            )
-            used = np.flatnonzero(~flat) if config.objective.drop_zero_spread else np.arange(len(sampled))
+            totals, groups = np.array([(t.rewards["total"], t.group) for t in sampled]).T
+            left_out = config.objective.left_out(sampled)
+            used = np.flatnonzero(~left_out)
             if len(used):
                 params, opt_state, update = updater(
                     params, opt_state, reference, [sampled[i] for i in used], advantages[used]
                 )
                 metrics |= {f"train/{name}": value for name, value in update.items()}
             step += 1
+            if average is not None:
+                average = running_mean(average, params, max(1, step - config.averaged_from))
             done = time.perf_counter()
             extra["seconds"] += done - began
             metrics |= {
                 "train/lr": float(rate(step - 1)),
-                "train/zero_spread": float(flat.mean()),
+                "train/zero_spread": float(low_spread(totals, groups).mean()),
+                "train/left_out": float(left_out.mean()),
                 "train/advantage_std": float(advantages.std()),
                 "train/searches_failed": float(engine.stats.searches_failed),
                 "time/rollout": engine.stats.seconds,
@@ -215,16 +236,16 @@ def train(
             last = None
             if stop:
                 stopped = "signal" if step < config.steps else "done"
-                checkpoints.save(step, (params, opt_state), extra | {"step": step})
+                checkpoints.save(step, (params, opt_state, average), extra | {"step": step})
                 break
             if config.eval_every and step % config.eval_every == 0 and step < config.steps and task.held_out:
                 with progress.paused():
-                    last = measure(params, step)
+                    last = measure(step)
             if step % config.checkpoint_every == 0 or step == config.steps:
-                checkpoints.save(step, (params, opt_state), extra | {"step": step})
+                checkpoints.save(step, (params, opt_state, average), extra | {"step": step})
         if stopped == "done" and last is None and task.held_out:
-            last = measure(params, step)
-    nnx.update(decoder, params)
+            last = measure(step)
+    nnx.update(decoder, learned())
     after, evaluated = last if last is not None else ({}, [])
     return Outcome(step, stopped, extra["before"], after, extra["seconds"], sampled, evaluated)
 

@@ -9,9 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
-from jaxtyping import Float, PyTree
+from jaxtyping import Bool, Float, PyTree
 
 from rrl.errors import UserError, at_least, one_of
+from rrl.rl.advantages import low_spread
 from rrl.rl.batch import Batch
 from rrl.rl.logprobs import token_logprobs
 from rrl.rl.losses import AGGREGATIONS, clipped_objective, kl_k3, sequence_weights
@@ -30,8 +31,9 @@ class ObjectiveConfig:
     clip_high: float = 0.2
     aggregation: str = "token_mean"
     """What the loss is a mean over: policy tokens, or sequences of token means ("sequence_mean")."""
-    drop_zero_spread: bool = False
-    """Leave out groups whose rewards are all equal; with a KL weight their KL is lost too."""
+    drop_spread: float | None = None
+    """Leave out groups whose total rewards lie within this of each other (0: are all equal), and with them their KL;
+    None: no group."""
     minibatches: int = 1
     """Optimiser steps a rollout batch, each on its share of the groups."""
     microbatch_tokens: int = 8192
@@ -44,7 +46,16 @@ class ObjectiveConfig:
             raise UserError(f"objective.lengths={self.lengths} must be increasing row lengths")
         at_least(1, self, "minibatches", "microbatch_tokens", where="objective.")
         at_least(0, self, "kl_coef", "clip_low", "clip_high", where="objective.")
+        if self.drop_spread is not None:
+            at_least(0, self, "drop_spread", where="objective.")
         one_of(AGGREGATIONS, self, "aggregation", where="objective.")
+
+    def left_out(self, trajectories: Sequence[Trajectory]) -> Bool[np.ndarray, "N"]:
+        """Which scored trajectories of a step the update does not see."""
+        if self.drop_spread is None:
+            return np.zeros(len(trajectories), bool)
+        totals = np.array([t.rewards["total"] for t in trajectories])
+        return low_spread(totals, np.array([t.group for t in trajectories], np.int64), self.drop_spread)
 
 
 def microbatches(

@@ -109,7 +109,7 @@ def folder(tmp_path):
 
 def test_a_folder_of_real_questions_is_searched_by_any_policy(tmp_path, folder, searcher):
     config = f"configs/rsearch_grpo.py:steps=1,prompt=bare,data={folder},policy={searcher}"
-    done = start(config, tmp_path / "run", *FEW, "--config.objective.drop_zero_spread=True")
+    done = start(config, tmp_path / "run", *FEW, "--config.objective.drop_spread=0.0")
     assert done.returncode == 0, done.stderr
     page = (tmp_path / "run" / "trajectories.html").read_text()
     assert "Velden Harbour</span>" in page and "1 of 1 gold passages found" in page

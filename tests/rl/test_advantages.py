@@ -5,7 +5,7 @@ import statistics
 import numpy as np
 import pytest
 
-from rrl.rl.advantages import group_normalize, zero_spread
+from rrl.rl.advantages import group_normalize, low_spread
 
 
 def test_equals_python_statistics_group_by_group():
@@ -30,9 +30,11 @@ def test_population_std_and_no_scaling():
 def test_a_group_without_spread_has_no_advantage(rewards):
     found = group_normalize(np.array(rewards), np.zeros(len(rewards), int))
     np.testing.assert_allclose(found, 0, atol=1e-6)
-    assert zero_spread(np.array(rewards), np.zeros(len(rewards), int)).all()
+    assert low_spread(np.array(rewards), np.zeros(len(rewards), int)).all()
 
 
-def test_zero_spread_is_told_group_by_group():
-    flat = zero_spread(np.array([1.0, 0.0, 1.0, 1.0]), np.array([3, 5, 3, 5]))
-    assert flat.tolist() == [True, False, True, False]
+@pytest.mark.parametrize(("most", "low"), [(0.0, [3]), (0.4, [3, 7]), (1.0, [3, 5, 7])])
+def test_low_spread_is_told_group_by_group(most, low):
+    groups = np.array([3, 5, 3, 5, 7, 7])
+    found = low_spread(np.array([1.0, 0.0, 1.0, 1.0, 0.2, 0.6]), groups, most)
+    assert found.tolist() == np.isin(groups, low).tolist()

@@ -7,7 +7,7 @@ import optax
 import pytest
 
 from rrl.errors import UserError
-from rrl.rl.optim import OptimConfig, make_optimizer, make_schedule, skipped_updates
+from rrl.rl.optim import OptimConfig, make_optimizer, make_schedule, running_mean, skipped_updates
 
 
 def stacked_params():
@@ -150,3 +150,12 @@ def test_a_frozen_pattern_without_a_parameter_is_refused():
         UserError, match=r"optim.frozen=\['head'\] match no parameter; there are embedding, layers/"
     ):
         make_optimizer(OptimConfig(frozen=("embedding", "head"))).init(stacked_params())
+
+
+def test_the_running_mean_is_the_mean():
+    trees = [{"a": jnp.arange(3.0) * i, "b": {"c": jnp.float32(i) ** 2}} for i in range(1, 6)]
+    mean = jax.tree.map(jnp.ones_like, trees[0])  # counts for nothing
+    for count, tree in enumerate(trees, 1):
+        mean = running_mean(mean, tree, count)
+    np.testing.assert_allclose(mean["a"], np.arange(3) * 3, rtol=1e-6)
+    np.testing.assert_allclose(mean["b"]["c"], 11, rtol=1e-6)

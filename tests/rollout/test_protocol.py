@@ -1,5 +1,7 @@
 """The stream protocol: what each way of pausing a turn leads to."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -47,6 +49,12 @@ def test_a_malformed_turn_is_corrected_and_costs_a_turn(text, stop):
     assert isinstance(action, Append)
     assert "<search>" in action.prefix
     assert action.body == ""
+
+
+@pytest.mark.parametrize(("turn", "text", "ended"), [(0, "hm", "no_action"), (2, "hm", "turn_limit")])
+def test_without_a_correction_a_malformed_turn_ends_the_episode(turn, text, ended):
+    stream = dataclasses.replace(STREAM, correction="")
+    assert stream.react(Episode(Question("q", "q", ("a",)), turn), text, EOS) == Finish(ended)
 
 
 def test_an_observation_holds_the_documents_as_printed_or_says_that_the_search_failed():

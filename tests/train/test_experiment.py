@@ -14,6 +14,7 @@ from rrl.recipes.card import card_of, write_card
 from rrl.recipes.rsearch import RSearch
 from rrl.train.experiment import SECTIONS, Settings, shown_with_sources
 from rrl.train.fields import DERIVED
+from rrl.train.update import ObjectiveConfig
 from tests.eval.fakes import many
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -62,11 +63,18 @@ def test_the_large_sizes_hold_the_papers_settings(folders):
     assert "</search>" in settings.recipe.instruction
 
 
+def test_groups_that_only_format_and_reader_tell_apart_are_left_out_of_the_default_run(folders):
+    settings = Settings.of(config())
+    recipe, spread = settings.recipe, settings.train.objective.drop_spread
+    assert spread == pytest.approx(recipe.answer_weight + recipe.evidence_weight + recipe.reader_weight)
+    assert (recipe.environment.correction, settings.train.objective.clip_high) == ("", 0.28)
+
+
 def test_a_policy_without_our_card_is_trained_as_in_the_paper(folders):
     settings = Settings.of(config("policy=models/Qwen2.5-7B-Instruct"))
     optim, objective, rollout = settings.train.optim, settings.train.objective, settings.rollout
     assert (optim.lr, optim.warmup_ratio, optim.schedule, optim.frozen) == (1e-6, 0.95, "constant", ())
-    assert (objective.kl_coef, objective.clip_high, objective.drop_zero_spread) == (0.001, 0.2, False)
+    assert (objective.kl_coef, objective.clip_high, objective.drop_spread) == (0.001, 0.2, None)
     assert (rollout.rows, rollout.context, rollout.feed_tokens, objective.lengths[-1]) == (
         16,
         4096,
@@ -192,18 +200,18 @@ def test_a_wrong_argument_is_named(arg):
         config(arg)
 
 
-@pytest.mark.parametrize(("dropped", "source"), [(True, UNUSED), (False, TRAINING)])
-def test_the_page_tells_held_out_from_training_and_from_groups_that_were_left_out(dropped, source):
+@pytest.mark.parametrize(("spread", "source"), [(0.0, UNUSED), (None, TRAINING)])
+def test_the_page_tells_held_out_from_training_and_from_groups_that_were_left_out(spread, source):
     held_out, sampled = many(2), many(8)
     for at, trajectory in enumerate(sampled):
         trajectory.group = at // 4
         trajectory.rewards = {"total": float(at == 5)}
     outcome = types.SimpleNamespace(sampled=sampled, evaluated=held_out)
-    shown = shown_with_sources(outcome, drop_zero_spread=dropped)
+    shown = shown_with_sources(outcome, ObjectiveConfig(drop_spread=spread))
     assert [found for found, _ in shown] == held_out + sampled
     assert [found for _, found in shown] == [HELD_OUT] * 2 + [source] * 4 + [TRAINING] * 4
 
 
 def test_a_run_without_training_or_evaluation_shows_nothing():
     outcome = types.SimpleNamespace(sampled=[], evaluated=[])
-    assert shown_with_sources(outcome, drop_zero_spread=True) == []
+    assert shown_with_sources(outcome, ObjectiveConfig(drop_spread=0.0)) == []

@@ -91,17 +91,45 @@ CONFIG = RLConfig(
 )
 
 
-def test_a_run_that_died_continues_to_the_same_numbers(parts, tmp_path):
-    whole, params = run(parts, tmp_path / "whole", CONFIG)
+@pytest.fixture(scope="module")
+def whole(parts, tmp_path_factory):
+    """A run that nothing disturbed: its workdir, outcome and parameters."""
+    workdir = tmp_path_factory.mktemp("whole")
+    return workdir, *run(parts, workdir, CONFIG)
+
+
+def test_a_run_that_died_continues_to_the_same_numbers(parts, whole, tmp_path):
+    workdir, outcome, params = whole
     with pytest.raises(ConnectionError):
-        run(parts, tmp_path / "died", CONFIG, die_at=5)  # evaluation, 2 steps, evaluation, 1 step
-    again, other = run(parts, tmp_path / "died", CONFIG)
+        run(parts, tmp_path, CONFIG, die_at=5)  # evaluation, 2 steps, evaluation, 1 step
+    again, other = run(parts, tmp_path, CONFIG)
     jax.tree.map(np.testing.assert_array_equal, params, other)
     assert again.step == STEPS
-    assert whole.before["eval/f1"] == again.before["eval/f1"]
+    assert outcome.before["eval/f1"] == again.before["eval/f1"]
 
-    assert lines(tmp_path / "whole") == lines(tmp_path / "died")
-    assert steps_of(tmp_path / "whole") == EVERY_LINE
+    assert lines(workdir) == lines(tmp_path)
+    assert steps_of(workdir) == EVERY_LINE
+
+
+def test_the_mean_of_the_last_parameters_is_what_a_run_learned(parts, whole, tmp_path):
+    averaged = dataclasses.replace(CONFIG, average_last=0.5, checkpoint_every=3)
+    with pytest.raises(ConnectionError):
+        run(
+            parts, tmp_path / "mean", averaged, die_at=5
+        )  # in step 4; the checkpoint of step 3 holds half of the mean
+    outcome, mean = run(parts, tmp_path / "mean", averaged)
+    _, third = run(parts, tmp_path / "third", dataclasses.replace(CONFIG, steps=3, eval_every=0))
+    jax.tree.map(lambda m, a, b: np.testing.assert_allclose(m, (a + b) / 2, rtol=1e-6), mean, third, whole[2])
+
+    sampled = [line["reward/total"] for line in lines(tmp_path / "mean") if "reward/total" in line]
+    assert sampled == [line["reward/total"] for line in lines(whole[0]) if "reward/total" in line]
+    assert outcome.after["eval/f1"] == lines(tmp_path / "mean")[-1]["eval/f1"]
+
+
+@pytest.mark.parametrize("share", [-0.1, 1.5])
+def test_a_share_to_average_that_is_none_is_refused(share):
+    with pytest.raises(UserError, match=rf"train.average_last={share} must lie in 0..1"):
+        dataclasses.replace(CONFIG, average_last=share)
 
 
 EVERY_LINE = ["eval 0", "train 1", "train 2", "eval 2", "train 3", "train 4", "eval 4"]
@@ -145,11 +173,12 @@ def test_a_signal_loses_no_evaluation(parts, tmp_path, monkeypatch, after):
     assert steps_of(tmp_path) == EVERY_LINE
 
 
-def test_a_finished_run_only_reports_again(parts, tmp_path):
-    first, _ = run(parts, tmp_path, CONFIG)
-    written = (tmp_path / "metrics.jsonl").read_text()
-    again, _ = run(parts, tmp_path, CONFIG, die_at=0)
-    assert (tmp_path / "metrics.jsonl").read_text() == written
+def test_a_finished_run_only_reports_again(parts, whole):
+    workdir, first, params = whole
+    written = (workdir / "metrics.jsonl").read_text()
+    again, restored = run(parts, workdir, CONFIG, die_at=0)
+    jax.tree.map(np.testing.assert_array_equal, params, restored)
+    assert (workdir / "metrics.jsonl").read_text() == written
     assert (
         again.before["eval/em"] == first.before["eval/em"]
         and again.after["eval/f1"] == first.after["eval/f1"]
@@ -157,11 +186,11 @@ def test_a_finished_run_only_reports_again(parts, tmp_path):
     assert again.seconds == first.seconds and not again.sampled
 
 
-def test_parameters_move_and_are_held_against_the_frozen_start(parts, tmp_path):
-    outcome, params = run(parts, tmp_path, CONFIG)
+def test_parameters_move_and_are_held_against_the_frozen_start(whole):
+    workdir, outcome, params = whole
     moved = jax.tree.map(lambda a, b: float(np.abs(a - b).max()), params, nnx.state(fresh()))
     assert max(jax.tree.leaves(moved)) > 1e-3
-    lines = [line for line in read_metrics(tmp_path / "metrics.jsonl") if "train/kl" in line]
+    lines = [line for line in read_metrics(workdir / "metrics.jsonl") if "train/kl" in line]
     assert lines[0]["train/kl"] == pytest.approx(0, abs=1e-6)
     assert lines[-1]["train/kl"] > 0
     assert lines[0]["train/logp_gap"] < 1e-5
@@ -175,10 +204,9 @@ def test_zero_steps_only_evaluate(parts, tmp_path):
     assert outcome.before == outcome.after
 
 
-def test_another_config_is_refused_by_the_name_of_its_field(parts, tmp_path):
-    run(parts, tmp_path, dataclasses.replace(CONFIG, steps=1))
+def test_another_config_is_refused_by_the_name_of_its_field(parts, whole):
     with pytest.raises(UserError, match="samples"):
-        run(parts, tmp_path, dataclasses.replace(CONFIG, steps=1, samples=5))
+        run(parts, whole[0], dataclasses.replace(CONFIG, samples=5))
 
 
 def test_an_epoch_asks_each_question_once():
