@@ -21,7 +21,7 @@ ENDINGS = {
 }
 
 
-HELD_OUT, TRAINING, UNUSED = "held out", "training", "training, not used (its group's rewards hardly differ)"
+HELD_OUT, TRAINING, UNUSED = "held out", "training", "training, not used (rewards hardly differ in its group)"
 """Where a trajectory of a run came from; only `TRAINING` carried loss."""
 
 

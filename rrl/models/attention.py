@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 SMALLEST_BLOCK = 32
-MOST_BLOCKS = 16
+MOST_BLOCKS = 8
 """Queries are handled in blocks in training; a block looks only at keys up to its own end, which saves nearly half of the
 scores. Smaller blocks save more and stay in the processor's cache, more of them take longer to compile."""
 

@@ -4,6 +4,7 @@ Every run is a subprocess with its own workdir, so that a broken-off sweep conti
 `command.json` says what makes it, so that the cells of one sweep are never taken for those of another.
 """
 
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -89,6 +90,7 @@ def compare(
         if not cell.finished:
             minutes = _grpo_of(cell, plan)[2] if cell.arm == SFT else 0.0
             run(cell, commands(cell, config, cold_start, minutes), record(cell, config, cold_start))
+    refuse_mixed_models(plan)
     runs = {arm: [_curve(c, plan) for c in plan if c.arm == arm] for arm in arms}
     panels = {"eval/em": "held-out exact match", "eval/f1": "held-out F1"}
     plot_spread(runs, root / "compare.png", panels, x="minutes", title=f"{config}: arms over seeds")
@@ -101,7 +103,7 @@ def run(cell: Cell, todo: Sequence[Sequence[str]], made_by: str) -> None:
     """Runs the commands of a cell; CalledProcessError for one that failed, UserError for one that a signal stopped."""
     for command in todo:
         print("python", *command, file=sys.stderr, flush=True)
-        code = subprocess.run([sys.executable, *command]).returncode
+        code = wait_for(subprocess.Popen([sys.executable, *command]))
         if code != REFUSED and cell.workdir.is_dir():
             (cell.workdir / "command.json").write_text(made_by, encoding="utf-8")
         if code == STOPPED or code < 0:
@@ -110,6 +112,13 @@ def run(cell: Cell, todo: Sequence[Sequence[str]], made_by: str) -> None:
             )
         if code:
             raise subprocess.CalledProcessError(code, command)
+
+
+def wait_for(process: subprocess.Popen[bytes]) -> int:
+    """The exit code of a run; Ctrl-C reaches the run too, which saves and ends, or ends at once at the second."""
+    while True:
+        with contextlib.suppress(KeyboardInterrupt):
+            return process.wait()
 
 
 def record(cell: Cell, config: str, cold_start: str) -> str:
@@ -133,6 +142,23 @@ def refuse_other_record(cell: Cell, made_by: str) -> None:
         )
     if cell.finished and not file.exists():
         print(f"{cell.workdir}: taken as it is, it does not say what made it", file=sys.stderr, flush=True)
+
+
+def refuse_mixed_models(plan: Sequence[Cell]) -> None:
+    """Raises UserError when two runs had other models under the same paths, by the hashes that each has recorded."""
+    first: tuple[Cell, list[str]] | None = None
+    for cell in plan:
+        file = cell.workdir / "config.json"
+        if cell.arm == SFT or not file.exists():
+            continue
+        made = json.loads(file.read_text(encoding="utf-8"))["run"]
+        models = [made["policy"], made["reader"], made["retriever"]["encoder"]]
+        first = first or (cell, models)
+        if models != first[1]:
+            raise UserError(
+                f"{first[0].workdir} and {cell.workdir} had other models (policy, reader, encoder: {first[1]} and "
+                f"{models}); delete the one that is out of date and run the comparison again"
+            )
 
 
 def commands(cell: Cell, config: str, cold_start: str, minutes: float) -> list[list[str]]:

@@ -5,11 +5,12 @@ import os
 import pathlib
 import subprocess
 import sys
+import types
 
 import pytest
 
 from rrl.errors import UserError
-from rrl.train.compare import Cell, cells, commands, compare, rows, with_arguments
+from rrl.train.compare import Cell, cells, commands, compare, rows, wait_for, with_arguments
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -88,13 +89,13 @@ class Sweep:
             finish(cell, 0.4, 0.5, 8.0)
         if self.code == 0:
             (cell.workdir / "summary.txt").write_text("")
-        return subprocess.CompletedProcess(command, self.code)
+        return types.SimpleNamespace(wait=lambda: self.code)
 
 
 @pytest.fixture
 def sweep(tmp_path, monkeypatch):
     made = Sweep(tmp_path)
-    monkeypatch.setattr(subprocess, "run", made.start)
+    monkeypatch.setattr(subprocess, "Popen", made.start)
     return made
 
 
@@ -131,6 +132,28 @@ def test_a_run_that_was_refused_leaves_no_record(sweep):
     assert not record.exists()
     sweep.code = 0
     sweep("steps=2")
+
+
+def test_ctrl_c_waits_for_the_run_to_save():
+    codes = iter([KeyboardInterrupt, KeyboardInterrupt, 143])
+
+    def wait():
+        code = next(codes)
+        if code is KeyboardInterrupt:
+            raise code
+        return code
+
+    assert wait_for(types.SimpleNamespace(wait=wait)) == 143
+
+
+def test_runs_of_other_models_are_not_put_in_one_table(sweep):
+    sweep("", ["GRPO", "search off"])
+    plan = cells(sweep.root, ["GRPO", "search off"], [0])
+    for cell, policy in zip(plan, ("aaa", "bbb"), strict=True):
+        made = {"policy": policy, "reader": "r", "retriever": {"encoder": "e"}}
+        (cell.workdir / "config.json").write_text(json.dumps({"run": made}))
+    with pytest.raises(UserError, match=r"GRPO-0 and .*search_off-0 had other models .*'aaa'.*'bbb'"):
+        sweep("", ["GRPO", "search off"])
 
 
 @pytest.mark.parametrize("arguments", ["seed=3", "steps=2,control=permuted"])
