@@ -130,6 +130,10 @@ def train(
     rate = make_schedule(config.optim)
     opt_state = optimizer.init(params)
     average = jax.tree.map(lambda x: x.copy(), params) if config.average_last else None
+    # What a checkpoint gives back is bound to its device; so is this, or a continued run would compile its update anew.
+    params, opt_state, average = jax.tree.map(
+        lambda x: jax.device_put(x, x.sharding), (params, opt_state, average)
+    )
     updater = Updater(graph, optimizer, config.objective)
     base = jax.random.key(config.seed)
     extra: dict[str, Any] = {"before": {}, "seconds": 0.0}
