@@ -29,6 +29,11 @@ def fill(section: ConfigDict, kind: type) -> None:
         hint = hints[field.name]
         if isinstance(hint, types.UnionType):
             hint = next(part for part in typing.get_args(hint) if part is not types.NoneType)
+            if (
+                field.name in section and section[field.name] is None
+            ):  # given as None, which would have no type
+                del section[field.name]
+                default = None
             default = FieldReference(default, field_type=hint)
         own = dataclasses.is_dataclass(hint) or dataclasses.is_dataclass(default)
         if field.name not in (*section, *DERIVED) and default is not dataclasses.MISSING and not own:

@@ -12,8 +12,9 @@ from rrl.errors import UserError
 from rrl.eval.article import HELD_OUT, TRAINING, UNUSED
 from rrl.recipes.card import card_of, write_card
 from rrl.recipes.rsearch import RSearch
+from rrl.rl.optim import OptimConfig
 from rrl.train.experiment import SECTIONS, Settings, shown_with_sources
-from rrl.train.fields import DERIVED
+from rrl.train.fields import DERIVED, fill
 from rrl.train.update import ObjectiveConfig
 from tests.eval.fakes import many
 
@@ -109,6 +110,11 @@ def test_a_config_holds_every_field_with_its_default():
     assert (filled.train.checkpoint_every, filled.objective.minibatches, filled.optim.b1) == (20, 1, 0.9)
     assert (filled.optim.adam_lr, filled.optim.get_type("adam_lr")) == (None, float)
     assert filled.optim.get_type("clip_norm") is float
+    ordinary = config("policy=models/Qwen2.5-7B-Instruct").objective
+    assert (ordinary.drop_spread, ordinary.get_type("drop_spread")) == (None, float)
+    given = ConfigDict({"clip_norm": None})
+    fill(given, OptimConfig)
+    assert (given.clip_norm, given.get_type("clip_norm")) == (None, float)
     assert filled.recipe.use_evidence is True and filled.recipe.environment.search == "search"
 
 
