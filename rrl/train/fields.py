@@ -29,10 +29,8 @@ def fill(section: ConfigDict, kind: type) -> None:
         hint = hints[field.name]
         if isinstance(hint, types.UnionType):
             hint = next(part for part in typing.get_args(hint) if part is not types.NoneType)
-            if (
-                field.name in section and section[field.name] is None
-            ):  # given as None, which would have no type
-                del section[field.name]
+            if field.name in section and section[field.name] is None:
+                del section[field.name]  # None has no type
                 default = None
             default = FieldReference(default, field_type=hint)
         own = dataclasses.is_dataclass(hint) or dataclasses.is_dataclass(default)

@@ -113,10 +113,8 @@ def test_a_run_that_died_continues_to_the_same_numbers(parts, whole, tmp_path):
 
 def test_the_mean_of_the_last_parameters_is_what_a_run_learned(parts, whole, tmp_path):
     averaged = dataclasses.replace(CONFIG, average_last=0.5, checkpoint_every=3)
-    with pytest.raises(ConnectionError):
-        run(
-            parts, tmp_path / "mean", averaged, die_at=5
-        )  # in step 4; the checkpoint of step 3 holds half of the mean
+    with pytest.raises(ConnectionError):  # in step 4; the checkpoint of step 3 holds half of the mean
+        run(parts, tmp_path / "mean", averaged, die_at=5)
     outcome, mean = run(parts, tmp_path / "mean", averaged)
     _, third = run(parts, tmp_path / "third", dataclasses.replace(CONFIG, steps=3, eval_every=0))
     jax.tree.map(lambda m, a, b: np.testing.assert_allclose(m, (a + b) / 2, rtol=1e-6), mean, third, whole[2])
