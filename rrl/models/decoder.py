@@ -21,6 +21,8 @@ from rrl.models.config import DecoderConfig
 from rrl.models.rope import rotate, rotation
 
 Remat = Literal["none", "dots", "full"]
+LORA_A, LORA_B = "_lora_a", "_lora_b"
+"""A kernel's adapters are named after it (see rrl.models.lora)."""
 Hidden = Float[Array, "B T D"]
 Attend = Callable[
     [Float[Array, "B T N H"], Float[Array, "B T K H"], Float[Array, "B T K H"]], Float[Array, "B T N H"]
@@ -41,6 +43,7 @@ class Layer(nnx.Module):
             return nnx.Param(jnp.full((stack, *shape), value, param_dtype))
 
         self.config = config
+        self.lora_scale = 1.0
         self.attention_norm = constant(1.0, c.hidden)
         self.q = kernel(c.hidden, c.heads, c.head_dim, fan_in=c.hidden)
         self.k = kernel(c.hidden, c.kv_heads, c.head_dim, fan_in=c.hidden)
@@ -63,7 +66,7 @@ class Layer(nnx.Module):
         c, eps = self.config, self.config.rms_eps
 
         def project(y: Hidden, name: str) -> Float[Array, "B T N H"]:
-            out = matmul(y, getattr(self, name)[...].astype(y.dtype))
+            out = linear(self, name, y)
             if c.qkv_bias:
                 out += getattr(self, f"{name}_bias")[...].astype(y.dtype)
             if c.qk_norm and name != "v":
@@ -73,11 +76,23 @@ class Layer(nnx.Module):
         y = rms_norm(x, self.attention_norm[...], eps)
         q, k, v = rotate(project(y, "q"), *rotary), rotate(project(y, "k"), *rotary), project(y, "v")
         attended = attend(q * jnp.asarray(c.head_dim**-0.5, q.dtype), k, v)
-        x = x + matmul(attended, self.o[...].astype(x.dtype), inner=2)
+        x = x + linear(self, "o", attended, inner=2)
         y = rms_norm(x, self.mlp_norm[...], eps)
-        gated = jax.nn.silu(matmul(y, self.gate[...].astype(y.dtype)))
-        gated = gated * matmul(y, self.up[...].astype(y.dtype))
-        return x + matmul(gated, self.down[...].astype(x.dtype))
+        return x + linear(self, "down", jax.nn.silu(linear(self, "gate", y)) * linear(self, "up", y))
+
+
+def linear(
+    module: nnx.Module, name: str, x: Float[Array, "B T ..."], *, inner: int = 1
+) -> Float[Array, "B T ..."]:
+    """x through the kernel `name` of a module and, where there are any, its adapters."""
+
+    def times(x: Array, name: str, inner: int) -> Array:
+        return matmul(x, getattr(module, name)[...].astype(x.dtype), inner=inner)
+
+    out = times(x, name, inner)
+    if hasattr(module, name + LORA_A):
+        out += module.lora_scale * times(times(x, name + LORA_A, inner), name + LORA_B, 1)
+    return out
 
 
 def matmul(
@@ -120,6 +135,7 @@ class Decoder(nnx.Module):
         self.config = config
         self.dtype = jnp.dtype(dtype)
         self.remat = remat
+        self.lora_scale = 1.0
         embedding = jax.random.normal(rngs.params(), (config.vocab_size, config.hidden), param_dtype)
         self.embedding = nnx.Param(embedding * jnp.asarray(0.02, param_dtype))
         self.layers = Layer(config, config.layers, rngs=rngs, param_dtype=param_dtype)
@@ -199,7 +215,11 @@ class Decoder(nnx.Module):
             table = self.embedding[...].astype(hidden.dtype)
             return jnp.einsum("...D,VD->...V", hidden, table, preferred_element_type=jnp.float32)
         table = self.head[...].astype(hidden.dtype)
-        return jnp.einsum("...D,DV->...V", hidden, table, preferred_element_type=jnp.float32)
+        logits = jnp.einsum("...D,DV->...V", hidden, table, preferred_element_type=jnp.float32)
+        if hasattr(self, "head" + LORA_A):
+            narrow = hidden @ getattr(self, "head" + LORA_A)[...].astype(hidden.dtype)
+            logits += self.lora_scale * (narrow @ getattr(self, "head" + LORA_B)[...].astype(hidden.dtype))
+        return logits
 
     def _embed(self, tokens: Int[Array, "B T"]) -> Hidden:
         return self.embedding[...][tokens].astype(self.dtype)

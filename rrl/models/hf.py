@@ -20,6 +20,7 @@ from rrl.errors import UserError
 from rrl.models.config import DecoderConfig, EncoderConfig
 from rrl.models.decoder import Decoder, Remat
 from rrl.models.encoder import Encoder
+from rrl.models.lora import merged
 from rrl.models.weights import Weights, folder_hash, read_config, write_folder, write_json
 from rrl.parallel.rules import RULES, shardings
 
@@ -156,7 +157,8 @@ def load_language_model(
 def save_decoder(
     folder: str | Path, decoder: Decoder, tokenizer: Any = None, *, dtype: DTypeLike = jnp.float32
 ) -> None:
-    """Writes a folder that transformers and vLLM load, with the tokenizer's files if it is given."""
+    """Writes a folder that transformers and vLLM load, with the tokenizer's files if it is given; adapters are merged."""
+    decoder = merged(decoder)
     hf = decoder.config.to_hf() | {"dtype": jnp.dtype(dtype).name}
     write_folder(folder, hf, _export(decoder, _DECODER, dtype))
     ids = {

@@ -27,6 +27,15 @@ RULES: Rules = (
     (r"layers/(gate|up)", P(None, "fsdp", "tensor")),
     (r"layers/up_bias", P(None, "tensor")),
     (r"layers/down", P(None, "tensor", "fsdp")),
+    # Adapters [L, inputs, rank] and [L, rank, outputs]: split as their kernel is, the rank whole.
+    (r"layers/(q|k|v|gate|up)_lora_a", P(None, "fsdp", None)),
+    (r"layers/[qkv]_lora_b", P(None, None, "tensor", None)),
+    (r"layers/(gate|up)_lora_b", P(None, None, "tensor")),
+    (r"layers/o_lora_a", P(None, "tensor", None, None)),
+    (r"layers/down_lora_a", P(None, "tensor", None)),
+    (r"layers/(o|down)_lora_b", P(None, None, "fsdp")),
+    (r"head_lora_a", P("fsdp", None)),
+    (r"head_lora_b", P(None, "tensor")),
     # Norms and output biases are small, and every device needs them whole.
     (r"(layers/)?([a-z]+_)?norm(_bias)?", P()),
     (r"layers/(o|down)_bias", P()),

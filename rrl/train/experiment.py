@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+from flax import nnx
 from ml_collections import ConfigDict
 from transformers import PreTrainedTokenizerBase
 
@@ -20,6 +21,7 @@ from rrl.eval.summary import summary
 from rrl.eval.trajectories_html import write_html
 from rrl.models.decoder import Decoder
 from rrl.models.hf import folder_hash, load_language_model, save_decoder
+from rrl.models.lora import LoraConfig, add_lora
 from rrl.parallel.mesh import make_mesh
 from rrl.parallel.runtime import enable_compilation_cache
 from rrl.recipes.base import Recipe
@@ -44,6 +46,7 @@ SECTIONS = {
     "reader_rollout": EngineConfig,
     "data": DataConfig,
     "retriever": RetrieverConfig,
+    "lora": LoraConfig,
 }
 """The dataclass behind each section of a config, but for `recipe`."""
 SHOWN = 60
@@ -73,6 +76,7 @@ class Settings:
     retriever: RetrieverConfig
     recipe: Recipe
     reader_rollout: EngineConfig
+    lora: LoraConfig
     reference: tuple[str, float] | None = None
     """What the result is printed beside, and its exact match."""
 
@@ -101,6 +105,7 @@ class Settings:
             retriever=build(RetrieverConfig, values["retriever"], "retriever"),
             recipe=make_recipe(name, recipe_values, environment),
             reader_rollout=build(EngineConfig, values["reader_rollout"], "reader_rollout"),
+            lora=build(LoraConfig, values["lora"], "lora"),
             reference=values.get("reference"),
         )
         for field, folder in (("policy", settings.policy), ("reader", settings.reader)):
@@ -141,6 +146,7 @@ def load(settings: Settings, say: Clock) -> Loaded:
     mesh = make_mesh(data=1, devices=jax.devices()[:1])
     say(f"policy {settings.policy}")
     decoder, tokenizer = load_language_model(settings.policy, "policy")
+    add_lora(decoder, settings.lora, rngs=nnx.Rngs(settings.train.seed))
     reader = None
     if settings.reader:
         say(f"reader {settings.reader}")
@@ -192,6 +198,7 @@ def identity_of(settings: Settings) -> dict[str, Any]:
         "retriever": dataclasses.asdict(settings.retriever) | {"encoder": encoder and folder_hash(encoder)},
         "rollout": dataclasses.asdict(settings.rollout),
         "reader_rollout": dataclasses.asdict(settings.reader_rollout),
+        "lora": dataclasses.asdict(settings.lora),
         "recipe": dataclasses.asdict(settings.recipe),  # type: ignore[call-overload]
     }
     if settings.data.path != "miniwiki":

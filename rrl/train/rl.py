@@ -18,7 +18,7 @@ from rrl.models.decoder import Decoder
 from rrl.recipes.base import Answers, Recipe
 from rrl.retrieval.retriever import Retriever
 from rrl.rl.advantages import low_spread
-from rrl.rl.optim import OptimConfig, make_optimizer, make_schedule, running_mean
+from rrl.rl.optim import OptimConfig, make_optimizer, make_schedule, running_mean, split_trained
 from rrl.rollout.engine import Engine
 from rrl.rollout.trajectory import Trajectory
 from rrl.train.checkpoints import Checkpoints, stop_requested
@@ -124,7 +124,7 @@ def train(
     Raises UserError when the workdir belongs to another config.
     """
     settings = dataclasses.asdict(config) | {"run": dict(identity or {})}
-    graph, params = nnx.split(decoder)
+    graph, params, fixed = split_trained(decoder, config.optim.frozen)
     reference = jax.tree.map(lambda x: x.copy(), params)
     optimizer = make_optimizer(config.optim)
     rate = make_schedule(config.optim)
@@ -140,8 +140,8 @@ def train(
     sampled: list[Trajectory] = []
 
     def learned() -> PyTree:
-        """What the run has to show so far."""
-        return params if average is None else average
+        """All parameters of what the run has to show so far."""
+        return nnx.merge_state(params if average is None else average, fixed)
 
     def measure(step: int) -> tuple[dict[str, float], list[Trajectory]]:
         """Evaluates, unless a former life of the run did."""
@@ -188,7 +188,7 @@ def train(
             chosen = question_order(len(task.train), config.questions, config.seed, step)
             sampled = run_questions(
                 engine,
-                params,
+                nnx.merge_state(params, fixed),
                 recipe,
                 [task.train[i] for i in chosen],
                 key=jax.random.fold_in(base, step),
@@ -206,7 +206,7 @@ def train(
             used = np.flatnonzero(~left_out)
             if len(used):
                 params, opt_state, update = updater(
-                    params, opt_state, reference, [sampled[i] for i in used], advantages[used]
+                    params, opt_state, reference, fixed, [sampled[i] for i in used], advantages[used]
                 )
                 metrics |= {f"train/{name}": value for name, value in update.items()}
             step += 1
