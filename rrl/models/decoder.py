@@ -15,7 +15,8 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from rrl.errors import UserError
-from rrl.models.attention import cache_attention, causal_attention
+from rrl.models.attention import cache_attention
+from rrl.models.attention_backends import Backend, packed_attention
 from rrl.models.cache import KVCache
 from rrl.models.config import DecoderConfig
 from rrl.models.rope import rotate, rotation
@@ -117,6 +118,7 @@ class Decoder(nnx.Module):
         rngs: stream "params" draws the initial parameters.
         dtype: of the computation; norms, softmax, RoPE and logits are float32 whatever it is.
         param_dtype: of the stored parameters.
+        attention: kernel of packed batches (`rrl.models.attention_backends`); generation reads its cache in XLA.
         remat: what the backward pass keeps of each layer: "none" recomputes nothing, "dots" keeps matrix products
             only, "full" keeps the layer's input only.
     """
@@ -128,12 +130,14 @@ class Decoder(nnx.Module):
         rngs: nnx.Rngs,
         dtype: DTypeLike = jnp.float32,
         param_dtype: DTypeLike = jnp.float32,
+        attention: Backend = "xla",
         remat: Remat = "none",
     ):
         if remat not in get_args(Remat):
             raise UserError(f"remat={remat!r} is unknown; choose one of {', '.join(get_args(Remat))}")
         self.config = config
         self.dtype = jnp.dtype(dtype)
+        self.attention: Backend = attention
         self.remat = remat
         self.lora_scale = 1.0
         embedding = jax.random.normal(rngs.params(), (config.vocab_size, config.hidden), param_dtype)
@@ -163,7 +167,11 @@ class Decoder(nnx.Module):
 
         def one_layer(x: Hidden, state: nnx.State) -> tuple[Hidden, None]:
             layer = nnx.merge(graph, state)
-            return layer(x, rotary, lambda q, k, v: causal_attention(q, k, v, segment_ids)), None
+
+            def attend(q: Array, k: Array, v: Array) -> Array:
+                return packed_attention(self.attention, q, k, v, segment_ids)
+
+            return layer(x, rotary, attend), None
 
         if self.remat != "none":
             policies = jax.checkpoint_policies

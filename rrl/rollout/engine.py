@@ -24,15 +24,13 @@ from rrl.data.tokenizer import check_tokenizer, token_bytes
 from rrl.errors import UserError, at_least
 from rrl.models.cache import KVCache
 from rrl.models.decoder import Decoder
-from rrl.parallel.mesh import make_mesh
+from rrl.parallel.mesh import ROW_AXES, make_mesh
 from rrl.retrieval.retriever import Retriever
 from rrl.rollout.automaton import compile_stops
 from rrl.rollout.device import Rows, Sampler, decode_until, feed
 from rrl.rollout.host import HEADER, OFF, Host, Limits, Request, Turns, pack_width
 from rrl.rollout.protocol import Environment
 from rrl.rollout.trajectory import Trajectory
-
-_ROW_AXES = ("data", "fsdp")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,7 +86,7 @@ class Engine:
         self.tokenizer = tokenizer
         self.retriever = retriever
         self.mesh = mesh or make_mesh(data=1, devices=jax.devices()[:1])
-        self.shards = int(np.prod([self.mesh.shape[axis] for axis in _ROW_AXES]))
+        self.shards = int(np.prod([self.mesh.shape[axis] for axis in ROW_AXES]))
         if config.rows % self.shards:
             raise UserError(
                 f"engine rows = {config.rows} must be a multiple of the {self.shards} data shards"
@@ -300,7 +298,7 @@ class Engine:
         width = pack_width(self.limits)
 
         def per_device(*report: jax.Array) -> jax.Array:
-            shard = jax.lax.axis_index(_ROW_AXES)
+            shard = jax.lax.axis_index(ROW_AXES)
 
             def ask() -> jax.Array:
                 shape = jax.ShapeDtypeStruct((width,), jnp.int32)
@@ -310,7 +308,7 @@ class Engine:
             words = jax.lax.cond(first, ask, lambda: jnp.zeros(width, jnp.int32))
             return jax.lax.psum(words, "tensor")[None]
 
-        spec = PartitionSpec(_ROW_AXES)
+        spec = PartitionSpec(ROW_AXES)
         report = _report(rows, embeddings)
         mapped = jax.shard_map(
             per_device, mesh=self.mesh, in_specs=(spec,) * len(report), out_specs=spec, check_vma=False
