@@ -21,10 +21,11 @@ from rrl.errors import UserError, at_least
 from rrl.models.config import EncoderConfig
 from rrl.models.encoder import Encoder
 from rrl.retrieval.bm25 import Bm25Config
-from rrl.retrieval.encode import TextEncoder, TextSettings, pad, save_text_encoder, token_cutter
+from rrl.retrieval.encode import TextEncoder, pad, save_text_encoder, token_cutter
 from rrl.retrieval.index import make_retriever
 from rrl.retrieval.measure import miniwiki_recall
 from rrl.retrieval.pairs import WAYS, Pairs, make_pairs
+from rrl.retrieval.settings import TextSettings
 
 
 @dataclasses.dataclass(frozen=True)
