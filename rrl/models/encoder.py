@@ -7,7 +7,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from rrl.errors import UserError
-from rrl.models.config import EncoderConfig
+from rrl.models.config import EncoderConfig, Pooling
 
 INITIAL_STD = 0.02
 """Of all matrices, as BERT does."""
@@ -112,16 +112,19 @@ class Encoder(nnx.Module):
 
     def embed(self, tokens: Int[Array, "B T"], mask: Bool[Array, "B T"]) -> Float[Array, "B E"]:
         """Embeddings, float32, as `config.pooling` says. An empty mask gives zeros."""
-        pooling = self.config.pooling
-        mask = mask.astype(bool)
-        hidden = self(tokens, mask).astype(jnp.float32)
-        if pooling.mode == "cls":  # the first token of the mask alone
-            mask = mask & (jnp.cumsum(mask, axis=1) == 1)
-        total = jnp.sum(hidden * mask[..., None], axis=1)
-        pooled = total / jnp.maximum(mask.sum(axis=1, keepdims=True), 1)
-        if not pooling.normalize:
-            return pooled
-        return pooled / jnp.maximum(jnp.linalg.norm(pooled, axis=-1, keepdims=True), 1e-12)
+        return pool(self(tokens, mask.astype(bool)), mask, self.config.pooling)
+
+
+def pool(hidden: Float[Array, "B T D"], mask: Bool[Array, "B T"], pooling: Pooling) -> Float[Array, "B D"]:
+    """One float32 vector a text from its hidden states where the mask is set; zeros where it nowhere is."""
+    mask = mask.astype(bool)
+    if pooling.mode == "cls":
+        mask = mask & (jnp.cumsum(mask, axis=1) == 1)
+    total = jnp.sum(hidden.astype(jnp.float32) * mask[..., None], axis=1)
+    pooled = total / jnp.maximum(mask.sum(axis=1, keepdims=True), 1)
+    if not pooling.normalize:
+        return pooled
+    return pooled / jnp.maximum(jnp.linalg.norm(pooled, axis=-1, keepdims=True), 1e-12)
 
 
 def layer_norm(
