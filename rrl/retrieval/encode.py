@@ -28,6 +28,8 @@ FINGERPRINTED = ("config.json", "model.safetensors", "tokenizer.json", SETTINGS_
 
 SMALLEST_BUCKET = 16
 
+Cutter = Callable[[Iterable[str], int], tuple[list[list[int]], int]]
+
 
 @dataclasses.dataclass(frozen=True)
 class TextEncoder:
@@ -51,13 +53,13 @@ class TextEncoder:
         return nnx.split(self.encoder)
 
     @functools.cached_property
-    def _encode_ids(self) -> Callable[[Iterable[str], int], list[list[int]]]:
+    def _encode_ids(self) -> Cutter:
         return token_cutter(self.tokenizer)
 
     def tokenize_queries(self, queries: Sequence[str]) -> Int[np.ndarray, "Q T"]:
         """Token ids int32 of prefix + query, padded to `query_tokens`. NumPy only, thread-safe."""
         width = self.settings.query_tokens
-        ids = self._encode_ids((self.settings.query_prefix + query for query in queries), width)
+        ids, _ = self._encode_ids((self.settings.query_prefix + query for query in queries), width)
         return pad(ids, width, self.tokenizer.pad_token_id)
 
     def embed_queries(self, queries: Sequence[str]) -> Float[np.ndarray, "Q E"]:
@@ -74,15 +76,14 @@ class TextEncoder:
         """
         limit = self.settings.passage_tokens
         texts = (f"{self.settings.passage_prefix}{passage.title} {passage.text}" for passage in passages)
-        ids = self._encode_ids(texts, limit + 1)
-        cut = sum(len(row) > limit for row in ids)
+        ids, cut = self._encode_ids(texts, limit)
         if cut:
             logging.getLogger(__name__).info("%d of %d passages cut at %d tokens", cut, len(ids), limit)
         embeddings = np.empty((len(ids), self.dim), np.float32)
-        for width, rows in length_buckets([min(len(row), limit) for row in ids], limit):
+        for width, rows in length_buckets([len(row) for row in ids], limit):
             for start in range(0, len(rows), batch):
                 chosen = rows[start : start + batch]
-                tokens = pad([ids[row][:width] for row in chosen], width, self.tokenizer.pad_token_id)
+                tokens = pad([ids[row] for row in chosen], width, self.tokenizer.pad_token_id)
                 embeddings[chosen] = self._embed(tokens, batch)[: len(chosen)]
         return embeddings
 
@@ -99,8 +100,8 @@ def _embed(graph: Any, state: Any, tokens: Any, mask: Any) -> Any:
     return nnx.merge(graph, state).embed(tokens, mask)
 
 
-def token_cutter(tokenizer: Any) -> Callable[[Iterable[str], int], list[list[int]]]:
-    """A thread-safe function (texts, width) -> token ids, cut at width with a closing special token kept.
+def token_cutter(tokenizer: Any) -> Cutter:
+    """A thread-safe function (texts, width) -> token ids, cut at width with closing special tokens kept; how many were cut.
 
     The tokenizer's own padding and truncation change shared state on each call, which fails under threads.
     """
@@ -111,11 +112,12 @@ def token_cutter(tokenizer: Any) -> Callable[[Iterable[str], int], list[list[int
     # An empty text shows the special tokens: those of the end must survive the cut ([CLS] [SEP]: one of each).
     closing = frame[(len(frame) + 1) // 2 :]
 
-    def cut(texts: Iterable[str], width: int) -> list[list[int]]:
+    def cut(texts: Iterable[str], width: int) -> tuple[list[list[int]], int]:
         # Half a surrogate pair is legal in JSON and in Python, but no tokenizer takes it.
         encodings = backend.encode_batch_fast([text.encode("utf-8", "replace").decode() for text in texts])
         rows = [encoding.ids for encoding in encodings]
-        return [row if len(row) <= width else row[: width - len(closing)] + closing for row in rows]
+        long = sum(len(row) > width for row in rows)
+        return [row if len(row) <= width else row[: width - len(closing)] + closing for row in rows], long
 
     return cut
 

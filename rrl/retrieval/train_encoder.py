@@ -104,9 +104,9 @@ def batches(
     """Endless batches, drawn by the seed."""
     cut = token_cutter(tokenizer)
     texts = (f"{settings.passage_prefix}{passage.title} {passage.text}" for passage in pairs.passages)
-    passages = pad(cut(texts, settings.passage_tokens), settings.passage_tokens, tokenizer.pad_token_id)
+    passages = pad(cut(texts, settings.passage_tokens)[0], settings.passage_tokens, tokenizer.pad_token_id)
     texts = (settings.query_prefix + query for query in pairs.queries)
-    queries = pad(cut(texts, settings.query_tokens), settings.query_tokens, tokenizer.pad_token_id)
+    queries = pad(cut(texts, settings.query_tokens)[0], settings.query_tokens, tokenizer.pad_token_id)
     rng = np.random.default_rng(config.seed)
     while True:
         worlds = rng.choice(len(pairs.spans), min(config.groups, len(pairs.spans)), replace=False)

@@ -67,7 +67,7 @@ def test_queries_have_their_prefix_a_fixed_width_and_their_closing_token() -> No
 
 
 def test_a_tokenizer_without_special_tokens_is_only_cut() -> None:
-    assert token_cutter(tokenizer(special=False))(["oslo rain sun", ""], 2) == [[6, 8], []]
+    assert token_cutter(tokenizer(special=False))(["oslo rain sun", ""], 2) == ([[6, 8], []], 1)
 
 
 def test_length_buckets_hold_every_row_once_in_the_smallest_width() -> None:
@@ -94,6 +94,8 @@ def test_long_passages_are_cut_and_counted(caplog: pytest.LogCaptureFixture) -> 
     embeddings = encoder.embed_passages(PASSAGES)
     assert "of 19 passages cut at 12 tokens" in caplog.text
     np.testing.assert_allclose(embeddings[16], embeddings[18], atol=2e-6)
+    kept = np.array([[1, 5, 6, *[8, 10, 11] * 2, 8, 10, 2]])  # [CLS] passage: oslo rain of town ... [SEP]
+    np.testing.assert_allclose(embeddings[16], encoder.encoder.embed(kept, kept != 0)[0], atol=2e-6)
 
 
 def test_queries_embed_as_the_caller_embeds_their_tokens() -> None:

@@ -67,10 +67,13 @@ def build(folder: Path, kind: str, mode: str, normalize: bool, prompts: dict[str
     model.save_pretrained(folder / "plain")
     tokenizer.save_pretrained(folder / "plain")
     parts = library.sentence_transformer.modules
-    transformer = parts.Transformer(str(folder / "plain"), max_seq_length=30, do_lower_case=lower)
+    transformer = parts.Transformer(str(folder / "plain"), max_seq_length=24)
     modules = [transformer, parts.Pooling(24, pooling_mode=mode), *[parts.Normalize()][: int(normalize)]]
     saved = library.SentenceTransformer(modules=modules, device="cpu", prompts=prompts)
     saved.save(str(folder / "saved"))
+    if lower:  # as older versions left it to the reader
+        file = folder / "saved" / "sentence_bert_config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"do_lower_case": True}))
     return library.SentenceTransformer(str(folder / "saved"), device="cpu")
 
 
@@ -87,10 +90,10 @@ def test_a_saved_folder_gives_the_same_embeddings_and_cuts_long_texts_the_same(
 ) -> None:
     theirs = build(tmp_path, kind, mode, normalize, prompts, lower)
     ours = load_text_encoder(tmp_path / "saved")
-    assert (ours.settings.query_tokens, ours.settings.passage_tokens) == (30, 30)
+    assert (ours.settings.query_tokens, ours.settings.passage_tokens) == (24, 24)
     queries = theirs.encode_query(QUERIES)
     passages = theirs.encode_document([f"{passage.title} {passage.text}" for passage in PASSAGES])
-    assert len(theirs.tokenizer(TEXT).input_ids) > 30
+    assert len(theirs.tokenizer(TEXT).input_ids) > 24
     np.testing.assert_allclose(ours.embed_queries(QUERIES), queries, atol=2e-5)
     np.testing.assert_allclose(ours.embed_passages(PASSAGES, batch=4), passages, atol=2e-5)
     save_text_encoder(tmp_path / "again", ours)
