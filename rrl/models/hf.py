@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rrl.data.tokenizer import check_tokenizer, load_tokenizer
 from rrl.errors import UserError
-from rrl.models.config import DecoderConfig, EncoderConfig
+from rrl.models.config import ENCODER_FAMILIES, DecoderConfig, EncoderConfig, Pooling
 from rrl.models.decoder import Decoder, Remat
 from rrl.models.encoder import Encoder
 from rrl.models.lora import merged
@@ -109,8 +109,8 @@ _ENCODER = (
     Entry("layers.mlp_norm", "encoder.layer.{}.output.LayerNorm.weight"),
     Entry("layers.mlp_norm_bias", "encoder.layer.{}.output.LayerNorm.bias"),
 )
-# The pooler and the pretraining head are not part of a mean-pooled encoder; old files hold a buffer of positions.
-_ENCODER_IGNORED = re.compile(r"pooler\..*|cls\..*|embeddings\.position_ids")
+# The pooler and the pretraining heads are not part of a text encoder; old files hold a buffer of positions.
+_ENCODER_IGNORED = re.compile(r"pooler\..*|cls\..*|lm_head\..*|embeddings\.position_ids")
 
 
 def load_decoder(
@@ -175,11 +175,17 @@ def load_encoder(
     dtype: DTypeLike = jnp.float32,
     param_dtype: DTypeLike = jnp.float32,
     mesh: Mesh | None = None,
+    pooling: Pooling | None = None,
 ) -> Encoder:
-    """Opens a Hugging Face folder of a BERT (E5, MiniLM, ...); arguments and errors as for `load_decoder`."""
-    config = EncoderConfig.from_hf(read_config(folder))
+    """Opens a Hugging Face folder of a BERT, RoBERTa or XLM-RoBERTa (E5, BGE, MiniLM, ...).
+
+    config.json does not tell the pooling (None: mean, unit length); `load_text_encoder` finds it. The other arguments and
+    the errors are those of `load_decoder`.
+    """
+    config = EncoderConfig.from_hf(read_config(folder), pooling or Pooling())
+    prefix = ENCODER_FAMILIES[config.model_type].prefix
     abstract = nnx.eval_shape(lambda: Encoder(config, rngs=nnx.Rngs(0), dtype=dtype, param_dtype=param_dtype))
-    return _load(folder, abstract, _ENCODER, _ENCODER_IGNORED, mesh, prefix="bert.")
+    return _load(folder, abstract, _ENCODER, _ENCODER_IGNORED, mesh, prefix)
 
 
 def save_encoder(
