@@ -223,15 +223,20 @@ def _empty(targets: tuple[_Target, ...]) -> tuple[jax.Array, ...]:
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
 def _write(
     targets: tuple[_Target, ...],
-    whole: tuple[jax.Array, ...],
+    stacks: tuple[jax.Array, ...],
     tensors: tuple[jax.Array, ...],
     layer: jax.Array,
 ) -> tuple[jax.Array, ...]:
     """The stacks with one layer written."""
-    return tuple(
-        target.settle(jax.lax.dynamic_update_index_in_dim(stack, target.ours(tensor), layer, 0))
-        for target, stack, tensor in zip(targets, whole, tensors, strict=True)
-    )
+
+    def one(target: _Target, stack: jax.Array, tensor: jax.Array) -> jax.Array:
+        # As whole numbers: on CPU, XLA would otherwise convert all of a bfloat16 stack to float32 and back each time.
+        bits = f"uint{8 * target.dtype.itemsize}"
+        whole, part = (jax.lax.bitcast_convert_type(array, bits) for array in (stack, target.ours(tensor)))
+        whole = jax.lax.dynamic_update_index_in_dim(whole, part, layer, 0)
+        return target.settle(jax.lax.bitcast_convert_type(whole, target.dtype))
+
+    return tuple(map(one, targets, stacks, tensors))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
