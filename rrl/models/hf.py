@@ -14,9 +14,11 @@ from jax.typing import DTypeLike
 from transformers import PreTrainedTokenizerBase
 
 from rrl.data.tokenizer import check_tokenizer, load_tokenizer
+from rrl.models.attention_backends import Backend
 from rrl.models.config import ENCODER_FAMILIES, DecoderConfig, EncoderConfig, Pooling
 from rrl.models.decoder import Decoder, Remat
 from rrl.models.encoder import Encoder
+from rrl.models.heads import ValueModel
 from rrl.models.lora import merged
 from rrl.models.transfer import Entry, export, load, shapes
 from rrl.models.weights import CONFIG, SHARD_SIZE, folder_hash, read_config, write_folder, write_json
@@ -50,6 +52,7 @@ _DECODER = (
     Entry("layers.up", "model.layers.{}.mlp.up_proj.weight", inputs=1),
     Entry("layers.down", "model.layers.{}.mlp.down_proj.weight", inputs=1),
 )
+_VALUE = (*_DECODER, Entry("score", "score.weight", inputs=1))
 _DECODER_IGNORED = re.compile(r".*rotary_emb\.inv_freq")
 _TIED_HEAD = re.compile(r".*rotary_emb\.inv_freq|lm_head\.weight")
 
@@ -86,6 +89,7 @@ def load_decoder(
     dtype: DTypeLike = jnp.float32,
     param_dtype: DTypeLike = jnp.float32,
     mesh: Mesh | None = None,
+    attention: Backend = "xla",
     remat: Remat = "none",
 ) -> Decoder:
     """Opens a Hugging Face folder of a Qwen2, Qwen3 or Llama model.
@@ -95,7 +99,7 @@ def load_decoder(
         dtype: of the computation.
         param_dtype: parameters are converted to it.
         mesh: parameters are sharded over it by `rrl.parallel.rules`; None: all on the default device.
-        remat: see `Decoder`.
+        attention, remat: see `Decoder`.
 
     Raises:
         UserError: naming the file, the tensor and its expected and found shape, or the field that is not supported.
@@ -103,9 +107,43 @@ def load_decoder(
     config = DecoderConfig.from_hf(read_config(folder))
     ignored = _TIED_HEAD if config.tie_embeddings else _DECODER_IGNORED
     abstract = nnx.eval_shape(
-        lambda: Decoder(config, rngs=nnx.Rngs(0), dtype=dtype, param_dtype=param_dtype, remat=remat)
+        lambda: Decoder(
+            config,
+            rngs=nnx.Rngs(0),
+            dtype=dtype,
+            param_dtype=param_dtype,
+            attention=attention,
+            remat=remat,
+        )
     )
     return load(folder, abstract, _DECODER, ignored, mesh)
+
+
+def load_value_model(
+    folder: str | Path,
+    *,
+    dtype: DTypeLike = jnp.float32,
+    param_dtype: DTypeLike = jnp.float32,
+    mesh: Mesh | None = None,
+    attention: Backend = "xla",
+    remat: Remat = "none",
+) -> ValueModel:
+    """Opens a ...ForSequenceClassification folder with one label, or a language model, whose new head starts at 0.
+
+    Arguments and errors as for `load_decoder`.
+    """
+    config = DecoderConfig.from_hf(read_config(folder))
+    abstract = nnx.eval_shape(
+        lambda: ValueModel(
+            config,
+            rngs=nnx.Rngs(0),
+            dtype=dtype,
+            param_dtype=param_dtype,
+            attention=attention,
+            remat=remat,
+        )
+    )
+    return load(folder, abstract, _VALUE, _TIED_HEAD, mesh, optional=["score.weight"])
 
 
 def load_language_model(
@@ -131,6 +169,8 @@ def save_decoder(
 ) -> None:
     """Writes a folder that transformers and vLLM load, with the tokenizer's files if it is given; adapters are merged.
 
+    A `ValueModel` becomes a ...ForSequenceClassification with one label.
+
     Args:
         folder: an older export in it is replaced.
         decoder: where it is sharded over several processes, each calls this and the first writes.
@@ -143,7 +183,10 @@ def save_decoder(
     """
     decoder = merged(decoder)
     hf = decoder.config.to_hf() | {"dtype": jnp.dtype(dtype).name}
-    _write(folder, hf, decoder, _DECODER, dtype, shard_size)
+    if isinstance(decoder, ValueModel):
+        name = hf["architectures"][0].replace("ForCausalLM", "ForSequenceClassification")
+        hf |= {"architectures": [name], "id2label": {"0": "value"}, "label2id": {"value": 0}}
+    _write(folder, hf, decoder, _VALUE, dtype, shard_size)
     if jax.process_index() == 0:
         _write_beside(folder, hf, tokenizer)
 

@@ -115,6 +115,7 @@ def load(
     ignored: re.Pattern[str],
     mesh: Mesh | None,
     prefix: str = "",
+    optional: Sequence[str] = (),
 ) -> Any:
     """Fills an abstract module from a folder; checks every name, dtype and shape before the first tensor is read.
 
@@ -125,6 +126,7 @@ def load(
         ignored: names of tensors that may be there and are not read.
         mesh: parameters are sharded over it by `rrl.parallel.rules`; None: all on the default device.
         prefix: of their names, in some files.
+        optional: names of tensors whose parameters are 0 where the folder lacks them.
 
     Raises:
         UserError: naming the file, the tensor and what was expected and found.
@@ -145,11 +147,14 @@ def load(
     }
     weights = Weights(folder)
     found = {name.removeprefix(prefix): name for name in weights.names()}
-    _check(folder, weights, found, list(targets.values()), ignored)
+    fresh = {path for path, target in targets.items() if target.entry.theirs in set(optional) - found.keys()}
+    _check(folder, weights, found, [target for path, target in targets.items() if path not in fresh], ignored)
     stacked = tuple(target for target in targets.values() if target.entry.stacked)
     arrays: dict[_Target, jax.Array] = {}
-    for target in targets.values():
-        if not target.entry.stacked:
+    for path, target in targets.items():
+        if path in fresh:
+            (arrays[target],) = _empty((target,))
+        elif not target.entry.stacked:
             tensor = target.fetch(weights, found[target.entry.theirs])
             arrays[target] = jax.block_until_ready(_turn(target, tensor))
     whole = _empty(stacked)

@@ -36,7 +36,8 @@ RULES: Rules = (
     (r"layers/(o|down)_lora_b", P(None, None, "fsdp")),
     (r"head_lora_a", P("fsdp", None)),
     (r"head_lora_b", P(None, "tensor")),
-    # Norms and output biases are small, and every device needs them whole.
+    # Norms, output biases and the value head are small, and every device needs them whole.
+    (r"score", P()),
     (r"(layers/)?([a-z]+_)?norm(_bias)?", P()),
     (r"layers/(o|down)_bias", P()),
 )
