@@ -91,8 +91,10 @@ class TensorFile:
     """
 
     def __init__(self, file: Path, shapes: Mapping[str, tuple[int, ...]], dtype: np.dtype) -> None:
-        """Writes the header: tensors of these names and shapes, all of one dtype."""
-        name = {known: name for name, known in FLOATS.items()}[dtype]
+        """Writes the header: tensors of these names and shapes, all of one dtype; UserError if it is no float."""
+        name = next((name for name, known in FLOATS.items() if known == dtype), None)
+        if name is None:
+            raise UserError(f"dtype={dtype} cannot be written; choose float32, bfloat16 or float16")
         header: dict[str, object] = {_METADATA: {"format": "pt"}}
         self._dtype, self._shapes = dtype, dict(shapes)
         self._starts: dict[str, int] = {}

@@ -188,11 +188,9 @@ def export(model: nnx.Module, table: Sequence[Entry], dtype: DTypeLike) -> Itera
     Where the parameters are sharded over several processes, each of them must go through all.
 
     Raises:
-        UserError: no float dtype, or float16 cannot hold a value.
+        UserError: float16 cannot hold a value.
     """
     flat, narrow = _parameters(model), jnp.dtype(dtype)
-    if narrow not in FLOATS.values():
-        raise UserError(f"dtype={narrow.name} cannot be written; choose float32, bfloat16 or float16")
     entries = [entry for entry in table if entry.ours in flat]
     stacked = tuple(entry for entry in entries if entry.stacked)
 
@@ -286,8 +284,12 @@ def _check(
         shape = target.shape[1:] if target.entry.stacked else target.shape
         expected |= dict.fromkeys(target.entry.names(target.shape), target.entry.their_shape(shape))
     cure = "use the config.json that belongs to these weights"
-    missing = [name for name in expected if name not in found]
-    extra = [name for name in found if name not in expected and not ignored.fullmatch(name)]
+    missing = [f"{name} {shape}" for name, shape in expected.items() if name not in found]
+    extra = [
+        f"{real} {weights.shape(real)} in {weights.file(real).name}"
+        for name, real in found.items()
+        if name not in expected and not ignored.fullmatch(name)
+    ]
     for what, names in (("lack tensors that", missing), ("hold tensors that do not belong to what", extra)):
         if names:
             more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""

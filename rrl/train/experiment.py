@@ -25,13 +25,14 @@ from rrl.models.lora import LoraConfig, add_lora
 from rrl.parallel.mesh import make_mesh
 from rrl.parallel.runtime import enable_compilation_cache
 from rrl.recipes.base import Recipe
-from rrl.recipes.card import card_of, write_card
+from rrl.recipes.card import Card, card_of, write_card
 from rrl.recipes.catalogue import make_recipe
 from rrl.rewards.reader import Reader
 from rrl.rl.optim import OptimConfig
 from rrl.rollout.engine import Engine, EngineConfig
 from rrl.rollout.trajectory import Trajectory
 from rrl.train.checkpoints import refuse_other_config
+from rrl.train.export import write_model_files
 from rrl.train.fields import build, fill, only
 from rrl.train.metrics import read_metrics
 from rrl.train.rl import MAY_DIFFER, Outcome, RLConfig, Task, train
@@ -170,6 +171,7 @@ def run(config: Mapping[str, Any], workdir: str | pathlib.Path) -> Outcome:
     refuse_other_config(workdir, dataclasses.asdict(settings.train) | {"run": identity}, MAY_DIFFER)
     enable_compilation_cache()
     loaded = load(settings, say)
+    write_model_files(workdir, loaded.decoder.config, loaded.tokenizer, _card(settings), settings.policy)
     say("compiling rollout and update on first use (kept in the compilation cache for the next start)")
     outcome = train(
         settings.train,
@@ -210,7 +212,7 @@ def identity_of(settings: Settings) -> dict[str, Any]:
 def report(settings: Settings, loaded: Loaded, outcome: Outcome, workdir: pathlib.Path, say: Clock) -> None:
     """Writes the policy, curves, trajectories and (of a finished run) the summary, and prints the last."""
     save_decoder(workdir / "policy", loaded.decoder, loaded.tokenizer)
-    write_card(workdir / "policy", card_of(settings.recipe, settings.rollout.context, settings.rollout.top_k))
+    write_card(workdir / "policy", _card(settings))
     rows = read_metrics(workdir / "metrics.jsonl")
     plot_training(rows, workdir / "curves.png", settings.name, settings.train.eval_temperature)
     shown = shown_with_sources(outcome, settings.train.objective)
@@ -244,6 +246,10 @@ def report(settings: Settings, loaded: Loaded, outcome: Outcome, workdir: pathli
     if outcome.stopped == "done":
         (workdir / "summary.txt").write_text(text + "\n", encoding="utf-8")
     print(text)
+
+
+def _card(settings: Settings) -> Card:
+    return card_of(settings.recipe, settings.rollout.context, settings.rollout.top_k)
 
 
 def shown_with_sources(outcome: Outcome, objective: ObjectiveConfig) -> list[tuple[Trajectory, str]]:

@@ -70,6 +70,11 @@ MAY_DIFFER = ("checkpoint_every",)
 """Fields that a continued run may change: they do not touch its numbers."""
 
 
+def learned_in_checkpoint(settings: Mapping[str, Any]) -> str:
+    """Where in the state of a checkpoint the parameters are that the run has to show, by its config.json."""
+    return "[2]" if settings["average_last"] else "[0]"
+
+
 @dataclasses.dataclass(frozen=True)
 class Task:
     """What a run learns and is held against."""

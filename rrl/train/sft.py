@@ -60,6 +60,11 @@ MAY_DIFFER = ("log_every", "checkpoint_every")
 """Fields that a continued run may change: they don't touch its numbers."""
 
 
+def learned_in_checkpoint(settings: Mapping[str, Any], metadata: Mapping[str, Any]) -> str:
+    """Where in the state of a checkpoint the parameters are that the run has to show: the best ones, with `patience`."""
+    return "[1]" if settings["patience"] and metadata["loss"] is not None else "[0].params"
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TrainState:
@@ -249,13 +254,12 @@ def train(
                     checkpoints.save(step, (state, best_params), best)
             if stopped != "signal":
                 best["stopped"] = stopped = stopped or "done"
+            if config.patience and best["loss"] is not None and evaluate and stopped == "done":
+                now = evaluate(nnx.merge(graph, state.params, fixed))
+                if now["loss"] < best["loss"]:
+                    best["loss"], best_params = now["loss"], state.params
             checkpoints.save(step, (state, best_params), best)
-            final = state.params
-            if config.patience and best["loss"] is not None:
-                final = best_params
-                if evaluate and stopped == "done":
-                    now = evaluate(nnx.merge(graph, state.params, fixed))
-                    final = state.params if now["loss"] < best["loss"] else best_params
+            final = best_params if config.patience and best["loss"] is not None else state.params
             nnx.update(decoder, final)
             found = evaluate(decoder) if evaluate else {}
             if found:
