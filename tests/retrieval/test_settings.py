@@ -88,6 +88,8 @@ def test_sentence_transformers_files_are_read_as_they_are(tmp_path: Path) -> Non
     write(tmp_path, modules=MODULES[:2], **{"1_Pooling__config": {"pooling_mode": "mean"}})
     assert read_settings(tmp_path).pooling == Pooling("mean", normalize=False)
     assert read_settings(tmp_path, {"family": "e5"}).text == TextSettings("query: ", "passage: ", 77, 77)
+    # A family brings its prefixes; how this model pools, its own files know.
+    assert read_settings(tmp_path, {"family": "bge-en-v1.5"}).pooling == Pooling("mean", normalize=False)
 
 
 def test_lengths_come_from_the_tokenizer_or_the_position_table_where_no_file_has_them(tmp_path: Path) -> None:
