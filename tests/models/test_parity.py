@@ -1,7 +1,5 @@
 """Same numbers as transformers with torch, both ways, on random weights of odd shapes."""
 
-import copy
-
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -62,39 +60,45 @@ def narrow(request, tmp_path_factory):
     theirs = random_(
         transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**config.to_hf()))
     )
-    theirs = theirs.to(torch.bfloat16)
-    theirs.save_pretrained(folder, max_shard_size="6KB")
+    theirs.to(torch.bfloat16).save_pretrained(folder, max_shard_size="6KB")
     assert len(list(folder.glob("*.safetensors"))) > 2
-    return theirs, folder, np.random.default_rng(0).integers(0, config.vocab_size, (2, 300))
+    return config, folder, np.random.default_rng(0).integers(0, config.vocab_size, (2, 300))
 
 
-def logits_of(model, tokens):
+def opened(folder, dtype):
+    """Loaded anew, since casting a model also rounds its RoPE frequencies."""
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+
+
+def logits_of(folder, dtype, tokens):
+    model = opened(folder, dtype)
     with torch.no_grad():
         return model(torch.tensor(tokens)).logits.float().numpy()
 
 
 @pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16])
 def test_narrow_files_computed_in_float32_give_their_logits(narrow, stored, tmp_path):
-    theirs, folder, tokens = narrow
+    config, folder, tokens = narrow
     if stored == torch.float16:
-        theirs, folder = copy.deepcopy(theirs).to(stored), tmp_path
-        theirs.save_pretrained(folder, max_shard_size="6KB")
-    compare(folder, LONG[theirs.config.model_type], copy.deepcopy(theirs).float(), tokens.shape[1])
+        opened(folder, stored).save_pretrained(tmp_path, max_shard_size="6KB")
+        folder = tmp_path
+    compare(folder, config, opened(folder, torch.float32), tokens.shape[1])
 
 
 def test_bfloat16_computation_is_as_near_to_float32_as_theirs(narrow):
-    theirs, folder, tokens = narrow
+    _, folder, tokens = narrow
     ours = load_decoder(folder, dtype=jnp.bfloat16, param_dtype=jnp.bfloat16)
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     logits = np.asarray(ours.unembed(run(ours, jnp.asarray(tokens), positions)))
-    exact, near = logits_of(copy.deepcopy(theirs).float(), tokens), logits_of(theirs, tokens)
+    exact, near = (logits_of(folder, dtype, tokens) for dtype in (torch.float32, torch.bfloat16))
     error, their_error = (np.linalg.norm(x - exact) / np.linalg.norm(exact) for x in (logits, near))
-    assert error < 2e-2, (error, their_error)
+    assert error < min(2e-2, 1.5 * their_error), (error, their_error)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_narrow_sharded_folders_that_we_wrote_are_read_by_transformers_bit_for_bit(narrow, tmp_path, dtype):
-    theirs, folder, _ = narrow
+    _, folder, _ = narrow
+    theirs = opened(folder, getattr(torch, dtype))
     save_decoder(tmp_path, load_decoder(folder), dtype=dtype, shard_size=6000)
     assert len(list(tmp_path.glob("*.safetensors"))) > 2
     again, report = transformers.AutoModelForCausalLM.from_pretrained(
@@ -103,7 +107,7 @@ def test_narrow_sharded_folders_that_we_wrote_are_read_by_transformers_bit_for_b
     assert not report["missing_keys"] and not report["unexpected_keys"]
     assert again.dtype == getattr(torch, dtype)
     for name, tensor in theirs.state_dict().items():
-        assert torch.equal(again.state_dict()[name], tensor.to(again.dtype)), name
+        assert torch.equal(again.state_dict()[name], tensor), name
     assert again.generation_config.eos_token_id == theirs.generation_config.eos_token_id
 
 
