@@ -161,13 +161,16 @@ def _compile(
         return Program(
             name, time.perf_counter() - began, arguments, max(total - arguments, 0.0), too_large=refusal
         )
-    # The peak is what the compiler holds against the chip's memory; it counts arguments, but not the program itself.
+    # A TPU's peak is what the compiler holds against the chip's memory: arguments count, the program itself does not.
     memory, text = compiled.memory_analysis(), compiled.as_text()
+    own = memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+    if mesh.devices.flat[0].platform == "tpu":
+        own = memory.peak_memory_in_bytes - memory.argument_size_in_bytes
     return Program(
         name,
         time.perf_counter() - began,
         memory.argument_size_in_bytes,
-        memory.peak_memory_in_bytes - memory.argument_size_in_bytes + memory.generated_code_size_in_bytes,
+        own + memory.generated_code_size_in_bytes,
         float((compiled.cost_analysis() or {}).get("flops", 0.0)),
         {part: collectives(text, scope) for part, scope in (scopes or {name: ""}).items()},
     )
