@@ -32,7 +32,7 @@ def main(_: Sequence[str]) -> None:
 
     found = plan(
         _CONFIG.value,
-        _TOPOLOGY.value,
+        _TOPOLOGY.value or "",
         _MESH.value,
         remat=_REMAT.value,
         tokens=_TOKENS.value,

@@ -89,6 +89,7 @@ def _tpu(name: str) -> tuple[jax.Device, ...]:
     # Without these libtpu asks the machine which TPU it is, and complains that it is none.
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
+    os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-16")  # of a machine; the topology's name decides
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # no chip is used, so two plans do not collide
     try:
         return tuple(topologies.get_topology_desc(platform="tpu", topology_name=name).devices)
