@@ -38,7 +38,7 @@ EXTRAS = {
     "notebooks": ["jupyter>=1.1,<2", "nbclient>=0.10,<1", "ipykernel>=6.29,<8"],
     # Cluster launches need nothing yet beyond the base.
     "launch": [],
-    "parity": ["torch>=2.6,<3"],
+    "parity": ["torch>=2.6,<3", "sentence-transformers>=5,<7"],
     "test": [
         "pytest>=8.3,<10",
         "pytest-timeout>=2.3,<3",

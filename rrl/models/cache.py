@@ -11,7 +11,8 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from rrl.models.config import DecoderConfig
-from rrl.parallel.rules import ROWS, constrain
+from rrl.parallel.mesh import ROW_AXES
+from rrl.parallel.rules import constrain
 
 BLOCK = 128
 """Slots in a block."""
@@ -71,4 +72,4 @@ class KVCache:
 
 def _placed(array: Float[Array, "blocks R slot K H"]) -> Float[Array, "blocks R slot K H"]:
     """Rows over the devices that decode them, kv heads over those that share a row."""
-    return constrain(array, None, ROWS, None, "tensor", None)
+    return constrain(array, None, ROW_AXES, None, "tensor", None)

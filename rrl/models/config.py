@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from rrl.errors import UserError, at_least
+from rrl.errors import UserError, at_least, one_of
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -155,9 +155,47 @@ class DecoderConfig:
         return hf
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class EncoderFamily:
+    """What sets one family of encoders apart from the others; everything else is the same code."""
+
+    architecture: str
+    """Name of the class in transformers."""
+    prefix: str
+    """Before the names of its tensors in a checkpoint with a head."""
+    pad_token_id: int
+    """Where config.json has none."""
+    positions_follow_padding: bool
+    """Whether position ids start at pad_token_id + 1 and count tokens other than padding; else they are 0, 1, 2, ..."""
+
+
+ENCODER_FAMILIES = {
+    "bert": EncoderFamily("BertModel", "bert.", pad_token_id=0, positions_follow_padding=False),
+    "roberta": EncoderFamily("RobertaModel", "roberta.", pad_token_id=1, positions_follow_padding=True),
+    "xlm-roberta": EncoderFamily(
+        "XLMRobertaModel", "roberta.", pad_token_id=1, positions_follow_padding=True
+    ),
+}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Pooling:
+    """How the hidden states of a text become its embedding."""
+
+    mode: str = "mean"
+    """mean: over the text's tokens; cls: its first token."""
+    normalize: bool = True
+    """Whether embeddings are scaled to length 1."""
+
+    def __post_init__(self) -> None:
+        one_of(("mean", "cls"), self, "mode", where="pooling ")
+        if not isinstance(self.normalize, bool):
+            raise UserError(f"normalize={self.normalize!r} must be true or false")
+
+
 @dataclasses.dataclass(frozen=True)
 class EncoderConfig:
-    """Shape of a BERT-like encoder: post-LayerNorm, learned positions, GELU, mean pooling, unit length."""
+    """Shape of a BERT-like encoder: post-LayerNorm, learned positions, GELU; and what becomes of its hidden states."""
 
     vocab_size: int
     hidden: int
@@ -165,20 +203,30 @@ class EncoderConfig:
     heads: int
     mlp: int
     max_positions: int = 512
+    """Rows of the position table; RoBERTa's holds fewer tokens, see `max_tokens`."""
     type_vocab_size: int = 2
     layer_norm_eps: float = 1e-12
     pad_token_id: int = 0
     model_type: str = "bert"
+    """A key of ENCODER_FAMILIES."""
+    pooling: Pooling = Pooling()
+    """Not part of config.json: whoever opens a folder says it."""
 
     def __post_init__(self) -> None:
-        if self.model_type != "bert":
-            raise UserError(f"model_type={self.model_type!r} is not a supported encoder; it must be 'bert'")
+        if self.model_type not in ENCODER_FAMILIES:
+            raise UserError(
+                f"model_type={self.model_type!r} is not a supported encoder; choose one of {', '.join(ENCODER_FAMILIES)}"
+            )
         at_least(
             1, self, "vocab_size", "hidden", "layers", "heads", "mlp", "max_positions", "type_vocab_size"
         )
         if self.hidden % self.heads:
             raise UserError(
                 f"hidden={self.hidden} is not a multiple of heads={self.heads}; change one of them"
+            )
+        if self.max_tokens < 1:
+            raise UserError(
+                f"max_positions={self.max_positions} leaves no position after pad_token_id={self.pad_token_id}"
             )
 
     @property
@@ -191,16 +239,28 @@ class EncoderConfig:
         """Length of an embedding, E."""
         return self.hidden
 
+    @property
+    def positions_follow_padding(self) -> bool:
+        """Whether position ids start at pad_token_id + 1 and count tokens other than padding."""
+        return ENCODER_FAMILIES[self.model_type].positions_follow_padding
+
+    @property
+    def max_tokens(self) -> int:
+        """The longest text, in tokens, special ones included."""
+        return self.max_positions - (self.pad_token_id + 1 if self.positions_follow_padding else 0)
+
     @classmethod
-    def from_hf(cls, hf: Mapping[str, Any]) -> "EncoderConfig":
+    def from_hf(cls, hf: Mapping[str, Any], pooling: Pooling = Pooling()) -> "EncoderConfig":
         """Reads config.json.
 
         Raises:
-            UserError: not a BERT, a field is missing, or an activation or position scheme that is not BERT's.
+            UserError: model_type is unknown, a field is missing, or an activation or position scheme that is not BERT's.
         """
-        if hf.get("model_type") != "bert":
+        model_type = hf.get("model_type")
+        if model_type not in ENCODER_FAMILIES:
             raise UserError(
-                f"config.json: model_type={hf.get('model_type')!r} is not a supported encoder; it must be 'bert'"
+                f"config.json: model_type={model_type!r} is not a supported encoder; "
+                f"choose one of {', '.join(ENCODER_FAMILIES)}"
             )
         if (act := hf.get("hidden_act", "gelu")) != "gelu":
             raise UserError(f"config.json: hidden_act={act!r} is not supported; it must be 'gelu'")
@@ -208,6 +268,7 @@ class EncoderConfig:
             raise UserError(
                 f"config.json: position_embedding_type={kind!r} is not supported; it must be 'absolute'"
             )
+        pad = hf.get("pad_token_id")
         return cls(
             vocab_size=_need(hf, "vocab_size"),
             hidden=_need(hf, "hidden_size"),
@@ -217,14 +278,16 @@ class EncoderConfig:
             max_positions=_need(hf, "max_position_embeddings"),
             type_vocab_size=hf.get("type_vocab_size", 2),
             layer_norm_eps=float(hf.get("layer_norm_eps", 1e-12)),
-            pad_token_id=hf.get("pad_token_id") or 0,
+            pad_token_id=ENCODER_FAMILIES[model_type].pad_token_id if pad is None else pad,
+            model_type=model_type,
+            pooling=pooling,
         )
 
     def to_hf(self) -> dict[str, Any]:
         """The config.json that transformers reads."""
         return {
-            "architectures": ["BertModel"],
-            "model_type": "bert",
+            "architectures": [ENCODER_FAMILIES[self.model_type].architecture],
+            "model_type": self.model_type,
             "vocab_size": self.vocab_size,
             "hidden_size": self.hidden,
             "num_hidden_layers": self.layers,

@@ -15,13 +15,17 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from rrl.errors import UserError
-from rrl.models.attention import cache_attention, causal_attention
+from rrl.models.attention import cache_attention
+from rrl.models.attention_backends import Backend, packed_attention
 from rrl.models.cache import KVCache
 from rrl.models.config import DecoderConfig
 from rrl.models.rope import rotate, rotation
-from rrl.parallel.rules import ROWS, constrain
+from rrl.parallel.mesh import ROW_AXES
+from rrl.parallel.rules import constrain
 
 Remat = Literal["none", "dots", "full"]
+LORA_A, LORA_B = "_lora_a", "_lora_b"
+"""A kernel's adapters are named after it (see rrl.models.lora)."""
 Hidden = Float[Array, "B T D"]
 Attend = Callable[
     [Float[Array, "B T N H"], Float[Array, "B T K H"], Float[Array, "B T K H"]], Float[Array, "B T N H"]
@@ -42,6 +46,7 @@ class Layer(nnx.Module):
             return nnx.Param(jnp.full((stack, *shape), value, param_dtype))
 
         self.config = config
+        self.lora_scale = 1.0
         self.attention_norm = constant(1.0, c.hidden)
         self.q = kernel(c.hidden, c.heads, c.head_dim, fan_in=c.hidden)
         self.k = kernel(c.hidden, c.kv_heads, c.head_dim, fan_in=c.hidden)
@@ -64,7 +69,7 @@ class Layer(nnx.Module):
         c, eps = self.config, self.config.rms_eps
 
         def project(y: Hidden, name: str) -> Float[Array, "B T N H"]:
-            out = matmul(y, getattr(self, name)[...].astype(y.dtype))
+            out = linear(self, name, y)
             if c.qkv_bias:
                 out += getattr(self, f"{name}_bias")[...].astype(y.dtype)
             if c.qk_norm and name != "v":
@@ -74,11 +79,23 @@ class Layer(nnx.Module):
         y = rms_norm(x, self.attention_norm[...], eps)
         q, k, v = rotate(project(y, "q"), *rotary), rotate(project(y, "k"), *rotary), project(y, "v")
         attended = attend(q * jnp.asarray(c.head_dim**-0.5, q.dtype), k, v)
-        x = x + matmul(attended, self.o[...].astype(x.dtype), inner=2)
+        x = x + linear(self, "o", attended, inner=2)
         y = rms_norm(x, self.mlp_norm[...], eps)
-        gated = jax.nn.silu(matmul(y, self.gate[...].astype(y.dtype)))
-        gated = gated * matmul(y, self.up[...].astype(y.dtype))
-        return x + matmul(gated, self.down[...].astype(x.dtype))
+        return x + linear(self, "down", jax.nn.silu(linear(self, "gate", y)) * linear(self, "up", y))
+
+
+def linear(
+    module: nnx.Module, name: str, x: Float[Array, "B T ..."], *, inner: int = 1
+) -> Float[Array, "B T ..."]:
+    """x through the kernel `name` of a module and, where there are any, its adapters."""
+
+    def times(x: Array, name: str, inner: int) -> Array:
+        return matmul(x, getattr(module, name)[...].astype(x.dtype), inner=inner)
+
+    out = times(x, name, inner)
+    if hasattr(module, name + LORA_A):
+        out += module.lora_scale * times(times(x, name + LORA_A, inner), name + LORA_B, 1)
+    return out
 
 
 def matmul(
@@ -103,6 +120,7 @@ class Decoder(nnx.Module):
         rngs: stream "params" draws the initial parameters.
         dtype: of the computation; norms, softmax, RoPE and logits are float32 whatever it is.
         param_dtype: of the stored parameters.
+        attention: kernel of packed batches (`rrl.models.attention_backends`); generation reads its cache in XLA.
         remat: what the backward pass keeps of each layer: "none" recomputes nothing, "dots" keeps matrix products
             only, "full" keeps the layer's input only.
     """
@@ -114,13 +132,16 @@ class Decoder(nnx.Module):
         rngs: nnx.Rngs,
         dtype: DTypeLike = jnp.float32,
         param_dtype: DTypeLike = jnp.float32,
+        attention: Backend = "xla",
         remat: Remat = "none",
     ):
         if remat not in get_args(Remat):
             raise UserError(f"remat={remat!r} is unknown; choose one of {', '.join(get_args(Remat))}")
         self.config = config
         self.dtype = jnp.dtype(dtype)
+        self.attention: Backend = attention
         self.remat = remat
+        self.lora_scale = 1.0
         embedding = jax.random.normal(rngs.params(), (config.vocab_size, config.hidden), param_dtype)
         self.embedding = nnx.Param(embedding * jnp.asarray(0.02, param_dtype))
         self.layers = Layer(config, config.layers, rngs=rngs, param_dtype=param_dtype)
@@ -148,8 +169,11 @@ class Decoder(nnx.Module):
 
         def one_layer(x: Hidden, state: nnx.State) -> tuple[Hidden, None]:
             layer = nnx.merge(graph, state)
-            x = layer(x, rotary, lambda q, k, v: causal_attention(q, k, v, segment_ids))
-            return constrain(x, ROWS, None, None), None
+
+            def attend(q: Array, k: Array, v: Array) -> Array:
+                return packed_attention(self.attention, q, k, v, segment_ids)
+
+            return constrain(layer(x, rotary, attend), ROW_AXES, None, None), None
 
         if self.remat != "none":
             policies = jax.checkpoint_policies
@@ -159,7 +183,7 @@ class Decoder(nnx.Module):
                 else policies.dots_with_no_batch_dims_saveable
             )
             one_layer = jax.checkpoint(one_layer, policy=keep, prevent_cse=False)
-        x = constrain(self._embed(tokens), ROWS, None, None)
+        x = constrain(self._embed(tokens), ROW_AXES, None, None)
         x, _ = jax.lax.scan(one_layer, x, stacked)
         return rms_norm(x, self.norm[...], self.config.rms_eps)
 
@@ -185,7 +209,7 @@ class Decoder(nnx.Module):
         rotary = rotation(self.config, positions)
         graph, stacked = nnx.split(self.layers)
         # One token a row is less than the weights: then these stay where they are, split over fsdp, and the rows go round.
-        split = ("data", None, "fsdp") if tokens.shape[1] == 1 else (ROWS, None, None)
+        split = ("data", None, "fsdp") if tokens.shape[1] == 1 else (ROW_AXES, None, None)
         x, blocks = constrain(self._embed(tokens), *split), cache.filled(positions)
         for index in range(self.config.layers):
 
@@ -205,7 +229,10 @@ class Decoder(nnx.Module):
         else:
             table, product = self.head[...].astype(hidden.dtype), "...D,DV->...V"
         logits = jnp.einsum(product, hidden, table, preferred_element_type=jnp.float32)
-        return constrain(logits, ROWS, *[None] * (logits.ndim - 2), "tensor")
+        if hasattr(self, "head" + LORA_A):
+            narrow = hidden @ getattr(self, "head" + LORA_A)[...].astype(hidden.dtype)
+            logits += self.lora_scale * (narrow @ getattr(self, "head" + LORA_B)[...].astype(hidden.dtype))
+        return constrain(logits, ROW_AXES, *[None] * (logits.ndim - 2), "tensor")
 
     def _embed(self, tokens: Int[Array, "B T"]) -> Hidden:
         return self.embedding[...][tokens].astype(self.dtype)

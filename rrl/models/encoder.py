@@ -1,4 +1,4 @@
-"""The sentence encoder: BERT as a Flax NNX module, mean-pooled to unit vectors (E5, MiniLM and our own tiny one)."""
+"""The sentence encoder: BERT, RoBERTa and XLM-RoBERTa as one Flax NNX module (E5, BGE, MiniLM and our own tiny one)."""
 
 import jax
 import jax.numpy as jnp
@@ -7,7 +7,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from rrl.errors import UserError
-from rrl.models.config import EncoderConfig
+from rrl.models.config import EncoderConfig, Pooling
 
 INITIAL_STD = 0.02
 """Of all matrices, as BERT does."""
@@ -60,7 +60,7 @@ class EncoderLayer(nnx.Module):
 
 
 class Encoder(nnx.Module):
-    """BERT without its pooler; `embed` gives one unit vector a text.
+    """BERT without its pooler; `embed` gives one vector a text.
 
     Args:
         config: shape of the model.
@@ -93,23 +93,38 @@ class Encoder(nnx.Module):
     def __call__(self, tokens: Int[Array, "B T"], mask: Bool[Array, "B T"]) -> Float[Array, "B T D"]:
         """Hidden states; positions outside the mask hold nothing of use."""
         length = tokens.shape[1]
-        if length > self.config.max_positions:
+        if length > self.config.max_tokens:
             raise UserError(
-                f"{length} tokens are more than max_positions={self.config.max_positions} of the encoder; cut the texts"
+                f"{length} tokens are more than the encoder's {self.config.max_tokens} "
+                f"(max_positions={self.config.max_positions}); cut the texts"
             )
-        x = self.embedding[...][tokens] + self.position_embedding[...][:length] + self.type_embedding[...][0]
+        if self.config.positions_follow_padding:
+            real = tokens != self.config.pad_token_id
+            counted = jnp.cumsum(real, axis=1) * real + self.config.pad_token_id
+            positions = self.position_embedding[...][counted]
+        else:
+            positions = self.position_embedding[...][:length]
+        x = self.embedding[...][tokens] + positions + self.type_embedding[...][0]
         x = layer_norm(x.astype(self.dtype), self.norm[...], self.norm_bias[...], self.config.layer_norm_eps)
         graph, stacked = nnx.split(self.layers)
         x, _ = jax.lax.scan(lambda x, state: (nnx.merge(graph, state)(x, mask), None), x, stacked)
         return x
 
     def embed(self, tokens: Int[Array, "B T"], mask: Bool[Array, "B T"]) -> Float[Array, "B E"]:
-        """Unit vectors, float32: the mean of each text's hidden states over its mask. An empty mask gives zeros."""
-        mask = mask.astype(bool)
-        hidden = self(tokens, mask).astype(jnp.float32)
-        total = jnp.sum(hidden * mask[..., None], axis=1)
-        mean = total / jnp.maximum(mask.sum(axis=1, keepdims=True), 1)
-        return mean / jnp.maximum(jnp.linalg.norm(mean, axis=-1, keepdims=True), 1e-12)
+        """Embeddings, float32, as `config.pooling` says. An empty mask gives zeros."""
+        return pool(self(tokens, mask.astype(bool)), mask, self.config.pooling)
+
+
+def pool(hidden: Float[Array, "B T D"], mask: Bool[Array, "B T"], pooling: Pooling) -> Float[Array, "B D"]:
+    """One float32 vector a text from its hidden states where the mask is set; zeros where it nowhere is."""
+    mask = mask.astype(bool)
+    if pooling.mode == "cls":
+        mask = mask & (jnp.cumsum(mask, axis=1) == 1)
+    total = jnp.sum(hidden.astype(jnp.float32) * mask[..., None], axis=1)
+    pooled = total / jnp.maximum(mask.sum(axis=1, keepdims=True), 1)
+    if not pooling.normalize:
+        return pooled
+    return pooled / jnp.maximum(jnp.linalg.norm(pooled, axis=-1, keepdims=True), 1e-12)
 
 
 def layer_norm(

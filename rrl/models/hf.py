@@ -1,7 +1,6 @@
 """Hugging Face folders in and out: which tensor of theirs is which parameter of ours."""
 
-import dataclasses
-import math
+import collections
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -9,19 +8,20 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from transformers import PreTrainedTokenizerBase
 
 from rrl.data.tokenizer import check_tokenizer, load_tokenizer
-from rrl.errors import UserError
-from rrl.models.config import DecoderConfig, EncoderConfig
+from rrl.models.attention_backends import Backend
+from rrl.models.config import ENCODER_FAMILIES, DecoderConfig, EncoderConfig, Pooling
 from rrl.models.decoder import Decoder, Remat
 from rrl.models.encoder import Encoder
-from rrl.models.weights import Weights, folder_hash, read_config, write_folder, write_json
-from rrl.parallel.rules import RULES, shardings
+from rrl.models.heads import ValueModel
+from rrl.models.lora import merged
+from rrl.models.transfer import Entry, export, load, shapes
+from rrl.models.weights import CONFIG, SHARD_SIZE, folder_hash, read_config, write_folder, write_json
 
 __all__ = [
     "folder_hash",
@@ -29,39 +29,9 @@ __all__ = [
     "load_encoder",
     "load_language_model",
     "save_decoder",
+    "save_description",
     "save_encoder",
 ]
-
-LISTED = 8
-"""Names in one error message, at most."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Entry:
-    """One row of a name table."""
-
-    ours: str
-    """Path of the parameter; those under "layers." are stacked."""
-    theirs: str
-    """Name of the tensor; {} is the layer."""
-    inputs: int | None = None
-    """How many of our leading axes a matrix contracts over: theirs is [outputs, inputs]. None: the same, flattened."""
-
-    def their_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """From the shape of ours, without the layer axis."""
-        if self.inputs is None:
-            return shape
-        return tuple(math.prod(part) for part in (shape[self.inputs :], shape[: self.inputs]) if part)
-
-    def to_ours(self, tensor: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-        """Their tensor in our shape."""
-        return (tensor.T if self.inputs else tensor).reshape(shape)
-
-    def to_theirs(self, parameter: np.ndarray) -> np.ndarray:
-        """Our parameter (of one layer) in their shape."""
-        theirs = self.their_shape(parameter.shape)
-        return parameter.reshape(theirs[::-1]).T if self.inputs else parameter.reshape(theirs)
-
 
 _DECODER = (
     Entry("embedding", "model.embed_tokens.weight"),
@@ -82,6 +52,7 @@ _DECODER = (
     Entry("layers.up", "model.layers.{}.mlp.up_proj.weight", inputs=1),
     Entry("layers.down", "model.layers.{}.mlp.down_proj.weight", inputs=1),
 )
+_VALUE = (*_DECODER, Entry("score", "score.weight", inputs=1))
 _DECODER_IGNORED = re.compile(r".*rotary_emb\.inv_freq")
 _TIED_HEAD = re.compile(r".*rotary_emb\.inv_freq|lm_head\.weight")
 
@@ -108,8 +79,8 @@ _ENCODER = (
     Entry("layers.mlp_norm", "encoder.layer.{}.output.LayerNorm.weight"),
     Entry("layers.mlp_norm_bias", "encoder.layer.{}.output.LayerNorm.bias"),
 )
-# The pooler and the pretraining head are not part of a mean-pooled encoder; old files hold a buffer of positions.
-_ENCODER_IGNORED = re.compile(r"pooler\..*|cls\..*|embeddings\.position_ids")
+# The pooler and the pretraining heads are not part of a text encoder; old files hold a buffer of positions.
+_ENCODER_IGNORED = re.compile(r"pooler\..*|cls\..*|lm_head\..*|embeddings\.position_ids")
 
 
 def load_decoder(
@@ -118,6 +89,7 @@ def load_decoder(
     dtype: DTypeLike = jnp.float32,
     param_dtype: DTypeLike = jnp.float32,
     mesh: Mesh | None = None,
+    attention: Backend = "xla",
     remat: Remat = "none",
 ) -> Decoder:
     """Opens a Hugging Face folder of a Qwen2, Qwen3 or Llama model.
@@ -127,7 +99,7 @@ def load_decoder(
         dtype: of the computation.
         param_dtype: parameters are converted to it.
         mesh: parameters are sharded over it by `rrl.parallel.rules`; None: all on the default device.
-        remat: see `Decoder`.
+        attention, remat: see `Decoder`.
 
     Raises:
         UserError: naming the file, the tensor and its expected and found shape, or the field that is not supported.
@@ -135,9 +107,43 @@ def load_decoder(
     config = DecoderConfig.from_hf(read_config(folder))
     ignored = _TIED_HEAD if config.tie_embeddings else _DECODER_IGNORED
     abstract = nnx.eval_shape(
-        lambda: Decoder(config, rngs=nnx.Rngs(0), dtype=dtype, param_dtype=param_dtype, remat=remat)
+        lambda: Decoder(
+            config,
+            rngs=nnx.Rngs(0),
+            dtype=dtype,
+            param_dtype=param_dtype,
+            attention=attention,
+            remat=remat,
+        )
     )
-    return _load(folder, abstract, _DECODER, ignored, mesh)
+    return load(folder, abstract, _DECODER, ignored, mesh)
+
+
+def load_value_model(
+    folder: str | Path,
+    *,
+    dtype: DTypeLike = jnp.float32,
+    param_dtype: DTypeLike = jnp.float32,
+    mesh: Mesh | None = None,
+    attention: Backend = "xla",
+    remat: Remat = "none",
+) -> ValueModel:
+    """Opens a ...ForSequenceClassification folder with one label, or a language model, whose new head starts at 0.
+
+    Arguments and errors as for `load_decoder`.
+    """
+    config = DecoderConfig.from_hf(read_config(folder))
+    abstract = nnx.eval_shape(
+        lambda: ValueModel(
+            config,
+            rngs=nnx.Rngs(0),
+            dtype=dtype,
+            param_dtype=param_dtype,
+            attention=attention,
+            remat=remat,
+        )
+    )
+    return load(folder, abstract, _VALUE, _TIED_HEAD, mesh, optional=["score.weight"])
 
 
 def load_language_model(
@@ -154,17 +160,43 @@ def load_language_model(
 
 
 def save_decoder(
-    folder: str | Path, decoder: Decoder, tokenizer: Any = None, *, dtype: DTypeLike = jnp.float32
+    folder: str | Path,
+    decoder: Decoder,
+    tokenizer: Any = None,
+    *,
+    dtype: DTypeLike = jnp.float32,
+    shard_size: int = SHARD_SIZE,
 ) -> None:
-    """Writes a folder that transformers and vLLM load, with the tokenizer's files if it is given."""
+    """Writes a folder that transformers and vLLM load, with the tokenizer's files if it is given; adapters are merged.
+
+    A `ValueModel` becomes a ...ForSequenceClassification with one label.
+
+    Args:
+        folder: an older export in it is replaced.
+        decoder: where it is sharded over several processes, each calls this and the first writes.
+        tokenizer: of transformers.
+        dtype: of the weights: float32, bfloat16 or float16.
+        shard_size: most bytes of weights in one file.
+
+    Raises:
+        UserError: another dtype, or float16 and a value too large for it; the folder is as it was.
+    """
+    decoder = merged(decoder)
     hf = decoder.config.to_hf() | {"dtype": jnp.dtype(dtype).name}
-    write_folder(folder, hf, _export(decoder, _DECODER, dtype))
-    ids = {
-        name: hf[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id") if hf[name] is not None
-    }
-    write_json(Path(folder) / "generation_config.json", ids)
-    if tokenizer is not None:
-        tokenizer.save_pretrained(folder)
+    if isinstance(decoder, ValueModel):
+        name = hf["architectures"][0].replace("ForCausalLM", "ForSequenceClassification")
+        hf |= {"architectures": [name], "id2label": {"0": "value"}, "label2id": {"value": 0}}
+    _write(folder, hf, decoder, _VALUE, dtype, shard_size)
+    if jax.process_index() == 0:
+        _write_beside(folder, hf, tokenizer)
+
+
+def save_description(folder: str | Path, config: DecoderConfig, tokenizer: Any) -> None:
+    """Writes what `save_decoder` writes, but for the weights."""
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    hf = config.to_hf() | {"dtype": "float32"}
+    write_json(Path(folder) / CONFIG, hf)
+    _write_beside(folder, hf, tokenizer)
 
 
 def load_encoder(
@@ -173,94 +205,49 @@ def load_encoder(
     dtype: DTypeLike = jnp.float32,
     param_dtype: DTypeLike = jnp.float32,
     mesh: Mesh | None = None,
+    pooling: Pooling | None = None,
 ) -> Encoder:
-    """Opens a Hugging Face folder of a BERT (E5, MiniLM, ...); arguments and errors as for `load_decoder`."""
-    config = EncoderConfig.from_hf(read_config(folder))
+    """Opens a Hugging Face folder of a BERT, RoBERTa or XLM-RoBERTa (E5, BGE, MiniLM, ...).
+
+    config.json does not tell the pooling (None: mean, unit length); `load_text_encoder` finds it. The other arguments and
+    the errors are those of `load_decoder`.
+    """
+    config = EncoderConfig.from_hf(read_config(folder), pooling or Pooling())
+    prefix = ENCODER_FAMILIES[config.model_type].prefix
     abstract = nnx.eval_shape(lambda: Encoder(config, rngs=nnx.Rngs(0), dtype=dtype, param_dtype=param_dtype))
-    return _load(folder, abstract, _ENCODER, _ENCODER_IGNORED, mesh, prefix="bert.")
+    return load(folder, abstract, _ENCODER, _ENCODER_IGNORED, mesh, prefix)
 
 
 def save_encoder(
     folder: str | Path, encoder: Encoder, tokenizer: Any = None, *, dtype: DTypeLike = jnp.float32
 ) -> None:
     """Writes a folder that transformers' AutoModel loads (without a pooler), with the tokenizer's files if given."""
-    write_folder(
-        folder, encoder.config.to_hf() | {"dtype": jnp.dtype(dtype).name}, _export(encoder, _ENCODER, dtype)
-    )
+    _write(folder, encoder.config.to_hf() | {"dtype": jnp.dtype(dtype).name}, encoder, _ENCODER, dtype)
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
 
 
-def _load(
+def _write(
     folder: str | Path,
-    abstract: Any,
+    hf: Mapping[str, Any],
+    model: nnx.Module,
     table: Sequence[Entry],
-    ignored: re.Pattern[str],
-    mesh: Mesh | None,
-    prefix: str = "",
-) -> Any:
-    """Fills an abstract module from a folder; checks every name and shape before the first tensor is read."""
-    graph, state = nnx.split(abstract)
-    flat = dict(nnx.to_flat_state(state))
-    placed = None if mesh is None else shardings(state, mesh, RULES)
-    entries = {tuple(entry.ours.split(".")): entry for entry in table}
-    with Weights(folder) as weights:
-        found = {name.removeprefix(prefix): name for name in weights.names()}
-        _check(folder, weights, found, {path: (entries[path], flat[path].shape) for path in flat}, ignored)
-        for path, variable in flat.items():
-            entry, value = entries[path], np.empty(variable.shape, variable.dtype)
-            if path[0] == "layers":
-                for layer in range(len(value)):
-                    value[layer] = entry.to_ours(
-                        weights.read(found[entry.theirs.format(layer)]), value.shape[1:]
-                    )
-            else:
-                value[...] = entry.to_ours(weights.read(found[entry.theirs]), value.shape)
-            place = None if placed is None else placed[path]
-            flat[path] = variable.replace(jax.device_put(value, place))
-    return nnx.merge(graph, nnx.from_flat_state(flat))
-
-
-def _check(
-    folder: str | Path,
-    weights: Weights,
-    found: Mapping[str, str],
-    wanted: Mapping[tuple[str, ...], tuple[Entry, tuple[int, ...]]],
-    ignored: re.Pattern[str],
+    dtype: DTypeLike,
+    shard_size: int = SHARD_SIZE,
 ) -> None:
-    expected: dict[str, tuple[int, ...]] = {}
-    for path, (entry, shape) in wanted.items():
-        if path[0] == "layers":
-            expected |= {entry.theirs.format(i): entry.their_shape(shape[1:]) for i in range(shape[0])}
-        else:
-            expected[entry.theirs] = entry.their_shape(shape)
-    missing = [name for name in expected if name not in found]
-    extra = [name for name in found if name not in expected and not ignored.fullmatch(name)]
-    for what, names in (("lack tensors that", missing), ("hold tensors that do not belong to what", extra)):
-        if names:
-            more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
-            raise UserError(
-                f"{folder}: the weights {what} config.json describes: {', '.join(names[:LISTED])}{more}; "
-                "use the config.json that belongs to these weights"
-            )
-    for name, shape in expected.items():
-        if (actual := weights.shape(found[name])) != shape:
-            raise UserError(
-                f"{weights.file(found[name])}: tensor {found[name]} has shape {actual}, but config.json asks for {shape}; "
-                "use the config.json that belongs to these weights"
-            )
+    """config.json and the weights, by the first process; the others take part in gathering the parameters."""
+    tensors = export(model, table, dtype)
+    if jax.process_index() == 0:
+        write_folder(folder, hf, shapes(model, table), jnp.dtype(dtype), tensors, shard_size)
+    else:
+        collections.deque(tensors, maxlen=0)
 
 
-def _export(model: nnx.Module, table: Sequence[Entry], dtype: DTypeLike) -> dict[str, np.ndarray]:
-    flat = dict(nnx.to_flat_state(nnx.state(model, nnx.Param)))
-    tensors: dict[str, np.ndarray] = {}
-    for entry in table:
-        variable = flat.get(tuple(entry.ours.split(".")))
-        if variable is None:
-            continue
-        value = np.asarray(jax.device_get(variable[...])).astype(jnp.dtype(dtype))
-        if entry.ours.startswith("layers."):
-            tensors |= {entry.theirs.format(i): entry.to_theirs(layer) for i, layer in enumerate(value)}
-        else:
-            tensors[entry.theirs] = entry.to_theirs(value)
-    return tensors
+def _write_beside(folder: str | Path, hf: Mapping[str, Any], tokenizer: Any) -> None:
+    """The files beside config.json and the weights. Sampling is left to the defaults: a policy is one at temperature 1."""
+    ids = ("bos_token_id", "eos_token_id", "pad_token_id")
+    write_json(
+        Path(folder) / "generation_config.json", {name: hf[name] for name in ids if hf[name] is not None}
+    )
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)

@@ -1,21 +1,27 @@
-"""A Hugging Face folder as files: its config.json and its safetensors, one or sharded, memory-mapped, without torch."""
+"""A Hugging Face folder as files: its config.json and its safetensors, in one file or several, without torch."""
 
 import contextlib
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
 
 from rrl.errors import UserError
+from rrl.models.tensor_files import Stored, TensorFile, read_header
 
 CONFIG = "config.json"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+SHARD_SIZE = 5 * 10**9
+"""Most bytes of tensors in one file, unless one tensor alone has more."""
+
+_SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
+_PARTIAL = ".{}.partial"
 
 
 def read_json(file: Path, what: str) -> dict[str, Any]:
@@ -36,64 +42,95 @@ def read_config(folder: str | Path) -> dict[str, Any]:
     return read_json(Path(folder) / CONFIG, "which says what the model is")
 
 
-class Weights(contextlib.ExitStack):
-    """The tensors of a folder, opened memory-mapped: only what is asked for is read.
+class Weights:
+    """The tensors of a folder; only their places are read.
 
     Raises:
-        UserError: no weights, a shard that the index names is missing, or a file is truncated or broken.
+        UserError: no weights; a shard that the index names is missing, or lacks a tensor that the index says it has; a
+            tensor is in two shards; a file is truncated or broken.
     """
 
     def __init__(self, folder: str | Path):
-        super().__init__()
         folder = Path(folder)
-        self._files: dict[str, Any] = {}
-        self._homes: dict[str, Path] = {}
+        self._tensors: dict[str, Stored] = {}
         for file in _weight_files(folder):
-            try:
-                handle = self.enter_context(safe_open(file, framework="numpy"))
-                names = list(handle.keys())
-            except (SafetensorError, OSError) as error:
-                size = file.stat().st_size
+            for name, stored in read_header(file).items():
+                if name in self._tensors:
+                    raise UserError(
+                        f"{folder}: tensor {name} is in two files, {self.file(name).name} and {file.name}; "
+                        "remove the one that is left over, or download the folder again"
+                    )
+                self._tensors[name] = stored
+        if (folder / SINGLE).is_file():
+            return
+        for name, shard in _weight_map(folder).items():
+            if name not in self._tensors or self.file(name).name != shard:
                 raise UserError(
-                    f"{file} ({size} bytes) is truncated or no safetensors file: {error}; download or export it again"
-                ) from error
-            self._files[file.name] = handle
-            self._homes.update(dict.fromkeys(names, file))
+                    f"{folder / shard}: tensor {name}, which {INDEX} says is in it, is not; download both again"
+                )
 
     def names(self) -> Iterator[str]:
         """Names of all tensors."""
-        return iter(self._homes)
+        return iter(self._tensors)
 
     def file(self, name: str) -> Path:
         """Where a tensor is."""
-        return self._homes[name]
+        return self._tensors[name].file
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of a tensor, from the header alone."""
-        return tuple(self._files[self._homes[name].name].get_slice(name).get_shape())
+        """Shape of a tensor."""
+        return self._tensors[name].shape
 
-    def read(self, name: str) -> np.ndarray:
-        """One tensor in its stored dtype."""
-        return self._files[self._homes[name].name].get_tensor(name)
+    def dtype(self, name: str) -> str:
+        """Dtype of a tensor, as safetensors calls it."""
+        return self._tensors[name].dtype
+
+    def read(self, name: str, index: tuple[slice, ...] = ()) -> np.ndarray:
+        """A part of a tensor, in its stored dtype."""
+        return np.array(self._tensors[name].view()[index])
 
 
-def write_folder(folder: str | Path, config: Mapping[str, Any], tensors: Mapping[str, np.ndarray]) -> None:
-    """Writes config.json and model.safetensors; the weights appear whole or not at all."""
+def write_folder(
+    folder: str | Path,
+    config: Mapping[str, Any],
+    shapes: Mapping[str, tuple[int, ...]],
+    dtype: np.dtype,
+    tensors: Iterable[tuple[str, np.ndarray]],
+    shard_size: int = SHARD_SIZE,
+) -> None:
+    """Writes config.json and the weights, in one file or, above `shard_size` bytes, in several with their index.
+
+    The tensors may come in any order; each is let go when it is written. What the folder held before stays until all of
+    them are on disk. Then the file that makes it a model (the only one, or the index) is the last to appear, and shards of
+    an older export are removed.
+    """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    partial = folder / f".{SINGLE}.partial"
-    save_file(
-        {name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()},
-        partial,
-        metadata={"format": "pt"},
-    )
-    partial.replace(folder / SINGLE)
-    write_json(folder / CONFIG, config)
+    shards = _split(shapes, dtype, shard_size)
+    names = _shard_names(len(shards))
+    homes = {tensor: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
+    partial = {name: folder / _PARTIAL.format(name) for name in names}
+    try:
+        with contextlib.ExitStack() as stack:
+            files = {
+                name: stack.enter_context(
+                    TensorFile(partial[name], {tensor: shapes[tensor] for tensor in shard}, dtype)
+                )
+                for name, shard in zip(names, shards, strict=True)
+            }
+            for name, tensor in tensors:
+                files[homes[name]].put(name, tensor)
+        _publish(folder, config, partial, homes, sum(file.size for file in files.values()))
+    finally:
+        for left in folder.glob(_PARTIAL.format("model*")):
+            left.unlink()
 
 
 def write_json(file: Path, value: Mapping[str, Any]) -> None:
-    """A JSON file as Hugging Face writes them."""
-    file.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+    """A JSON file as Hugging Face writes them; it appears whole."""
+    partial = file.parent / _PARTIAL.format(file.name)
+    partial.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+    os.replace(partial, file)
 
 
 def folder_hash(folder: str | Path) -> str:
@@ -109,6 +146,59 @@ def folder_hash(folder: str | Path) -> str:
     return digest.hexdigest()
 
 
+def _split(shapes: Mapping[str, tuple[int, ...]], dtype: np.dtype, shard_size: int) -> list[list[str]]:
+    """Names of the tensors of each file, in order."""
+    shards: list[list[str]] = [[]]
+    size = 0
+    for name, shape in shapes.items():
+        more = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+        if shards[-1] and size + more > shard_size:
+            shards.append([])
+            size = 0
+        shards[-1].append(name)
+        size += more
+    return shards
+
+
+def _shard_names(count: int) -> list[str]:
+    if count == 1:
+        return [SINGLE]
+    return [f"model-{number:05}-of-{count:05}.safetensors" for number in range(1, count + 1)]
+
+
+def _publish(
+    folder: Path,
+    config: Mapping[str, Any],
+    partial: Mapping[str, Path],
+    homes: Mapping[str, str],
+    size: int,
+) -> None:
+    """Whole files take their names; at no moment do an index and shards that are not its own stand together."""
+    sharded = SINGLE not in partial
+    (folder / INDEX).unlink(missing_ok=True)
+    if sharded:
+        (folder / SINGLE).unlink(missing_ok=True)
+    write_json(folder / CONFIG, config)
+    for name, file in partial.items():
+        os.replace(file, folder / name)
+    if sharded:
+        index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(homes.items()))}
+        write_json(folder / INDEX, index)
+    for file in folder.iterdir():
+        if _SHARD.fullmatch(file.name) and file.name not in partial:
+            file.unlink()
+
+
+def _weight_map(folder: Path) -> dict[str, str]:
+    """Which file each tensor is in, by the index."""
+    found = read_json(folder / INDEX, "which lists the weight files").get("weight_map")
+    if not isinstance(found, dict) or not found:
+        raise UserError(
+            f"{folder / INDEX}: no weight_map, which says where each tensor is; download it again"
+        )
+    return found
+
+
 def _weight_files(folder: Path) -> list[Path]:
     if (folder / SINGLE).is_file():
         return [folder / SINGLE]
@@ -116,9 +206,7 @@ def _weight_files(folder: Path) -> list[Path]:
         raise UserError(
             f"{folder}: no {SINGLE} and no {INDEX}; give a Hugging Face folder with safetensors weights"
         )
-    shards = sorted(
-        set(read_json(folder / INDEX, "which lists the weight files").get("weight_map", {}).values())
-    )
+    shards = sorted(set(_weight_map(folder).values()))
     for name in shards:
         if not (folder / name).is_file():
             raise UserError(

@@ -9,6 +9,8 @@ from jax.sharding import AxisType, Mesh
 from rrl.errors import UserError
 
 AXES = ("data", "fsdp", "tensor")
+ROW_AXES = ("data", "fsdp")
+"""The axes that rows of a batch are split over."""
 
 
 def make_mesh(

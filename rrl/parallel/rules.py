@@ -15,9 +15,6 @@ from rrl.errors import UserError
 P = PartitionSpec
 Rules = Sequence[tuple[str, PartitionSpec]]
 
-ROWS = ("data", "fsdp")
-"""The mesh axes that the rows of a batch, of the episodes in flight and of their cache are split over."""
-
 RULES: Rules = (
     # Embeddings [V, D] and head [D, V]: vocabulary over tensor, so that logits come out split.
     (r"embedding", P("tensor", "fsdp")),
@@ -31,7 +28,17 @@ RULES: Rules = (
     (r"layers/(gate|up)", P(None, "fsdp", "tensor")),
     (r"layers/up_bias", P(None, "tensor")),
     (r"layers/down", P(None, "tensor", "fsdp")),
-    # Norms and output biases are small, and every device needs them whole.
+    # Adapters [L, inputs, rank] and [L, rank, outputs]: split as their kernel is, the rank whole.
+    (r"layers/(q|k|v|gate|up)_lora_a", P(None, "fsdp", None)),
+    (r"layers/[qkv]_lora_b", P(None, None, "tensor", None)),
+    (r"layers/(gate|up)_lora_b", P(None, None, "tensor")),
+    (r"layers/o_lora_a", P(None, "tensor", None, None)),
+    (r"layers/down_lora_a", P(None, "tensor", None)),
+    (r"layers/(o|down)_lora_b", P(None, None, "fsdp")),
+    (r"head_lora_a", P("fsdp", None)),
+    (r"head_lora_b", P(None, "tensor")),
+    # Norms, output biases and the value head are small, and every device needs them whole.
+    (r"score", P()),
     (r"(layers/)?([a-z]+_)?norm(_bias)?", P()),
     (r"layers/(o|down)_bias", P()),
 )

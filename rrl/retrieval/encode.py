@@ -5,7 +5,7 @@ import functools
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,35 +13,28 @@ import jax
 import numpy as np
 from flax import nnx
 from jaxtyping import Float, Int
+from tokenizers import normalizers
 
 from rrl.data.passages import Passage
 from rrl.data.tokenizer import check_tokenizer, load_tokenizer
 from rrl.errors import UserError
+from rrl.models.config import Pooling
 from rrl.models.encoder import Encoder
-from rrl.models.hf import load_encoder, save_encoder
+from rrl.models.hf import folder_hash, load_encoder, save_encoder
+from rrl.retrieval.settings import SETTINGS_FILE, FolderSettings, TextSettings, read_settings
 
-SETTINGS_FILE = "text_encoder.json"
 FINGERPRINTED = ("config.json", "model.safetensors", "tokenizer.json", SETTINGS_FILE)
 """The files that decide an embedding."""
 
 SMALLEST_BUCKET = 16
 
-
-@dataclasses.dataclass(frozen=True)
-class TextSettings:
-    """How texts become token ids; kept in the encoder's folder as `text_encoder.json`."""
-
-    query_prefix: str = "query: "
-    passage_prefix: str = "passage: "
-    query_tokens: int = 32
-    """Fixed width of tokenised queries; longer ones are cut."""
-    passage_tokens: int = 128
-    """Passages are cut at this many tokens."""
+Cutter = Callable[[Iterable[str], int], tuple[list[list[int]], int]]
 
 
 @dataclasses.dataclass(frozen=True)
 class TextEncoder:
-    """A bi-encoder: queries and passages become unit vectors whose inner product ranks."""
+    """A bi-encoder: queries and passages become vectors, of length 1 unless its pooling says otherwise, whose inner
+    product ranks."""
 
     encoder: Encoder
     tokenizer: Any
@@ -60,38 +53,37 @@ class TextEncoder:
         return nnx.split(self.encoder)
 
     @functools.cached_property
-    def _encode_ids(self) -> Callable[[Iterable[str], int], list[list[int]]]:
+    def _encode_ids(self) -> Cutter:
         return token_cutter(self.tokenizer)
 
     def tokenize_queries(self, queries: Sequence[str]) -> Int[np.ndarray, "Q T"]:
         """Token ids int32 of prefix + query, padded to `query_tokens`. NumPy only, thread-safe."""
         width = self.settings.query_tokens
-        ids = self._encode_ids((self.settings.query_prefix + query for query in queries), width)
+        ids, _ = self._encode_ids((self.settings.query_prefix + query for query in queries), width)
         return pad(ids, width, self.tokenizer.pad_token_id)
 
     def embed_queries(self, queries: Sequence[str]) -> Float[np.ndarray, "Q E"]:
-        """Unit vectors float32 of the queries, by JAX; padded to a power of two of queries, so few programs compile."""
+        """Embeddings float32 of the queries, by JAX; padded to a power of two of queries, so few programs compile."""
         tokens = self.tokenize_queries(queries)
         rows = max(SMALLEST_BUCKET, 1 << (len(tokens) - 1).bit_length()) if len(tokens) else SMALLEST_BUCKET
         return self._embed(tokens, rows)[: len(tokens)]
 
     def embed_passages(self, passages: Sequence[Passage], batch: int = 256) -> Float[np.ndarray, "N E"]:
-        """Unit vectors float32 of "prefix title text", in the passages' order.
+        """Embeddings float32 of "prefix title text", in the passages' order.
 
         Passages of similar length are batched together, in widths of powers of two; those longer than
         `passage_tokens` are cut, and their number is logged.
         """
         limit = self.settings.passage_tokens
         texts = (f"{self.settings.passage_prefix}{passage.title} {passage.text}" for passage in passages)
-        ids = self._encode_ids(texts, limit + 1)
-        cut = sum(len(row) > limit for row in ids)
+        ids, cut = self._encode_ids(texts, limit)
         if cut:
             logging.getLogger(__name__).info("%d of %d passages cut at %d tokens", cut, len(ids), limit)
         embeddings = np.empty((len(ids), self.dim), np.float32)
-        for width, rows in length_buckets([min(len(row), limit) for row in ids], limit):
+        for width, rows in length_buckets([len(row) for row in ids], limit):
             for start in range(0, len(rows), batch):
                 chosen = rows[start : start + batch]
-                tokens = pad([ids[row][:width] for row in chosen], width, self.tokenizer.pad_token_id)
+                tokens = pad([ids[row] for row in chosen], width, self.tokenizer.pad_token_id)
                 embeddings[chosen] = self._embed(tokens, batch)[: len(chosen)]
         return embeddings
 
@@ -108,8 +100,8 @@ def _embed(graph: Any, state: Any, tokens: Any, mask: Any) -> Any:
     return nnx.merge(graph, state).embed(tokens, mask)
 
 
-def token_cutter(tokenizer: Any) -> Callable[[Iterable[str], int], list[list[int]]]:
-    """A thread-safe function (texts, width) -> token ids, cut at width with a closing special token kept.
+def token_cutter(tokenizer: Any) -> Cutter:
+    """A thread-safe function (texts, width) -> token ids, cut at width with closing special tokens kept; how many were cut.
 
     The tokenizer's own padding and truncation change shared state on each call, which fails under threads.
     """
@@ -120,11 +112,12 @@ def token_cutter(tokenizer: Any) -> Callable[[Iterable[str], int], list[list[int
     # An empty text shows the special tokens: those of the end must survive the cut ([CLS] [SEP]: one of each).
     closing = frame[(len(frame) + 1) // 2 :]
 
-    def cut(texts: Iterable[str], width: int) -> list[list[int]]:
+    def cut(texts: Iterable[str], width: int) -> tuple[list[list[int]], int]:
         # Half a surrogate pair is legal in JSON and in Python, but no tokenizer takes it.
         encodings = backend.encode_batch_fast([text.encode("utf-8", "replace").decode() for text in texts])
         rows = [encoding.ids for encoding in encodings]
-        return [row if len(row) <= width else row[: width - len(closing)] + closing for row in rows]
+        long = sum(len(row) > width for row in rows)
+        return [row if len(row) <= width else row[: width - len(closing)] + closing for row in rows], long
 
     return cut
 
@@ -149,26 +142,32 @@ def length_buckets(lengths: Sequence[int], limit: int) -> list[tuple[int, Int[np
     return buckets
 
 
-def load_text_encoder(folder: str | Path) -> TextEncoder:
-    """Open an encoder folder: Hugging Face weights and tokenizer, with `text_encoder.json` beside them.
+def load_text_encoder(folder: str | Path, settings: Mapping[str, Any] | None = None) -> TextEncoder:
+    """Open an encoder folder: Hugging Face weights and tokenizer, with what `read_settings` understands beside them.
 
-    Raises UserError naming what is missing.
+    That is `text_encoder.json`, the files of sentence-transformers, or the published name of a known model. `settings`
+    has the keys of text_encoder.json and is stronger: `{"family": "bge-en-v1.5", "passage_tokens": 256}`.
+
+    Raises UserError naming what is missing or not supported.
     """
     folder = Path(folder)
-    settings = folder / SETTINGS_FILE
-    if not settings.is_file():
-        raise UserError(
-            f"encoder folder {folder}: no {SETTINGS_FILE}, which holds the prefixes. Write one with the fields "
-            f"{', '.join(field.name for field in dataclasses.fields(TextSettings))} "
-            '(E5: "query: " and "passage: "), or give another folder.'
-        )
-    try:
-        values = TextSettings(**json.loads(settings.read_text(encoding="utf-8")))
-    except (TypeError, ValueError) as error:
-        raise UserError(f"{settings}: {error}. Allowed: {TextSettings()}.") from error
-    tokenizer, encoder = load_tokenizer(folder), load_encoder(folder)
+    found = read_settings(folder, settings)
+    tokenizer, encoder = load_tokenizer(folder), load_encoder(folder, pooling=found.pooling)
     check_tokenizer(tokenizer, encoder.config, "encoder")
-    return TextEncoder(encoder, tokenizer, values, folder.name, folder_fingerprint(folder))
+    if tokenizer.pad_token_id is None:
+        raise UserError(f"encoder={str(folder)!r}: the tokenizer has no padding token; set pad_token for it")
+    if found.lower_case:
+        _lower(tokenizer)
+    return TextEncoder(encoder, tokenizer, found.text, folder.name, folder_fingerprint(folder, found))
+
+
+def _lower(tokenizer: Any) -> None:
+    """Makes a tokenizer lower its texts first."""
+    backend = tokenizer.backend_tokenizer
+    lower = normalizers.Lowercase()
+    backend.normalizer = (
+        normalizers.Sequence([lower, backend.normalizer]) if backend.normalizer is not None else lower
+    )
 
 
 def save_text_encoder(folder: str | Path, text_encoder: TextEncoder) -> TextEncoder:
@@ -176,17 +175,26 @@ def save_text_encoder(folder: str | Path, text_encoder: TextEncoder) -> TextEnco
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     save_encoder(folder, text_encoder.encoder, text_encoder.tokenizer)
-    (folder / SETTINGS_FILE).write_text(
-        json.dumps(dataclasses.asdict(text_encoder.settings), indent=2) + "\n"
-    )
+    pooling, settings = text_encoder.encoder.config.pooling, dataclasses.asdict(text_encoder.settings)
+    if pooling != Pooling():
+        settings |= {"pooling": pooling.mode, "normalize": pooling.normalize}
+    (folder / SETTINGS_FILE).write_text(json.dumps(settings, indent=2) + "\n")
     return dataclasses.replace(text_encoder, name=folder.name, fingerprint=folder_fingerprint(folder))
 
 
-def folder_fingerprint(folder: Path) -> str:
-    """SHA-256 over the files that decide an embedding."""
+def folder_fingerprint(folder: Path, settings: FolderSettings | None = None) -> str:
+    """SHA-256 over the files that decide an embedding, and over settings that come from elsewhere."""
     digest = hashlib.sha256()
     for name in FINGERPRINTED:
         file = folder / name
-        data = file.read_bytes() if file.is_file() else b""
-        digest.update(f"{name} {len(data)} ".encode() + data)
+        size = file.stat().st_size if file.is_file() else 0
+        digest.update(f"{name} {size} ".encode())
+        if size:
+            with file.open("rb") as stream:
+                while block := stream.read(1 << 20):
+                    digest.update(block)
+    if not (folder / FINGERPRINTED[1]).is_file():
+        digest.update(folder_hash(folder).encode())
+    if settings and settings.derived:
+        digest.update(json.dumps(dataclasses.asdict(settings), sort_keys=True).encode())
     return digest.hexdigest()

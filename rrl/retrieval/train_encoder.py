@@ -21,10 +21,11 @@ from rrl.errors import UserError, at_least
 from rrl.models.config import EncoderConfig
 from rrl.models.encoder import Encoder
 from rrl.retrieval.bm25 import Bm25Config
-from rrl.retrieval.encode import TextEncoder, TextSettings, pad, save_text_encoder, token_cutter
+from rrl.retrieval.encode import TextEncoder, pad, save_text_encoder, token_cutter
 from rrl.retrieval.index import make_retriever
 from rrl.retrieval.measure import miniwiki_recall
 from rrl.retrieval.pairs import WAYS, Pairs, make_pairs
+from rrl.retrieval.settings import TextSettings
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,9 +104,9 @@ def batches(
     """Endless batches, drawn by the seed."""
     cut = token_cutter(tokenizer)
     texts = (f"{settings.passage_prefix}{passage.title} {passage.text}" for passage in pairs.passages)
-    passages = pad(cut(texts, settings.passage_tokens), settings.passage_tokens, tokenizer.pad_token_id)
+    passages = pad(cut(texts, settings.passage_tokens)[0], settings.passage_tokens, tokenizer.pad_token_id)
     texts = (settings.query_prefix + query for query in pairs.queries)
-    queries = pad(cut(texts, settings.query_tokens), settings.query_tokens, tokenizer.pad_token_id)
+    queries = pad(cut(texts, settings.query_tokens)[0], settings.query_tokens, tokenizer.pad_token_id)
     rng = np.random.default_rng(config.seed)
     while True:
         worlds = rng.choice(len(pairs.spans), min(config.groups, len(pairs.spans)), replace=False)

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from flax import nnx
 from jaxtyping import Array, Float, Int
 from optax import contrib
 
@@ -162,26 +163,30 @@ def make_optimizer(config: OptimConfig, rules: MatrixRules = MATRIX_RULES) -> op
         rule = optax.sgd(rate, momentum=config.b1 or None)
     clip = optax.identity() if config.clip_norm is None else optax.clip_by_global_norm(config.clip_norm)
     rule = optax.chain(clip, rule)
-    if config.frozen:
-        rule = optax.multi_transform(
-            {"trained": rule, "frozen": optax.set_to_zero()},
-            lambda params: _frozen_labels(params, config.frozen),
-        )
     # optax gives up after so many bad updates in a row; the count of a run never reaches this.
     return optax.apply_if_finite(rule, max_consecutive_errors=2**31 - 2)
 
 
-def _frozen_labels(params: Any, frozen: Sequence[str]) -> Any:
-    """ "frozen" or "trained" for each parameter."""
-    paths = [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
+def split_trained(module: nnx.Module, frozen: Sequence[str] = ()) -> tuple[Any, nnx.State, nnx.State]:
+    """A module's graph, the parameters that training changes, and the others, which need no gradient and no state.
+
+    Where there are adapters (`nnx.LoRAParam`), they alone are trained. `frozen` is `OptimConfig.frozen`; UserError for a
+    pattern that matches no parameter.
+    """
+    state = dict(nnx.to_flat_state(nnx.state(module)))
+    paths = ["/".join(map(str, path)) for path in state]
     idle = [pattern for pattern in frozen if not any(re.search(pattern, path) for path in paths)]
     if idle:
         raise UserError(f"optim.frozen={idle} match no parameter; there are {', '.join(paths)}.")
+    kind = nnx.LoRAParam if any(isinstance(leaf, nnx.LoRAParam) for leaf in state.values()) else nnx.Param
 
-    def label(path: tuple[Any, ...], leaf: Any) -> str:
-        return "frozen" if any(re.search(pattern, path_name(path)) for pattern in frozen) else "trained"
+    def trained(path: tuple[Any, ...], leaf: Any) -> bool:
+        name = "/".join(map(str, path))
+        return issubclass(getattr(leaf, "type", type(leaf)), kind) and not any(
+            re.search(p, name) for p in frozen
+        )
 
-    return jax.tree_util.tree_map_with_path(label, params)
+    return nnx.split(module, trained, ...)
 
 
 @jax.jit

@@ -21,7 +21,7 @@ from rrl.errors import UserError, at_least
 from rrl.models.cache import KVCache
 from rrl.models.config import DecoderConfig
 from rrl.models.decoder import Decoder
-from rrl.parallel.rules import ROWS
+from rrl.parallel.mesh import ROW_AXES
 from rrl.rollout.device import Rows, Sampler, decode_until, feed
 from rrl.rollout.host import HEADER, OFF, Limits, pack_width
 
@@ -86,7 +86,7 @@ class Programs:
     ) -> None:
         self.graph, self.decoder_config, self.config = graph, decoder_config, config
         self.mesh, self.eos, self.answer, self.encoder = mesh, eos, answer, encoder
-        self.shards = int(np.prod([mesh.shape[axis] for axis in ROWS]))
+        self.shards = int(np.prod([mesh.shape[axis] for axis in ROW_AXES]))
         if config.rows % self.shards:
             raise UserError(
                 f"engine rows = {config.rows} must be a multiple of the {self.shards} data shards"
@@ -210,7 +210,7 @@ class Programs:
         width = pack_width(self.limits)
 
         def per_device(*report: jax.Array) -> jax.Array:
-            shard = jax.lax.axis_index(ROWS)
+            shard = jax.lax.axis_index(ROW_AXES)
 
             def ask() -> jax.Array:
                 shape = jax.ShapeDtypeStruct((width,), jnp.int32)
@@ -220,7 +220,7 @@ class Programs:
             words = jax.lax.cond(first, ask, lambda: jnp.zeros(width, jnp.int32))
             return jax.lax.psum(words, "tensor")[None]
 
-        spec = PartitionSpec(ROWS)
+        spec = PartitionSpec(ROW_AXES)
         report = _report(rows, embeddings)
         mapped = jax.shard_map(
             per_device, mesh=self.mesh, in_specs=(spec,) * len(report), out_specs=spec, check_vma=False

@@ -16,6 +16,9 @@ import orbax.checkpoint as ocp
 
 from rrl.errors import UserError
 
+_NUMBER = 4
+"""Digits before the name of a leaf on disk, which keep their order."""
+
 
 class Checkpoints:
     """The checkpoints of one workdir.
@@ -105,6 +108,64 @@ class Checkpoints:
         self.close()
 
 
+def saved_steps(workdir: str | os.PathLike[str]) -> list[int]:
+    """Steps of the complete checkpoints of a workdir, which is only read; UserError where it is none, or has none."""
+    folder = pathlib.Path(workdir) / "checkpoints"
+    if not folder.is_dir():
+        raise UserError(
+            f"workdir {os.fspath(workdir)} has no folder checkpoints; give the workdir of a training run"
+        )
+    steps = sorted(int(path.name) for path in folder.iterdir() if path.name.isdigit())
+    if not steps:
+        raise UserError(
+            f"workdir {os.fspath(workdir)} has no complete checkpoint yet; wait until the run has saved one"
+        )
+    return steps
+
+
+def saved_metadata(workdir: str | os.PathLike[str], step: int) -> dict[str, Any]:
+    """The metadata of one checkpoint; the workdir is only read."""
+    folder = pathlib.Path(workdir).absolute() / "checkpoints" / str(step) / "metadata"
+    with ocp.Checkpointer(ocp.JsonCheckpointHandler()) as reader:
+        return dict(reader.restore(folder, args=ocp.args.JsonRestore()))
+
+
+def read_part(workdir: str | os.PathLike[str], step: int, where: str, template: Any) -> Any:
+    """A part of the state of one checkpoint; the rest of it, and the workdir, stay untouched.
+
+    Args:
+        workdir: folder of the run.
+        step: one of `saved_steps`.
+        where: path of the part in the state that was saved, as JAX writes it ("[0]" is the first of a tuple).
+        template: abstract arrays, whose structure and shardings the part gets; dtypes are those on disk.
+
+    Raises:
+        UserError: the part lacks an array of the template, or one has another shape.
+    """
+    folder = pathlib.Path(workdir).absolute() / "checkpoints" / str(step) / "state"
+    handler = ocp.PyTreeCheckpointHandler()
+    found = handler.metadata(folder).tree
+    names = {name[_NUMBER:]: name for name in found}
+    leaves = [(_name(path, where), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(template)]
+    item: dict[str, Any] = {}
+    arguments: dict[str, Any] = {}
+    for name, leaf in leaves:
+        shape = found[names[name]].shape if name in names else None
+        if shape != leaf.shape:
+            raise UserError(
+                f"the checkpoint of step {step} in {os.fspath(workdir)} has {'no ' if shape is None else ''}{name}"
+                f"{'' if shape is None else f' of shape {tuple(shape)}'}, expected is shape {tuple(leaf.shape)}; "
+                "use the code that made it"
+            )
+        item[names[name]] = found[names[name]]
+        arguments[names[name]] = ocp.ArrayRestoreArgs(sharding=leaf.sharding)
+    with ocp.Checkpointer(handler) as reader:
+        arrays = reader.restore(
+            folder, args=ocp.args.PyTreeRestore(item=item, restore_args=arguments, partial_restore=True)
+        )
+    return jax.tree.unflatten(jax.tree.structure(template), [arrays[names[name]] for name, _ in leaves])
+
+
 def refuse_other_config(
     workdir: str | os.PathLike[str], config: Mapping[str, Any], may_differ: tuple[str, ...] = ()
 ) -> None:
@@ -181,10 +242,12 @@ def stop_requested() -> Iterator[StopSignal]:
 def _plain(tree: Any) -> dict[str, Any]:
     """Leaves by path, so that what is on disk does not depend on the Python classes around them."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return {
-        f"{i:04d}{jax.tree_util.keystr(path)}".replace("/", "_"): leaf
-        for i, (path, leaf) in enumerate(leaves)
-    }
+    return {f"{i:0{_NUMBER}d}{_name(path)}": leaf for i, (path, leaf) in enumerate(leaves)}
+
+
+def _name(path: tuple[Any, ...], where: str = "") -> str:
+    """Name of a leaf on disk, without its number."""
+    return where + jax.tree_util.keystr(path).replace("/", "_")
 
 
 def _abstract(leaf: Any) -> Any:

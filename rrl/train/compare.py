@@ -63,13 +63,16 @@ def cells(root: pathlib.Path, arms: Sequence[str], seeds: Sequence[int]) -> list
         raise UserError(
             f"arms={list(arms)}: the arm {SFT!r} trains for as long as {GRPO!r} took: list {GRPO!r} before it"
         )
-    return [Cell(arm, seed, root / f"{arm.replace(' ', '_')}-{seed}") for seed in seeds for arm in arms]
+    return [_cell(root, arm, seed) for seed in seeds for arm in arms]
 
 
 def compare(
     config: str, cold_start: str, root: str | pathlib.Path, arms: Sequence[str], seeds: Sequence[int]
 ) -> str:
-    """Runs what is missing and returns the table; `root` gets compare.png, compare.txt and a folder a run.
+    """Runs what is missing and returns the table; `root` gets a folder a run, compare.png, .txt and .jsonl.
+
+    Table and plot hold every finished run of these configs in `root`, so that several processes can share the work, each
+    with seeds of its own: the last one to end shows all.
 
     `config` is a config file with arguments, without seed and control; `cold_start` the one that made its policy, with
     init=POLICY: the supervised arm goes on with it for as long as GRPO took with the same seed.
@@ -90,13 +93,33 @@ def compare(
         if not cell.finished:
             minutes = _grpo_of(cell, plan)[2] if cell.arm == SFT else 0.0
             run(cell, commands(cell, config, cold_start, minutes), record(cell, config, cold_start))
+    plan = finished(root, config, cold_start)
     refuse_mixed_models(plan)
-    runs = {arm: [_curve(c, plan) for c in plan if c.arm == arm] for arm in arms}
+    runs = {
+        arm: [_curve(c, plan) for c in plan if c.arm == arm] for arm in dict.fromkeys(c.arm for c in plan)
+    }
     panels = {"eval/em": "held-out exact match", "eval/f1": "held-out F1"}
     plot_spread(runs, root / "compare.png", panels, x="minutes", title=f"{config}: arms over seeds")
-    text = "\n".join(rows(plan, arms))
+    with (root / "compare.jsonl").open("w", encoding="utf-8") as out:
+        for cell in plan:
+            for line in _curve(cell, plan):
+                out.write(json.dumps({"arm": cell.arm, "seed": cell.seed} | line) + "\n")
+    text = "\n".join(rows(plan))
     (root / "compare.txt").write_text(text + "\n", encoding="utf-8")
     return text
+
+
+def finished(root: pathlib.Path, config: str, cold_start: str) -> list[Cell]:
+    """The finished runs of these configs in the folder, by arm and seed; a supervised one only beside its GRPO."""
+    seeds = {int(folder.name.rpartition("-")[2]) for folder in root.glob("*-[0-9]*")}
+    found = [cell for arm in ARMS for seed in sorted(seeds) if (cell := _cell(root, arm, seed)).finished]
+    found = [cell for cell in found if _made_by(cell) in (None, record(cell, config, cold_start))]
+    grpo = {cell.seed for cell in found if cell.arm == GRPO}
+    return [cell for cell in found if cell.arm != SFT or cell.seed in grpo]
+
+
+def _cell(root: pathlib.Path, arm: str, seed: int) -> Cell:
+    return Cell(arm, seed, root / f"{arm.replace(' ', '_')}-{seed}")
 
 
 def run(cell: Cell, todo: Sequence[Sequence[str]], made_by: str) -> None:
@@ -134,14 +157,19 @@ def record(cell: Cell, config: str, cold_start: str) -> str:
 
 def refuse_other_record(cell: Cell, made_by: str) -> None:
     """Raises UserError when other commands or config files made what is in the workdir."""
-    file = cell.workdir / "command.json"
-    if file.exists() and file.read_text(encoding="utf-8") != made_by:
+    found = _made_by(cell)
+    if found not in (None, made_by):
         raise UserError(
-            f"{cell.workdir} was made by {file.read_text(encoding='utf-8')}, not by {made_by}; give another --out, or "
-            "delete that folder"
+            f"{cell.workdir} was made by {found}, not by {made_by}; give another --out, or delete that folder"
         )
-    if cell.finished and not file.exists():
+    if cell.finished and found is None:
         print(f"{cell.workdir}: taken as it is, it does not say what made it", file=sys.stderr, flush=True)
+
+
+def _made_by(cell: Cell) -> str | None:
+    """The record in a cell's workdir, if there is one."""
+    file = cell.workdir / "command.json"
+    return file.read_text(encoding="utf-8") if file.exists() else None
 
 
 def refuse_mixed_models(plan: Sequence[Cell]) -> None:
@@ -190,16 +218,18 @@ def _train(config: str, workdir: pathlib.Path, *more: str) -> list[str]:
     return ["launch/train.py", f"--config={with_arguments(config, *more)}", f"--workdir={workdir}"]
 
 
-def rows(plan: Sequence[Cell], arms: Sequence[str]) -> list[str]:
+def rows(plan: Sequence[Cell]) -> list[str]:
     """Held-out exact match before and after, by arm: mean over seeds, and each seed's gain, in points."""
-    lines: list[tuple[str, ...]] = [("", "EM before", "EM after", "gain", "by seed", "minutes of training")]
-    for arm in arms:
-        ends = [_ends(cell) if arm != SFT else _sft_ends(cell, plan) for cell in plan if cell.arm == arm]
+    lines: list[tuple[str, ...]] = [("", "seeds", "EM before", "EM after", "gain", "by seed", "minutes")]
+    for arm in dict.fromkeys(cell.arm for cell in plan):
+        these = [cell for cell in plan if cell.arm == arm]
+        ends = [_ends(cell) if arm != SFT else _sft_ends(cell, plan) for cell in these]
         before, after, minutes = (np.array(column) for column in zip(*ends, strict=True))
         gains = 100 * (after - before)
         lines.append(
             (
                 arm,
+                " ".join(str(cell.seed) for cell in these),
                 f"{100 * before.mean():.1f}",
                 f"{100 * after.mean():.1f}",
                 f"{gains.mean():+.1f}",

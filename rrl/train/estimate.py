@@ -72,7 +72,7 @@ def costs(
     workload: Workload,
     *,
     remat: str,
-    parameters: float,
+    trained: float,
     traffic: Mapping[str, Mapping[str, Traffic]],
 ) -> dict[str, Cost]:
     """The parts of a training step. Loops are counted as often as they turn, unlike in XLA's own analysis."""
@@ -105,8 +105,8 @@ def costs(
             rate.get("update", 0.0) * batches,
         ),
         "optimiser step": Cost(
-            12.0 * parameters,
-            settings.train.objective.minibatches * 7 * F32 * parameters,  # reads p, g, m, v; writes p, m, v
+            12.0 * trained,
+            settings.train.objective.minibatches * 7 * F32 * trained,  # reads p, g, m, v; writes p, m, v
             rate.get("optimiser step", 0.0) * settings.train.objective.minibatches,
         ),
     }
@@ -127,7 +127,13 @@ def cache_device_bytes(
 
 
 def temporaries(
-    settings: Settings, config: DecoderConfig, mesh: Mesh | AbstractMesh, *, remat: str, parameters: float
+    settings: Settings,
+    config: DecoderConfig,
+    mesh: Mesh | AbstractMesh,
+    *,
+    remat: str,
+    parameters: float,
+    trained: float,
 ) -> dict[str, float]:
     """What each program needs beside its arguments on one device, by count; where a compiler can say it, it is not used.
 
@@ -153,7 +159,8 @@ def temporaries(
     scores = 4 * tokens / 8 * length * config.heads / tensor * F32
     logits = 4 * min(2048, tokens) * vocabulary * F32
     in_update = (
-        (F32 + BF16) * chip_parameters
+        BF16 * chip_parameters
+        + F32 * trained / split
         + config.layers * tokens * kept * BF16
         + tokens * width
         + scores
@@ -161,4 +168,4 @@ def temporaries(
         + layer
         + 2 * config.hidden * vocabulary * F32
     )
-    return {"rollout": in_rollout, "update": in_update, "optimiser step": F32 * chip_parameters}
+    return {"rollout": in_rollout, "update": in_update, "optimiser step": F32 * trained / split}

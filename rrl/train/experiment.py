@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+from flax import nnx
 from ml_collections import ConfigDict
 from transformers import PreTrainedTokenizerBase
 
@@ -20,16 +21,18 @@ from rrl.eval.summary import summary
 from rrl.eval.trajectories_html import write_html
 from rrl.models.decoder import Decoder
 from rrl.models.hf import folder_hash, load_language_model, save_decoder
+from rrl.models.lora import LoraConfig, add_lora
 from rrl.parallel.mesh import make_mesh
 from rrl.parallel.runtime import enable_compilation_cache
 from rrl.recipes.base import Recipe
-from rrl.recipes.card import card_of, write_card
+from rrl.recipes.card import Card, card_of, write_card
 from rrl.recipes.catalogue import make_recipe
 from rrl.rewards.reader import Reader
 from rrl.rl.optim import OptimConfig
 from rrl.rollout.engine import Engine, EngineConfig
 from rrl.rollout.trajectory import Trajectory
 from rrl.train.checkpoints import refuse_other_config
+from rrl.train.export import write_model_files
 from rrl.train.fields import build, fill, only
 from rrl.train.metrics import read_metrics
 from rrl.train.rl import MAY_DIFFER, Outcome, RLConfig, Task, train
@@ -44,6 +47,7 @@ SECTIONS = {
     "reader_rollout": EngineConfig,
     "data": DataConfig,
     "retriever": RetrieverConfig,
+    "lora": LoraConfig,
 }
 """The dataclass behind each section of a config, but for `recipe`."""
 SHOWN = 60
@@ -73,6 +77,7 @@ class Settings:
     retriever: RetrieverConfig
     recipe: Recipe
     reader_rollout: EngineConfig
+    lora: LoraConfig
     reference: tuple[str, float] | None = None
     """What the result is printed beside, and its exact match."""
 
@@ -116,6 +121,7 @@ class Settings:
             retriever=build(RetrieverConfig, values["retriever"], "retriever"),
             recipe=make_recipe(name, recipe_values, environment),
             reader_rollout=build(EngineConfig, values["reader_rollout"], "reader_rollout"),
+            lora=build(LoraConfig, values["lora"], "lora"),
             reference=values.get("reference"),
         )
 
@@ -146,6 +152,7 @@ def load(settings: Settings, say: Clock) -> Loaded:
     mesh = make_mesh(data=1, devices=jax.devices()[:1])
     say(f"policy {settings.policy}")
     decoder, tokenizer = load_language_model(settings.policy, "policy")
+    add_lora(decoder, settings.lora, rngs=nnx.Rngs(settings.train.seed))
     reader = None
     if settings.reader:
         say(f"reader {settings.reader}")
@@ -169,6 +176,7 @@ def run(config: Mapping[str, Any], workdir: str | pathlib.Path) -> Outcome:
     refuse_other_config(workdir, dataclasses.asdict(settings.train) | {"run": identity}, MAY_DIFFER)
     enable_compilation_cache()
     loaded = load(settings, say)
+    write_model_files(workdir, loaded.decoder.config, loaded.tokenizer, _card(settings), settings.policy)
     say("compiling rollout and update on first use (kept in the compilation cache for the next start)")
     outcome = train(
         settings.train,
@@ -197,6 +205,7 @@ def identity_of(settings: Settings) -> dict[str, Any]:
         "retriever": dataclasses.asdict(settings.retriever) | {"encoder": encoder and folder_hash(encoder)},
         "rollout": dataclasses.asdict(settings.rollout),
         "reader_rollout": dataclasses.asdict(settings.reader_rollout),
+        "lora": dataclasses.asdict(settings.lora),
         "recipe": dataclasses.asdict(settings.recipe),  # type: ignore[call-overload]
     }
     if settings.data.path != "miniwiki":
@@ -208,7 +217,7 @@ def identity_of(settings: Settings) -> dict[str, Any]:
 def report(settings: Settings, loaded: Loaded, outcome: Outcome, workdir: pathlib.Path, say: Clock) -> None:
     """Writes the policy, curves, trajectories and (of a finished run) the summary, and prints the last."""
     save_decoder(workdir / "policy", loaded.decoder, loaded.tokenizer)
-    write_card(workdir / "policy", card_of(settings.recipe, settings.rollout.context, settings.rollout.top_k))
+    write_card(workdir / "policy", _card(settings))
     rows = read_metrics(workdir / "metrics.jsonl")
     plot_training(rows, workdir / "curves.png", settings.name, settings.train.eval_temperature)
     shown = shown_with_sources(outcome, settings.train.objective)
@@ -242,6 +251,10 @@ def report(settings: Settings, loaded: Loaded, outcome: Outcome, workdir: pathli
     if outcome.stopped == "done":
         (workdir / "summary.txt").write_text(text + "\n", encoding="utf-8")
     print(text)
+
+
+def _card(settings: Settings) -> Card:
+    return card_of(settings.recipe, settings.rollout.context, settings.rollout.top_k)
 
 
 def shown_with_sources(outcome: Outcome, objective: ObjectiveConfig) -> list[tuple[Trajectory, str]]:

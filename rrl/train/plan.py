@@ -10,11 +10,13 @@ import pathlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import jax
 import jax.numpy as jnp
-from flax import nnx
 from jax.sharding import AbstractMesh, Mesh
+from jaxtyping import PyTree
 
 from rrl.errors import UserError
+from rrl.models.attention_backends import Backend
 from rrl.models.config import DecoderConfig
 from rrl.models.decoder import Remat
 from rrl.models.weights import read_config
@@ -63,8 +65,11 @@ class Plan:
     shape_of: str
     """Where the policy's shape is from."""
     parameters: float
+    trained: float
+    """Of the parameters, those that the optimiser changes."""
     computation: str
     remat: Remat
+    attention: Backend
     memory: dict[str, dict[str, float]]
     """Bytes of one device by phase (rollout, update, optimiser step) and part."""
     programs: list[Program]
@@ -116,10 +121,11 @@ def plan(
             f"give --config.rollout.rows={-(-settings.rollout.rows // shards) * shards} or another --mesh"
         )
     dtype = jnp.float32 if slice_.chip.label == "CPU" else jnp.bfloat16
-    model = Model.of(shape, devices, dtype=dtype, remat=remat)
-    parameters = float(sum(math.prod(leaf.shape) for leaf in _leaves(model)))
+    attention: Backend = "splash" if slice_.chip.label.startswith("TPU") else "xla"
+    model = Model.of(shape, settings, devices, dtype=dtype, remat=remat, attention=attention)
+    trained, fixed = (_count(state) for state in (model.params, model.fixed))
     state = {
-        "parameters": device_bytes(model.params),
+        "parameters": device_bytes(model.params) + device_bytes(model.fixed),
         "reference": device_bytes(model.reference),
         "optimiser state": device_bytes(programs.optimizer_state(settings, model, devices)),
     }
@@ -130,12 +136,12 @@ def plan(
             compiled.append(compiler(settings, model, devices))
         rest = {program.name: program.temporaries for program in compiled}
     else:
-        rest = temporaries(settings, shape, devices, remat=remat, parameters=parameters)
+        rest = temporaries(settings, shape, devices, remat=remat, parameters=trained + fixed, trained=trained)
     itemsize = jnp.dtype(dtype).itemsize
     cache = cache_device_bytes(shape, settings.rollout.rows, settings.rollout.context, itemsize, devices)
     if compiled and not compiled[0].too_large:
         rest["rollout"] -= cache
-    gradients = {"gradients": state["parameters"]}
+    gradients = {"gradients": device_bytes(model.params)}
     memory = {
         "rollout": state | {"KV cache": cache, "activations": max(rest["rollout"], 0.0)},
         "update": state | gradients | {"activations": rest["update"]},
@@ -149,12 +155,14 @@ def plan(
         devices,
         shape,
         source,
-        parameters,
+        trained + fixed,
+        trained,
         jnp.dtype(dtype).name,
         remat,
+        attention,
         memory,
         compiled,
-        costs(settings, shape, devices, workload, remat=remat, parameters=parameters, traffic=traffic),
+        costs(settings, shape, devices, workload, remat=remat, trained=trained, traffic=traffic),
         workload,
     )
 
@@ -240,5 +248,5 @@ def first_knob(plan: Plan) -> str:
     )
 
 
-def _leaves(model: Model) -> list[Any]:
-    return [variable for _, variable in nnx.to_flat_state(model.params)]
+def _count(state: PyTree) -> float:
+    return float(sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(state)))

@@ -18,12 +18,13 @@ def _head(plan: Plan) -> list[str]:
     objective = plan.settings.train.objective
     length = objective.lengths[-1]
     rows = objective.rows(length, data_shards(plan.mesh))
+    adapters = f", {plan.trained / 1e9:.3g} B of them trained" if plan.trained < plan.parameters else ""
     lines = [
         f"{plan.settings.name} on {plan.topology.name}: {plan.topology.size} x {chip.label}, "
         f"{chip.memory / GIB:.2f} GiB of memory each",
-        f"policy    {plan.parameters / 1e9:.3g} B parameters ({plan.shape_of})",
+        f"policy    {plan.parameters / 1e9:.3g} B parameters{adapters} ({plan.shape_of})",
         "mesh      " + ", ".join(f"{axis}={size}" for axis, size in mesh.items()),
-        f"numbers   {plan.computation} computation and reference, float32 parameters, remat={plan.remat}",
+        f"numbers   {plan.computation} computation and reference, float32 trained parameters, remat={plan.remat}, attention={plan.attention}",
         f"rollout   {rollout.rows} rows of {rollout.context} tokens",
         f"update    microbatches of {rows} rows of {length} tokens",
         "left out  reader and query encoder",

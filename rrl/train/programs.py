@@ -18,13 +18,16 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
+from rrl.models.attention_backends import Backend
 from rrl.models.config import DecoderConfig
 from rrl.models.decoder import Decoder, Remat
-from rrl.parallel.rules import ROWS, optimizer_shardings, shardings
+from rrl.models.lora import add_lora
+from rrl.parallel.mesh import ROW_AXES
+from rrl.parallel.rules import optimizer_shardings, shardings
 from rrl.rl.batch import Batch
-from rrl.rl.optim import make_optimizer
+from rrl.rl.optim import make_optimizer, split_trained
 from rrl.rollout.automaton import compile_stops
-from rrl.rollout.loop import DECODE, PREFILL, Programs
+from rrl.rollout.loop import DECODE, PREFILL, Programs, computed
 from rrl.train.experiment import Settings
 from rrl.train.hlo import Traffic, collectives
 from rrl.train.update import SUMS, Updater
@@ -32,23 +35,40 @@ from rrl.train.update import SUMS, Updater
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """A model to be trained, as shapes on a mesh."""
+    """A model to be trained, as shapes on a mesh: ShapeDtypeStructs with their placement."""
 
     config: DecoderConfig
     graph: nnx.GraphDef
     params: PyTree
-    """ShapeDtypeStructs with their placement."""
+    """What is trained, in float32."""
     reference: PyTree
-    """The frozen start, in the dtype of the computation."""
+    """What is trained as it was at the start, in the dtype of the computation."""
+    fixed: PyTree
+    """The others, likewise; both models share them."""
 
     @classmethod
     def of(
-        cls, config: DecoderConfig, mesh: Mesh | AbstractMesh, *, dtype: DTypeLike, remat: Remat
+        cls,
+        config: DecoderConfig,
+        settings: Settings,
+        mesh: Mesh | AbstractMesh,
+        *,
+        dtype: DTypeLike,
+        remat: Remat,
+        attention: Backend,
     ) -> "Model":
-        """With float32 parameters; nothing is allocated."""
-        decoder = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0), dtype=dtype, remat=remat))
-        graph, state = nnx.split(decoder)
-        return cls(config, graph, _placed(state, mesh), _placed(state, mesh, dtype))
+        """Nothing is allocated."""
+
+        def make() -> Decoder:
+            decoder = Decoder(config, rngs=nnx.Rngs(0), dtype=dtype, remat=remat, attention=attention)
+            add_lora(decoder, settings.lora, rngs=nnx.Rngs(0))
+            return decoder
+
+        graph, params, fixed = split_trained(nnx.eval_shape(make), settings.train.optim.frozen)
+        reference, fixed = jax.eval_shape(
+            lambda *states: tuple(computed(state, dtype) for state in states), params, fixed
+        )
+        return cls(config, graph, *(_placed(state, mesh) for state in (params, reference, fixed)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,7 +104,8 @@ def rollout(settings: Settings, model: Model, mesh: Mesh) -> Program:
     loop = programs.episode_loop(environment.turn_tokens, automaton.first_accept)
     key = jax.eval_shape(lambda: jax.random.key(0))
     table = (automaton.table.shape[0], model.config.vocab_size)
-    shapes = (model.params, None, _whole(key.shape, key.dtype, mesh), _whole(table, jnp.int32, mesh))
+    params = nnx.merge_state(model.params, model.fixed)
+    shapes = (params, None, _whole(key.shape, key.dtype, mesh), _whole(table, jnp.int32, mesh))
     return _compile("rollout", loop, shapes, mesh, scopes={"decode": DECODE, "prefill": PREFILL})
 
 
@@ -92,7 +113,7 @@ def accumulate(settings: Settings, model: Model, mesh: Mesh) -> Program:
     """Log-probabilities under policy and reference, loss and gradient of the largest microbatch."""
     length = settings.train.objective.lengths[-1]
     rows = settings.train.objective.rows(length, data_shards(mesh))
-    split = NamedSharding(mesh, PartitionSpec(ROWS))
+    split = NamedSharding(mesh, PartitionSpec(ROW_AXES))
 
     def side(dtype: DTypeLike) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((rows, length), dtype, sharding=split)
@@ -100,7 +121,7 @@ def accumulate(settings: Settings, model: Model, mesh: Mesh) -> Program:
     extras = {name: side(jnp.float32) for name in ("old_logp", "advantage", "weight")}
     batch = Batch(side(jnp.int32), side(jnp.int32), side(jnp.int32), side(jnp.bool_), extras)
     sums = {name: _whole((), jnp.float32, mesh) for name in SUMS}
-    shapes = (model.params, model.reference, model.params, sums, batch)
+    shapes = (model.params, model.reference, model.fixed, model.params, sums, batch)
     return _compile("update", _updater(settings, model).accumulate, shapes, mesh)
 
 
@@ -127,7 +148,7 @@ def optimizer_state(settings: Settings, model: Model, mesh: Mesh | AbstractMesh)
 
 def data_shards(mesh: Mesh | AbstractMesh) -> int:
     """Over how many devices the rows of a batch are split."""
-    return int(np.prod([mesh.shape[axis] for axis in ROWS]))
+    return int(np.prod([mesh.shape[axis] for axis in ROW_AXES]))
 
 
 def device_bytes(tree: PyTree) -> float:
@@ -176,10 +197,10 @@ def _compile(
     )
 
 
-def _placed(state: PyTree, mesh: Mesh | AbstractMesh, dtype: DTypeLike | None = None) -> PyTree:
+def _placed(state: PyTree, mesh: Mesh | AbstractMesh) -> PyTree:
     places = shardings(state, mesh)
     flat = {
-        path: leaf.replace(jax.ShapeDtypeStruct(leaf.shape, dtype or leaf.dtype, sharding=places[path]))
+        path: leaf.replace(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=places[path]))
         for path, leaf in nnx.to_flat_state(state)
     }
     return nnx.from_flat_state(flat)

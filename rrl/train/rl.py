@@ -18,8 +18,9 @@ from rrl.models.decoder import Decoder
 from rrl.recipes.base import Answers, Recipe
 from rrl.retrieval.retriever import Retriever
 from rrl.rl.advantages import low_spread
-from rrl.rl.optim import OptimConfig, make_optimizer, make_schedule, running_mean
+from rrl.rl.optim import OptimConfig, make_optimizer, make_schedule, running_mean, split_trained
 from rrl.rollout.engine import Engine
+from rrl.rollout.loop import computed
 from rrl.rollout.trajectory import Trajectory
 from rrl.train.checkpoints import Checkpoints, stop_requested
 from rrl.train.metrics import MetricsWriter, read_metrics
@@ -68,6 +69,11 @@ class RLConfig:
 
 MAY_DIFFER = ("checkpoint_every",)
 """Fields that a continued run may change: they do not touch its numbers."""
+
+
+def learned_in_checkpoint(settings: Mapping[str, Any]) -> str:
+    """Where in the state of a checkpoint the parameters are that the run has to show, by its config.json."""
+    return "[2]" if settings["average_last"] else "[0]"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,8 +130,8 @@ def train(
     Raises UserError when the workdir belongs to another config.
     """
     settings = dataclasses.asdict(config) | {"run": dict(identity or {})}
-    graph, params = nnx.split(decoder)
-    reference = jax.tree.map(lambda x: x.copy(), params)
+    graph, params, fixed = split_trained(decoder, config.optim.frozen)
+    reference = jax.tree.map(lambda x: x.copy(), computed(params, decoder.dtype))
     optimizer = make_optimizer(config.optim)
     rate = make_schedule(config.optim)
     opt_state = optimizer.init(params)
@@ -140,8 +146,8 @@ def train(
     sampled: list[Trajectory] = []
 
     def learned() -> PyTree:
-        """What the run has to show so far."""
-        return params if average is None else average
+        """All parameters of what the run has to show so far."""
+        return nnx.merge_state(params if average is None else average, fixed)
 
     def measure(step: int) -> tuple[dict[str, float], list[Trajectory]]:
         """Evaluates, unless a former life of the run did."""
@@ -188,7 +194,7 @@ def train(
             chosen = question_order(len(task.train), config.questions, config.seed, step)
             sampled = run_questions(
                 engine,
-                params,
+                nnx.merge_state(params, fixed),
                 recipe,
                 [task.train[i] for i in chosen],
                 key=jax.random.fold_in(base, step),
@@ -206,7 +212,7 @@ def train(
             used = np.flatnonzero(~left_out)
             if len(used):
                 params, opt_state, update = updater(
-                    params, opt_state, reference, [sampled[i] for i in used], advantages[used]
+                    params, opt_state, reference, fixed, [sampled[i] for i in used], advantages[used]
                 )
                 metrics |= {f"train/{name}": value for name, value in update.items()}
             step += 1

@@ -19,7 +19,7 @@ from rrl.errors import UserError
 from rrl.models.decoder import Decoder
 from rrl.rl.batch import Batch
 from rrl.rl.logprobs import token_logprobs
-from rrl.rl.optim import OptimConfig, make_optimizer, make_schedule, skipped_updates
+from rrl.rl.optim import OptimConfig, make_optimizer, make_schedule, skipped_updates, split_trained
 from rrl.train.checkpoints import Checkpoints, stop_requested
 from rrl.train.metrics import MetricsWriter
 from rrl.train.pack import pack
@@ -60,12 +60,18 @@ MAY_DIFFER = ("log_every", "checkpoint_every")
 """Fields that a continued run may change: they don't touch its numbers."""
 
 
+def learned_in_checkpoint(settings: Mapping[str, Any], metadata: Mapping[str, Any]) -> str:
+    """Where in the state of a checkpoint the parameters are that the run has to show: the best ones, with `patience`."""
+    return "[1]" if settings["patience"] and metadata["loss"] is not None else "[0].params"
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TrainState:
     """What an update changes."""
 
     params: nnx.State
+    """Those that are trained."""
     opt_state: optax.OptState
     step: jax.Array
 
@@ -90,14 +96,17 @@ def loss_sums(decoder: Decoder, batch: Batch, chunk: int) -> tuple[jax.Array, ja
 def make_update(
     graph: nnx.GraphDef, optimizer: optax.GradientTransformation, chunk: int
 ) -> Callable[..., Any]:
-    """The jitted update: (state, batch) -> (state, metrics). The old state's buffers are donated."""
+    """The jitted update: (state, fixed, batch) -> (state, metrics). The old state's buffers are donated.
 
-    def loss(params: nnx.State, batch: Batch) -> jax.Array:
-        total, count = loss_sums(nnx.merge(graph, params), batch, chunk)
+    `graph` and the parameters `fixed` are those of `rrl.rl.optim.split_trained`.
+    """
+
+    def loss(params: nnx.State, fixed: nnx.State, batch: Batch) -> jax.Array:
+        total, count = loss_sums(nnx.merge(graph, params, fixed), batch, chunk)
         return total / jnp.maximum(count, 1)
 
-    def update(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
-        value, grads = jax.value_and_grad(loss)(state.params, batch)
+    def update(state: TrainState, fixed: nnx.State, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
+        value, grads = jax.value_and_grad(loss)(state.params, fixed, batch)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         metrics = {
             "loss": value,
@@ -184,7 +193,7 @@ def train(
     Raises:
         UserError: the workdir belongs to another config.
     """
-    graph, params = nnx.split(decoder)
+    graph, params, fixed = split_trained(decoder, config.optim.frozen)
     optimizer = make_optimizer(config.optim)
     state = TrainState(params, optimizer.init(params), jnp.zeros((), jnp.int32))
     update = make_update(graph, optimizer, config.chunk)
@@ -203,7 +212,7 @@ def train(
             spent = best["seconds"]
             while step < config.steps and not stopped:
                 batch = jax.tree.map(jnp.asarray, source.batch(step))
-                state, metrics = update(state, batch)
+                state, metrics = update(state, fixed, batch)
                 step += 1
                 last = step == config.steps
                 if step % config.log_every == 0 or last:
@@ -217,7 +226,7 @@ def train(
                 if evaluate and config.eval_every and step % config.eval_every == 0 and not last:
                     paused = time.monotonic()
                     with progress.paused():
-                        found = evaluate(nnx.merge(graph, state.params))
+                        found = evaluate(nnx.merge(graph, state.params, fixed))
                     began += time.monotonic() - paused
                     writer.write(
                         step, {f"eval/{k}": v for k, v in found.items()} | {"seconds": best["seconds"]}
@@ -245,13 +254,12 @@ def train(
                     checkpoints.save(step, (state, best_params), best)
             if stopped != "signal":
                 best["stopped"] = stopped = stopped or "done"
+            if config.patience and best["loss"] is not None and evaluate and stopped == "done":
+                now = evaluate(nnx.merge(graph, state.params, fixed))
+                if now["loss"] < best["loss"]:
+                    best["loss"], best_params = now["loss"], state.params
             checkpoints.save(step, (state, best_params), best)
-            final = state.params
-            if config.patience and best["loss"] is not None:
-                final = best_params
-                if evaluate and stopped == "done":
-                    now = evaluate(nnx.merge(graph, state.params))
-                    final = state.params if now["loss"] < best["loss"] else best_params
+            final = best_params if config.patience and best["loss"] is not None else state.params
             nnx.update(decoder, final)
             found = evaluate(decoder) if evaluate else {}
             if found:

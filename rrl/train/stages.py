@@ -34,6 +34,7 @@ from rrl.recipes.rsearch import READER_TEMPLATE
 from rrl.rl.optim import OptimConfig
 from rrl.train.checkpoints import refuse_other_config
 from rrl.train.demonstrations import demonstrations
+from rrl.train.export import write_model_files
 from rrl.train.fields import build, fill, only
 from rrl.train.sft import MAY_DIFFER, Result, SFTConfig, train
 from rrl.train.sources import Alternating, FixedSource, Source, StreamSource
@@ -162,13 +163,17 @@ def run(config: Mapping[str, Any], workdir: str | pathlib.Path) -> Result:
         if values.get("induction"):
             wire_induction(decoder, seed=settings.seed, **values["induction"])
     source, held_out = STAGES[stage](values["data"], settings, tokenizer)
+    card = None
+    if stage == "demonstrations":
+        shown = build(DemonstrationConfig, values["data"]["demonstrations"], "data.demonstrations")
+        card = card_of(_recipe(shown), shown.context, shown.top_k)
+    write_model_files(workdir, decoder.config, tokenizer, card, values["init"] or None)
     result = train(settings, source, decoder, workdir, held_out=held_out, identity=identity)
     out = pathlib.Path(values["out"] or pathlib.Path(workdir, "model"))
     if result.stopped != "signal":
         save_decoder(out, decoder, tokenizer)
-        if stage == "demonstrations":
-            shown = build(DemonstrationConfig, values["data"]["demonstrations"], "data.demonstrations")
-            write_card(out, card_of(_recipe(shown), shown.context, shown.top_k))
+        if card is not None:
+            write_card(out, card)
         print(f"wrote {out} (sha256 {folder_hash(out)[:12]})", file=sys.stderr)
     return result
 

@@ -111,15 +111,18 @@ def microbatches(
 
 
 class Updater:
-    """The jitted pieces of an update for one model graph: `accumulate` adds a microbatch's gradient, `apply` steps."""
+    """The jitted pieces of an update for one model graph, as `split_trained` gives it: `accumulate` adds a microbatch's
+    gradient to the sum, `apply` takes the optimiser's step."""
 
     def __init__(
         self, graph: nnx.GraphDef, optimizer: optax.GradientTransformation, config: ObjectiveConfig
     ) -> None:
         self.config = config
 
-        def loss(params: PyTree, reference: PyTree, batch: Batch) -> tuple[jax.Array, dict[str, jax.Array]]:
-            scores = token_logprobs(nnx.merge(graph, params), batch, entropy=True)
+        def loss(
+            params: PyTree, reference: PyTree, fixed: PyTree, batch: Batch
+        ) -> tuple[jax.Array, dict[str, jax.Array]]:
+            scores = token_logprobs(nnx.merge(graph, params, fixed), batch, entropy=True)
             old = batch.extras["old_logp"]
             objective, ratio, clipped = clipped_objective(
                 scores.logp,
@@ -128,8 +131,8 @@ class Updater:
                 clip_low=config.clip_low,
                 clip_high=config.clip_high,
             )
-            frozen = jax.lax.stop_gradient(token_logprobs(nnx.merge(graph, reference), batch).logp)
-            kl = kl_k3(scores.logp, frozen)
+            before = jax.lax.stop_gradient(token_logprobs(nnx.merge(graph, reference, fixed), batch).logp)
+            kl = kl_k3(scores.logp, before)
             mask = batch.loss.astype(jnp.float32)
             value = jnp.sum(mask * batch.extras["weight"] * (objective + config.kl_coef * kl))
             assert scores.entropy is not None
@@ -144,13 +147,16 @@ class Updater:
             return value, sums
 
         def accumulate(
-            params: PyTree, reference: PyTree, grads: PyTree, sums: dict[str, jax.Array], batch: Batch
+            params: PyTree,
+            reference: PyTree,
+            fixed: PyTree,
+            grads: PyTree,
+            sums: dict[str, jax.Array],
+            batch: Batch,
         ) -> tuple[PyTree, dict[str, jax.Array]]:
-            (value, new), grad = jax.value_and_grad(loss, has_aux=True)(params, reference, batch)
-            new = new | {"loss": value}
-            return jax.tree.map(jnp.add, grads, constrain_state(grad)), {
-                name: sums[name] + new[name] for name in new
-            }
+            (value, new), grad = jax.value_and_grad(loss, has_aux=True)(params, reference, fixed, batch)
+            new, grad = new | {"loss": value}, constrain_state(grad)
+            return jax.tree.map(jnp.add, grads, grad), {name: sums[name] + new[name] for name in new}
 
         def apply(
             params: PyTree, opt_state: optax.OptState, grads: PyTree, total: jax.Array
@@ -160,7 +166,7 @@ class Updater:
             metrics = {"grad_norm": optax.global_norm(grads), "skipped": skipped_updates(opt_state)}
             return optax.apply_updates(params, updates), opt_state, metrics
 
-        self.accumulate: Callable[..., Any] = jax.jit(accumulate, donate_argnums=(2, 3))
+        self.accumulate: Callable[..., Any] = jax.jit(accumulate, donate_argnums=(3, 4))
         self.apply: Callable[..., Any] = jax.jit(apply, donate_argnums=(0, 1))
 
     def __call__(
@@ -168,10 +174,14 @@ class Updater:
         params: PyTree,
         opt_state: optax.OptState,
         reference: PyTree,
+        fixed: PyTree,
         trajectories: Sequence[Trajectory],
         advantages: Float[np.ndarray, "N"],
     ) -> tuple[PyTree, optax.OptState, dict[str, float]]:
         """Updates on all trajectories; the buffers of `params` and `opt_state` are donated.
+
+        `params` and `reference` are trained parameters now and at the start, `fixed` the others, which both models share
+        (`rrl.rl.optim.split_trained`).
 
         Returns new parameters, optimiser state, and means over policy tokens: kl, entropy, ratio, clip_fraction,
         logp_gap (|log-prob here - log-prob of the sampler|; before the first step it is their numerical gap).
@@ -189,7 +199,7 @@ class Updater:
             sums = {name: jnp.zeros(()) for name in SUMS}
             for batch in batches:
                 grads, sums = self.accumulate(
-                    params, reference, grads, sums, jax.tree.map(jnp.asarray, batch)
+                    params, reference, fixed, grads, sums, jax.tree.map(jnp.asarray, batch)
                 )
             params, opt_state, extra = self.apply(params, opt_state, grads, jnp.float32(total))
             found = {name: float(value) for name, value in jax.device_get({**sums, **extra}).items()}

@@ -33,6 +33,18 @@ def config(request) -> DecoderConfig:
     return ODD[request.param]
 
 
-@pytest.fixture
-def encoder_config() -> EncoderConfig:
-    return EncoderConfig(vocab_size=83, hidden=24, layers=2, heads=3, mlp=44, max_positions=40)
+ENCODERS = {
+    "bert": EncoderConfig(vocab_size=83, hidden=24, layers=2, heads=3, mlp=44, max_positions=40),
+    "xlm-roberta": EncoderConfig(
+        vocab_size=37, hidden=28, layers=2, heads=4, mlp=33, max_positions=42, type_vocab_size=1,
+        layer_norm_eps=1e-5, pad_token_id=1, model_type="xlm-roberta",
+    ),
+    "roberta": EncoderConfig(
+        vocab_size=29, hidden=16, layers=1, heads=2, mlp=21, max_positions=44, pad_token_id=3, model_type="roberta"
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(params=["bert", "xlm-roberta"])
+def encoder_config(request) -> EncoderConfig:
+    return ENCODERS[request.param]

@@ -4,6 +4,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from rrl.models.config import DecoderConfig, EncoderConfig
@@ -58,3 +59,13 @@ def draw(config, rows, length, seed=0):
 def places(rows, length):
     """Positions 0, 1, 2, ... [rows, length]."""
     return jnp.broadcast_to(jnp.arange(length), (rows, length))
+
+
+def filled(config, seed=0):
+    """A decoder of random numbers, drawn without compiling anything."""
+    graph, state = nnx.split(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))))
+    draws = np.random.default_rng(seed)
+    return nnx.merge(
+        graph,
+        jax.tree.map(lambda leaf: jnp.asarray(draws.normal(0, 0.3, leaf.shape), leaf.dtype), state),
+    )

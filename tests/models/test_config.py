@@ -3,7 +3,7 @@
 import pytest
 
 from rrl.errors import UserError
-from rrl.models.config import DecoderConfig, EncoderConfig, Llama3Scaling
+from rrl.models.config import DecoderConfig, EncoderConfig, Llama3Scaling, Pooling
 
 # https://huggingface.co/Qwen/Qwen2.5-7B/blob/main/config.json
 QWEN25_7B = {
@@ -69,12 +69,26 @@ def test_what_the_decoder_cannot_do_is_refused_by_name(change, message):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model_type": "t5"}, "model_type='t5'"),
+        ({"model_type": "t5"}, "model_type='t5'.*bert, roberta, xlm-roberta"),
         ({"hidden_act": "relu"}, "hidden_act='relu'"),
         ({"position_embedding_type": "relative_key"}, "relative_key"),
+        ({"model_type": "roberta", "pad_token_id": 50}, "no position after pad_token_id=50"),
         ({"num_attention_heads": 5}, "multiple of heads=5"),
     ],
 )
 def test_what_the_encoder_cannot_do_is_refused_by_name(change, message, encoder_config):
     with pytest.raises(UserError, match=message):
         EncoderConfig.from_hf(encoder_config.to_hf() | change)
+
+
+def test_a_config_without_padding_id_gets_its_familys():
+    hf = EncoderConfig(vocab_size=9, hidden=4, layers=1, heads=1, mlp=4).to_hf() | {"pad_token_id": None}
+    assert EncoderConfig.from_hf(hf).pad_token_id == 0
+    assert EncoderConfig.from_hf(hf | {"model_type": "xlm-roberta"}).pad_token_id == 1
+
+
+def test_unknown_pooling_is_refused_by_name():
+    with pytest.raises(UserError, match="pooling mode='max' is unknown; choose one of mean, cls"):
+        Pooling("max")
+    with pytest.raises(UserError, match="normalize='yes' must be true or false"):
+        Pooling(normalize="yes")

@@ -12,6 +12,7 @@ from safetensors.numpy import load_file, save_file
 
 from rrl.data.tokenizer import train_tokenizer
 from rrl.errors import UserError
+from rrl.models.config import ENCODER_FAMILIES
 from rrl.models.decoder import Decoder
 from rrl.models.hf import (
     folder_hash,
@@ -57,9 +58,16 @@ def test_encoder_export_then_import_is_exact(encoder_config, tmp_path):
 def test_encoder_weights_with_pooler_and_prefix_are_read(encoder_config, tmp_path):
     encoder = make(encoder_config)
     save_encoder(tmp_path, encoder)
-    tensors = {f"bert.{name}": tensor for name, tensor in load_file(tmp_path / WEIGHTS).items()}
-    save_file(tensors | {"cls.predictions.bias": np.zeros(3, np.float32)}, tmp_path / WEIGHTS)
+    prefix = ENCODER_FAMILIES[encoder_config.model_type].prefix
+    tensors = {f"{prefix}{name}": tensor for name, tensor in load_file(tmp_path / WEIGHTS).items()}
+    ignored = dict.fromkeys(
+        [f"{prefix}pooler.dense.bias", "cls.predictions.bias", "lm_head.bias"], np.zeros(3)
+    )
+    save_file(tensors | ignored, tmp_path / WEIGHTS)
     assert same(encoder, load_encoder(tmp_path))
+    save_file(tensors | {"classifier.weight": np.zeros(3)}, tmp_path / WEIGHTS)
+    with pytest.raises(UserError, match=r"do not belong .*: classifier.weight; use"):
+        load_encoder(tmp_path)
 
 
 def test_bfloat16_folder_is_read_and_written(folder):

@@ -50,12 +50,19 @@ def test_a_folder_that_we_wrote_gives_our_logits_in_transformers(config, tmp_pat
     compare(tmp_path, config, theirs.eval(), 40)
 
 
+@pytest.mark.parametrize("encoder_config", ["bert", "roberta", "xlm-roberta"], indirect=True)
 def test_encoder_folders_give_the_same_hidden_states_both_ways(encoder_config, tmp_path):
     hf = transformers.AutoConfig.for_model(**encoder_config.to_hf())
-    theirs = random_(transformers.BertModel(hf))
+    theirs = random_(transformers.AutoModel.from_config(hf))
     theirs.save_pretrained(tmp_path / "theirs")
     save_encoder(tmp_path / "ours", load_encoder(tmp_path / "theirs"))
-    again = transformers.BertModel.from_pretrained(tmp_path / "ours", add_pooling_layer=False).eval()
+    again, report = type(theirs).from_pretrained(
+        tmp_path / "ours", add_pooling_layer=False, output_loading_info=True
+    )
+    assert not report["missing_keys"]
+    assert not report["unexpected_keys"]
+    again.eval()
+    # Padding ids stand within the texts too: positions must skip them as theirs do.
     tokens = np.random.default_rng(0).integers(0, encoder_config.vocab_size, (3, 21))
     mask = np.arange(21) < np.array([[21], [9], [1]])
     arguments = {"input_ids": torch.tensor(tokens), "attention_mask": torch.tensor(mask, dtype=torch.long)}

@@ -13,7 +13,8 @@ from rrl.models.config import DecoderConfig, EncoderConfig
 from rrl.models.decoder import Decoder
 from rrl.models.encoder import Encoder
 from rrl.parallel.mesh import make_mesh
-from rrl.parallel.rules import ROWS, RULES, constrain, fit, optimizer_shardings, shard, shardings, spec_of
+from rrl.parallel.mesh import ROW_AXES
+from rrl.parallel.rules import RULES, constrain, fit, optimizer_shardings, shard, shardings, spec_of
 
 P = PartitionSpec
 
@@ -27,7 +28,7 @@ def small(**changes):
 def test_every_parameter_of_every_model_is_covered(model_type):
     mesh = make_mesh(2, 2, 2)
     decoder = Decoder(small(model_type=model_type, tie_embeddings=False), rngs=nnx.Rngs(0))
-    encoder = Encoder(EncoderConfig(40, 16, 2, 4, 32), rngs=nnx.Rngs(0))
+    encoder = Encoder(EncoderConfig(40, 16, 2, 4, 32, model_type="xlm-roberta"), rngs=nnx.Rngs(0))
     for model in (decoder, encoder):
         assert len(shardings(nnx.state(model), mesh)) == len(jax.tree.leaves(nnx.state(model)))
 
@@ -84,13 +85,13 @@ def test_collisions_unknown_axes_and_long_specs_are_refused_by_name(spec, messag
 
 def test_activations_are_constrained_on_a_mesh_and_untouched_without_one():
     x = jnp.ones((8, 3, 4))
-    assert constrain(x, ROWS, None, "tensor") is x
+    assert constrain(x, ROW_AXES, None, "tensor") is x
     with jax.set_mesh(make_mesh(1, 1, 1, devices=jax.devices()[:1])):
-        assert constrain(x, ROWS, None, "tensor") is x
+        assert constrain(x, ROW_AXES, None, "tensor") is x
     mesh = make_mesh(2, 2, 2)
     with jax.set_mesh(mesh):
-        placed = jax.jit(lambda x: constrain(x, ROWS, "tensor", "tensor" if x.ndim == 2 else None))(x)
-    assert placed.sharding.is_equivalent_to(NamedSharding(mesh, P(ROWS, None, None)), 3)
+        placed = jax.jit(lambda x: constrain(x, ROW_AXES, "tensor", "tensor" if x.ndim == 2 else None))(x)
+    assert placed.sharding.is_equivalent_to(NamedSharding(mesh, P(ROW_AXES, None, None)), 3)
 
 
 def test_an_optimisers_state_lies_as_its_parameters_and_counts_are_whole():

@@ -11,17 +11,18 @@ from transformers import PreTrainedTokenizerFast
 
 from rrl.data.passages import Passage
 from rrl.errors import UserError
-from rrl.models.config import EncoderConfig
+from rrl.models.config import EncoderConfig, Pooling
 from rrl.models.encoder import Encoder
 from rrl.retrieval.encode import (
     TextEncoder,
-    TextSettings,
+    folder_fingerprint,
     length_buckets,
     load_text_encoder,
     save_text_encoder,
     token_cutter,
 )
 from rrl.retrieval.index import build_index, make_retriever, open_index
+from rrl.retrieval.settings import TextSettings
 
 WORDS = [
     "[PAD]",
@@ -66,7 +67,7 @@ def test_queries_have_their_prefix_a_fixed_width_and_their_closing_token() -> No
 
 
 def test_a_tokenizer_without_special_tokens_is_only_cut() -> None:
-    assert token_cutter(tokenizer(special=False))(["oslo rain sun", ""], 2) == [[6, 8], []]
+    assert token_cutter(tokenizer(special=False))(["oslo rain sun", ""], 2) == ([[6, 8], []], 1)
 
 
 def test_length_buckets_hold_every_row_once_in_the_smallest_width() -> None:
@@ -93,6 +94,8 @@ def test_long_passages_are_cut_and_counted(caplog: pytest.LogCaptureFixture) -> 
     embeddings = encoder.embed_passages(PASSAGES)
     assert "of 19 passages cut at 12 tokens" in caplog.text
     np.testing.assert_allclose(embeddings[16], embeddings[18], atol=2e-6)
+    kept = np.array([[1, 5, 6, *[8, 10, 11] * 2, 8, 10, 2]])  # [CLS] passage: oslo rain of town ... [SEP]
+    np.testing.assert_allclose(embeddings[16], encoder.encoder.embed(kept, kept != 0)[0], atol=2e-6)
 
 
 def test_queries_embed_as_the_caller_embeds_their_tokens() -> None:
@@ -129,6 +132,26 @@ def test_a_folder_comes_back_with_its_settings_and_another_is_told_apart(tmp_pat
         open_index(tmp_path / "index", other)
 
 
+def test_the_shipped_folder_has_the_fingerprint_that_indexes_of_it_remember() -> None:
+    fingerprint = folder_fingerprint(Path("assets/miniwiki-encoder"))
+    assert fingerprint == "85713baf5accaf7d5536130634ec60edc44432e0b2e540181d6b96b9e006fddd"
+    assert load_text_encoder("assets/miniwiki-encoder").fingerprint == fingerprint
+
+
+def test_pooling_survives_in_the_folder_and_other_settings_make_another_encoder(tmp_path: Path) -> None:
+    pooling = Pooling("cls", normalize=False)
+    config = EncoderConfig(len(WORDS), hidden=4, layers=1, heads=1, mlp=4, max_positions=64, pooling=pooling)
+    encoder = TextEncoder(Encoder(config, rngs=nnx.Rngs(0)), tokenizer(), TextSettings())
+    saved = save_text_encoder(tmp_path, encoder)
+    opened = load_text_encoder(tmp_path)
+    assert (opened.encoder.config, opened.fingerprint) == (config, saved.fingerprint)
+    assert load_text_encoder(tmp_path, {}).fingerprint == saved.fingerprint
+    other = load_text_encoder(tmp_path, {"pooling": "mean", "query_prefix": ""})
+    assert other.settings.query_prefix == ""
+    assert other.encoder.config.pooling == Pooling("mean", normalize=False)
+    assert other.fingerprint != saved.fingerprint
+
+
 def test_a_tokenizer_larger_than_the_vocabulary_is_refused(tmp_path: Path) -> None:
     encoder = text_encoder()
     encoder.tokenizer.add_tokens(["paris"])
@@ -140,7 +163,7 @@ def test_a_tokenizer_larger_than_the_vocabulary_is_refused(tmp_path: Path) -> No
 
 
 def test_a_folder_without_settings_says_what_to_write(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"no text_encoder.json.*query_prefix, passage_prefix.*E5"):
+    with pytest.raises(UserError, match=r"no text_encoder.json.*query_prefix, passage_prefix.*family.*e5"):
         load_text_encoder(tmp_path)
     (tmp_path / "text_encoder.json").write_text('{"prefix": "q"}')
     with pytest.raises(UserError, match=r"text_encoder.json: .*prefix.*Allowed"):

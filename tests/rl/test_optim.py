@@ -5,9 +5,17 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 from rrl.errors import UserError
-from rrl.rl.optim import OptimConfig, make_optimizer, make_schedule, running_mean, skipped_updates
+from rrl.rl.optim import (
+    OptimConfig,
+    make_optimizer,
+    make_schedule,
+    running_mean,
+    skipped_updates,
+    split_trained,
+)
 
 
 def stacked_params():
@@ -125,31 +133,37 @@ def test_wrong_settings_are_refused(fields, words):
     assert all(w in str(error.value) for w in words)
 
 
-@pytest.mark.parametrize("name", ["adamw", "muon", "sgd"])
-def test_frozen_parameters_stay_and_do_not_count_towards_the_clip(name):
-    params = stacked_params()
-    grads = jax.tree.map(jnp.ones_like, params)
-    settings = {"name": name, "lr": 0.1, "clip_norm": 1.0, "weight_decay": 0.1}
+class Toy(nnx.Module):
+    def __init__(self, adapters=False):
+        self.embedding = nnx.Param(jnp.ones(3))
+        self.q, self.q_bias = nnx.Param(jnp.ones(2)), nnx.Param(jnp.ones(2))
+        if adapters:
+            self.q_lora_a, self.q_lora_b = nnx.LoRAParam(jnp.ones(1)), nnx.LoRAParam(jnp.ones(1))
 
-    def updates(params, grads, **more):
-        optimizer = make_optimizer(OptimConfig(**settings, **more))
-        return optimizer.update(grads, optimizer.init(params), params)[0]
 
-    grads["embedding"] *= 1e6
-    found = updates(params, grads, frozen=("^embedding$", "layers/q_bias"))
-    assert not found["embedding"].any() and not found["layers"]["q_bias"].any()
-    rest = {"layers": {n: x for n, x in params["layers"].items() if n != "q_bias"}}
-    alone = updates(rest, jax.tree.map(jnp.ones_like, rest))
-    for key, value in alone["layers"].items():
-        assert value.any()
-        np.testing.assert_allclose(found["layers"][key], value, rtol=1e-6)
+@pytest.mark.parametrize(
+    ("adapters", "frozen", "trained"),
+    [
+        (False, (), {"embedding", "q", "q_bias"}),
+        (False, ("^embedding$", "bias"), {"q"}),
+        (True, (), {"q_lora_a", "q_lora_b"}),
+        (True, ("^embedding$", "lora_a"), {"q_lora_b"}),
+    ],
+)
+def test_adapters_alone_are_trained_where_there_are_any_and_nothing_frozen_is(adapters, frozen, trained):
+    toy = Toy(adapters)
+    graph, params, fixed = split_trained(toy, frozen)
+    assert {path[0] for path, _ in nnx.to_flat_state(params)} == trained
+    assert len(jax.tree.leaves(params)) + len(jax.tree.leaves(fixed)) == len(jax.tree.leaves(nnx.state(toy)))
+    again = nnx.merge(graph, params, fixed)
+    jax.tree.map(np.testing.assert_array_equal, nnx.state(again), nnx.state(toy))
 
 
 def test_a_frozen_pattern_without_a_parameter_is_refused():
     with pytest.raises(
-        UserError, match=r"optim.frozen=\['head'\] match no parameter; there are embedding, layers/"
+        UserError, match=r"optim.frozen=\['head'\] match no parameter; there are embedding, q"
     ):
-        make_optimizer(OptimConfig(frozen=("embedding", "head"))).init(stacked_params())
+        split_trained(Toy(), ("embedding", "head"))
 
 
 def test_the_running_mean_is_the_mean():

@@ -42,7 +42,7 @@ def test_the_table_gives_mean_and_every_seed(tmp_path):
     plan = cells(tmp_path, ["GRPO", "SFT continued"], [0, 1])
     for cell, after in zip(plan, (0.5, 0.42, 0.6, 0.38), strict=True):
         finish(cell, 0.4, after, 8.0)
-    text = "\n".join(rows(plan, ["GRPO", "SFT continued"]))
+    text = "\n".join(rows(plan))
     assert "+15.0" in text
     assert "+10.0 +20.0" in text
     assert "+2.0 -2.0" in text
@@ -154,6 +154,22 @@ def test_runs_of_other_models_are_not_put_in_one_table(sweep):
         (cell.workdir / "config.json").write_text(json.dumps({"run": made}))
     with pytest.raises(UserError, match=r"GRPO-0 and .*search_off-0 had other models .*'aaa'.*'bbb'"):
         sweep("", ["GRPO", "search off"])
+
+
+def test_processes_with_seeds_of_their_own_share_a_folder_and_the_last_one_shows_all(sweep):
+    def seeds(*given):
+        return compare(f"{sweep.config}", f"{sweep.cold_start}:init=P", sweep.root, ["GRPO"], given)
+
+    seeds(0, 10)
+    (sweep.root / "GRPO-3").mkdir()  # the other process's, not finished
+    text = seeds(2)
+    assert "0 2 10" in text and "+10.0 +10.0 +10.0" in text
+    lines = [json.loads(line) for line in (sweep.root / "compare.jsonl").read_text().splitlines()]
+    assert [(line["seed"], line["eval/em"]) for line in lines if line["step"] == 2] == [
+        (0, 0.5),
+        (2, 0.5),
+        (10, 0.5),
+    ]
 
 
 @pytest.mark.parametrize("arguments", ["seed=3", "steps=2,control=permuted"])

@@ -13,10 +13,11 @@ from rrl.data.questions import Question
 from rrl.errors import UserError
 from rrl.models.config import DecoderConfig
 from rrl.models.decoder import Decoder
+from rrl.models.lora import LoraConfig, add_lora
 from rrl.parallel.mesh import make_mesh
 from rrl.parallel.rules import shard, shardings
 from rrl.rl.logprobs import token_logprobs
-from rrl.rl.optim import OptimConfig, make_optimizer
+from rrl.rl.optim import OptimConfig, make_optimizer, split_trained
 from rrl.rollout.trajectory import ENVIRONMENT, POLICY, PROMPT, Trajectory
 from rrl.train.pack import pack
 from rrl.train.update import ObjectiveConfig, Updater, microbatches
@@ -55,12 +56,19 @@ TRAJECTORIES = [make(seed, 5 + 7 * (seed % 6), seed // 4) for seed in range(16)]
 ADVANTAGES = np.random.default_rng(9).normal(size=16).astype(np.float32)
 
 
-def step(objective: ObjectiveConfig, trajectories=TRAJECTORIES, advantages=ADVANTAGES, place=lambda x: x):
-    graph, params = nnx.split(Decoder(CONFIG, rngs=nnx.Rngs(0)))
-    params, reference = place(params), place(jax.tree.map(lambda x: x * 1.05, params))
+def step(
+    objective: ObjectiveConfig,
+    trajectories=TRAJECTORIES,
+    advantages=ADVANTAGES,
+    decoder=None,
+    frozen=(),
+    place=lambda x: x,
+):
+    graph, params, fixed = split_trained(decoder or Decoder(CONFIG, rngs=nnx.Rngs(0)), frozen)
+    params, reference, fixed = place(params), place(jax.tree.map(lambda x: x * 1.05, params)), place(fixed)
     optimizer = make_optimizer(OptimConfig(name="sgd", lr=0.1, b1=0.0, clip_norm=None, total_steps=10))
     updater = Updater(graph, optimizer, objective)
-    new, state, metrics = updater(params, optimizer.init(params), reference, trajectories, advantages)
+    new, state, metrics = updater(params, optimizer.init(params), reference, fixed, trajectories, advantages)
     return new, metrics | {"steps": int(optax.tree_utils.tree_get(state, "count"))}
 
 
@@ -124,6 +132,27 @@ def test_without_advantage_and_kl_nothing_moves():
     new, metrics = step(ObjectiveConfig(kl_coef=0.0, lengths=(64,)), advantages=np.zeros(16, np.float32))
     close(new, params, 0)
     assert metrics["grad_norm"] == 0
+
+
+def test_freezing_some_parameters_leaves_the_step_of_the_others_as_it_was():
+    objective = ObjectiveConfig(kl_coef=0.0, lengths=(64,))
+    whole, _ = step(objective)
+    part, _ = step(objective, frozen=("^embedding$", "norm"))
+    names = {path for path, _ in nnx.to_flat_state(part)}
+    assert ("embedding",) not in names and ("layers", "q") in names
+    everything = dict(nnx.to_flat_state(whole))
+    for path, leaf in nnx.to_flat_state(part):
+        np.testing.assert_allclose(leaf[...], everything[path][...], atol=1e-7)
+
+
+def test_adapters_learn_beside_a_policy_that_stays():
+    decoder = Decoder(CONFIG, rngs=nnx.Rngs(0))
+    add_lora(decoder, LoraConfig(rank=2), rngs=nnx.Rngs(1))
+    before = jax.tree.map(jnp.copy, nnx.state(decoder, nnx.LoRAParam))
+    new, metrics = step(ObjectiveConfig(kl_coef=0.0, lengths=(64,)), decoder=decoder)
+    assert jax.tree.structure(new) == jax.tree.structure(before) and metrics["grad_norm"] > 0
+    moved = {path[-1]: float(jnp.abs(leaf[...]).max()) for path, leaf in nnx.to_flat_state(new)}
+    assert all(size > 0 for name, size in moved.items() if name.endswith("_lora_b"))
 
 
 def test_a_step_raises_what_had_advantage_and_lowers_what_had_none():

@@ -1,0 +1,130 @@
+"""Attention over a packed batch by whichever kernel the platform has: our own in XLA, cuDNN's, or TPU's splash.
+
+All three give the same numbers up to rounding: a token attends to itself and to earlier tokens of its own segment.
+"""
+
+import functools
+from typing import Literal, get_args
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas.ops.tpu import splash_attention as splash
+from jax.sharding import PartitionSpec
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+from rrl.errors import UserError
+from rrl.models.attention import causal_attention
+from rrl.parallel.mesh import ROW_AXES
+
+Backend = Literal["xla", "cudnn", "splash"]
+LANES = 128
+"""Splash works on blocks of so many tokens, and on head dimensions that are multiples of it."""
+
+
+def choose_backend(name: str, platform: str, dtype: DTypeLike) -> Backend:
+    """The kernel to use on a platform ("cpu", "gpu", "tpu"); "auto" takes the fastest that runs there.
+
+    Raises:
+        UserError: an unknown name, or a kernel that does not run on this platform or in this dtype.
+    """
+    half = jnp.dtype(dtype) in (jnp.bfloat16, jnp.float16)
+    if name == "auto":
+        return "splash" if platform == "tpu" else "cudnn" if platform == "gpu" and half else "xla"
+    if name not in get_args(Backend):
+        raise UserError(f"attention={name!r} is unknown; choose one of auto, {', '.join(get_args(Backend))}")
+    if name == "splash" and platform != "tpu":
+        raise UserError(f"attention=splash runs on TPUs only, this is a {platform}; choose xla or auto")
+    if name == "cudnn" and (platform != "gpu" or not half):
+        raise UserError(
+            f"attention=cudnn needs an NVIDIA GPU and bfloat16 or float16, this is a {platform} and {jnp.dtype(dtype)}; "
+            "choose xla or auto"
+        )
+    return name  # type: ignore[return-value]
+
+
+def packed_attention(
+    backend: Backend,
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B T K H"],
+    v: Float[Array, "B T K H"],
+    segment_ids: Int[Array, "B T"] | None = None,
+) -> Float[Array, "B T N H"]:
+    """Causal attention within segments by the given kernel; q must be scaled already."""
+    if backend == "cudnn":
+        return cudnn_attention(q, k, v, segment_ids)
+    if backend == "splash":
+        return splash_attention(q, k, v, segment_ids)
+    return causal_attention(q, k, v, segment_ids)
+
+
+def cudnn_attention(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B T K H"],
+    v: Float[Array, "B T K H"],
+    segment_ids: Int[Array, "B T"] | None = None,
+    implementation: Literal["cudnn", "xla"] = "cudnn",
+) -> Float[Array, "B T N H"]:
+    """cuDNN's flash attention; segments become a [B, 1, T, T] mask."""
+    mask = None if segment_ids is None else (segment_ids[:, None, :, None] == segment_ids[:, None, None, :])
+    return jax.nn.dot_product_attention(
+        q, k, v, mask=mask, scale=1.0, is_causal=True, implementation=implementation
+    )
+
+
+def splash_attention(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B T K H"],
+    v: Float[Array, "B T K H"],
+    segment_ids: Int[Array, "B T"] | None = None,
+    *,
+    interpret: bool = False,
+) -> Float[Array, "B T N H"]:
+    """TPU's splash attention, over the mesh in use: rows over data and fsdp, heads over tensor.
+
+    Lengths and head dimensions are padded to multiples of 128. Key heads that the tensor axis does not divide are
+    repeated for each query head. `interpret` runs the kernel's own instructions on any platform, slowly.
+    """
+    length, width = q.shape[1], q.shape[3]
+    segments = jnp.ones(q.shape[:2], jnp.int32) if segment_ids is None else segment_ids
+    more, wider = -length % LANES, -width % LANES
+    q, k, v = (jnp.pad(x, ((0, 0), (0, more), (0, 0), (0, wider))) for x in (q, k, v))
+    segments = jnp.pad(segments, ((0, 0), (0, more)), constant_values=-1)
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        out = _splash(q, k, v, segments, interpret)
+    else:
+        tensor = mesh.shape["tensor"]
+        if k.shape[2] % tensor:
+            k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
+        heads = "tensor" if k.shape[2] % tensor == 0 else None
+        spec = PartitionSpec(ROW_AXES, None, heads, None)
+        out = jax.shard_map(
+            functools.partial(_splash, interpret=interpret),
+            in_specs=(spec, spec, spec, PartitionSpec(ROW_AXES, None)),
+            out_specs=spec,
+            check_vma=False,
+        )(q, k, v, segments)
+    return out[:, :length, :, :width]
+
+
+def _splash(q: Array, k: Array, v: Array, segments: Array, interpret: bool) -> Array:
+    """The kernel on one device, row by row."""
+    length, heads = q.shape[1:3]
+    block = next(size for size in (512, 256, LANES) if length % size == 0)
+    sizes = splash.BlockSizes(
+        block_q=block,
+        block_kv=block,
+        block_q_dkv=block,
+        block_kv_dkv=block,
+        block_q_dq=block,
+        block_kv_dq=block,
+    )
+    mask = splash.MultiHeadMask([splash.CausalMask((length, length))] * heads)
+    kernel = splash.make_splash_mha_single_device(mask, block_sizes=sizes, interpret=interpret)
+
+    def one_row(q: Array, k: Array, v: Array, segments: Array) -> Array:
+        q, k, v = (x.swapaxes(0, 1) for x in (q, k, v))
+        return kernel(q, k, v, splash.SegmentIds(segments, segments)).swapaxes(0, 1)
+
+    return jax.vmap(one_row)(q, k, v, segments)

@@ -1,0 +1,87 @@
+"""Reads how sentence-transformers' files describe an encoder: pooling, prompts, lengths."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from rrl.errors import UserError
+from rrl.models.config import EncoderConfig
+from rrl.models.weights import read_config, read_json
+
+MODULES_FILE = "modules.json"
+
+PREFIXES = {"query_prefix": ("query",), "passage_prefix": ("document", "passage", "corpus")}
+"""Our names of the prompts, and theirs; the first that is not empty counts."""
+
+QUERY_TOKENS = 128
+"""Width of queries at most: all are padded to it, so the whole length of a model would be a waste."""
+
+_POOLING_FLAG = "pooling_mode_"
+_MODULES = ("Transformer", "Pooling", "Normalize")
+
+
+def read_sentence_transformers(folder: Path) -> dict[str, Any]:
+    """The keys of text_encoder.json as modules.json and its companions say them; without prefixes if they have none.
+
+    Raises:
+        UserError: modules or ways of pooling that the encoder does not have, or a broken file.
+    """
+    config = _optional(folder / "config_sentence_transformers.json")
+    prompts = config.get("prompts") or {}
+    prefixes = {
+        ours: next((prompts[name] for name in theirs if prompts.get(name)), "")
+        for ours, theirs in PREFIXES.items()
+    }
+    # Newer versions write empty prompts where none were set.
+    told = prefixes if any(prefixes.values()) else {}
+    lower_case = bool(_optional(folder / "sentence_bert_config.json").get("do_lower_case"))
+    return _pooling(folder) | told | text_lengths(folder) | {"lower_case": lower_case}
+
+
+def text_lengths(folder: Path) -> dict[str, int]:
+    """`query_tokens` and `passage_tokens` that the model and its files allow, queries at most QUERY_TOKENS."""
+    most = EncoderConfig.from_hf(read_config(folder)).max_tokens
+    stated = _optional(folder / "sentence_bert_config.json")
+    length = stated.get("max_seq_length") or _optional(folder / "tokenizer_config.json").get(
+        "model_max_length"
+    )
+    length = min(most, int(length or most))
+    query, passage = (min(length, stated.get(f"{kind}_length") or length) for kind in ("query", "document"))
+    return {"query_tokens": min(query, QUERY_TOKENS), "passage_tokens": passage}
+
+
+def _pooling(folder: Path) -> dict[str, Any]:
+    file = folder / MODULES_FILE
+    try:
+        modules = [
+            (module["type"], module["path"]) for module in json.loads(file.read_text(encoding="utf-8"))
+        ]
+    except (TypeError, KeyError, ValueError) as error:
+        raise UserError(
+            f"{file} is no list of modules ({error!r}); download or export the folder again"
+        ) from error
+    kinds = tuple(kind.rpartition(".")[2] for kind, _ in modules if kind.startswith("sentence_transformers."))
+    if len(kinds) < len(modules) or kinds not in (_MODULES[:2], _MODULES):
+        raise UserError(
+            f"{file} asks for {', '.join(kind for kind, _ in modules)}, which is not supported; it must be "
+            "sentence_transformers' Transformer and Pooling, with or without Normalize"
+        )
+    if modules[0][1]:
+        raise UserError(f"{file}: the model is in {modules[0][1]!r}; move it beside {MODULES_FILE}, path ''")
+    pooling = folder / modules[1][1] / "config.json"
+    config = read_json(pooling, "which says how to pool")
+    # Until version 5 there was a flag for each way.
+    flags = [name.removeprefix(_POOLING_FLAG) for name, on in config.items() if _POOLING_FLAG in name and on]
+    old = {"cls_token": "cls", "mean_tokens": "mean"}
+    mode = config.get("pooling_mode") or [old.get(flag, flag) for flag in flags] or "mean"
+    if mode not in ("mean", "cls", ["mean"], ["cls"]):
+        raise UserError(f"{pooling}: pooling {mode} is not supported; it must be mean or cls")
+    if config.get("include_prompt") is False:
+        raise UserError(
+            f"{pooling}: include_prompt=false is not supported; prefixes are pooled like the text"
+        )
+    return {"pooling": mode if isinstance(mode, str) else mode[0], "normalize": kinds == _MODULES}
+
+
+def _optional(file: Path) -> dict[str, Any]:
+    return read_json(file, "") if file.is_file() else {}

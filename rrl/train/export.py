@@ -1,0 +1,179 @@
+"""From a training workdir to a Hugging Face folder: the parameters of a checkpoint, with tokenizer and recipe card.
+
+A run keeps everything of its model's folder but the weights in `model_files/` of its workdir, so that any checkpoint of
+it can be exported while it goes on, or after it was killed.
+"""
+
+import os
+import pathlib
+import re
+import shutil
+
+import jax
+from flax import nnx
+from transformers import PreTrainedTokenizerBase
+
+from rrl.errors import UserError
+from rrl.models.config import DecoderConfig
+from rrl.models.decoder import Decoder
+from rrl.models.hf import folder_hash, load_decoder, save_decoder, save_description
+from rrl.models.lora import LoraConfig, add_lora
+from rrl.models.weights import CONFIG, read_config, read_json, write_json
+from rrl.parallel.mesh import make_mesh
+from rrl.parallel.rules import shardings
+from rrl.recipes.card import Card, write_card
+from rrl.rl.optim import split_trained
+from rrl.train import rl, sft
+from rrl.train.checkpoints import read_part, saved_metadata, saved_steps
+
+MODEL_FILES = "model_files"
+_START = "start.json"
+_DESCRIBED = (MODEL_FILES, "policy", "model")
+"""Folders of a workdir that tell what its model is; workdirs of older versions lack the first."""
+_WRITTEN_ANEW = re.compile(r"start\.json|config\.json|generation_config\.json|model.*\.safetensors.*|\..*")
+_UNITS = {"MB": 10**6, "GB": 10**9}
+
+
+def write_model_files(
+    workdir: str | os.PathLike[str],
+    config: DecoderConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    card: Card | None = None,
+    start: str | pathlib.Path | None = None,
+) -> None:
+    """Keeps in a run's workdir what an export needs beside a checkpoint.
+
+    `start` is the folder the run started from: checkpoints do not hold what training leaves as it was.
+    """
+    folder = pathlib.Path(workdir, MODEL_FILES)
+    save_description(folder, config, tokenizer)
+    if start is not None:
+        write_json(folder / _START, {"folder": os.path.abspath(start), "sha256": folder_hash(start)})
+    if card is not None:
+        write_card(folder, card)
+
+
+def export(
+    workdir: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    *,
+    dtype: str = "float32",
+    step: int | None = None,
+    max_shard_size: str = "5GB",
+    start: str | pathlib.Path | None = None,
+) -> str:
+    """Writes what a run has learned by a checkpoint as a folder for transformers, vLLM and our own `policy=`.
+
+    The workdir is only read. The folder appears when it is complete.
+
+    Args:
+        workdir: of launch/train.py or launch/sft.py; the run may still be going.
+        out: a folder that is not there yet, or empty.
+        dtype: of the weights: float32, bfloat16 or float16.
+        step: of the checkpoint; None: the latest. The parameters are the averaged ones where the run averages, and the
+            best ones where it stops early.
+        max_shard_size: most of the weights in one file, in MB or GB.
+        start: where the folder that the run started from is now, should it have moved; it is needed where some parameters
+            were frozen, or adapters trained.
+
+    Returns:
+        What was written, in one line.
+
+    Raises:
+        UserError: no workdir, checkpoint or step of this name; the folder is not empty; a size that is none.
+    """
+    workdir, out = pathlib.Path(workdir), pathlib.Path(out)
+    shard_size = parse_size(max_shard_size)
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UserError(f"out={os.fspath(out)} is not an empty folder; choose one that is not there yet")
+    steps = saved_steps(workdir)
+    step = steps[-1] if step is None else step
+    if step not in steps:
+        raise UserError(
+            f"workdir {os.fspath(workdir)} has no checkpoint of step {step}; there are {', '.join(map(str, steps))}"
+        )
+    described = _described(workdir)
+    try:
+        decoder = _read_decoder(workdir, step, described, start)
+    except (OSError, ValueError) as error:
+        if step in saved_steps(workdir):
+            raise
+        raise UserError(
+            f"the run has removed its checkpoint of step {step} meanwhile, to keep the latest; run this again"
+        ) from error
+    out.parent.mkdir(parents=True, exist_ok=True)
+    partial = out.with_name(f".{out.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        save_decoder(partial, decoder, dtype=dtype, shard_size=shard_size)
+        for file in described.iterdir():
+            if file.is_file() and not _WRITTEN_ANEW.fullmatch(file.name):
+                shutil.copyfile(file, partial / file.name)
+        os.replace(partial, out)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return f"wrote {out}: step {step}, {dtype} (sha256 {folder_hash(out)[:12]})"
+
+
+def parse_size(text: str) -> int:
+    """Bytes of "500MB" or "5GB". Raises UserError for another form."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?(MB|GB)", text.strip().upper())
+    if not found or not float(found[1]):
+        raise UserError(f"max_shard_size={text!r} must be a size such as 500MB or 5GB")
+    return int(float(found[1]) * _UNITS[found[2]])
+
+
+def _described(workdir: pathlib.Path) -> pathlib.Path:
+    for name in _DESCRIBED:
+        if (workdir / name / CONFIG).is_file():
+            return workdir / name
+    raise UserError(
+        f"workdir {os.fspath(workdir)} says nowhere what its model is (no {MODEL_FILES}/{CONFIG}); start its command "
+        "again, which writes that, or use the workdir of a run with a language model"
+    )
+
+
+def _read_decoder(
+    workdir: pathlib.Path, step: int, described: pathlib.Path, start: str | pathlib.Path | None
+) -> Decoder:
+    """What the run has to show by a checkpoint, spread over the devices of this process."""
+    settings = read_json(workdir / CONFIG, "which says what the run is")
+    if "average_last" in settings:
+        where = rl.learned_in_checkpoint(settings)
+    else:
+        where = sft.learned_in_checkpoint(settings, saved_metadata(workdir, step))
+    mesh = make_mesh(data=1, fsdp=-1, devices=jax.local_devices())
+    frozen, lora = settings["optim"]["frozen"], LoraConfig(**settings["run"].get("lora", {}))
+    if frozen or lora.rank:
+        decoder = load_decoder(_start(workdir, described, start), mesh=mesh)
+        add_lora(decoder, lora, rngs=nnx.Rngs(0))
+    else:
+        config = DecoderConfig.from_hf(read_config(described))
+        decoder = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))
+    graph, trained, fixed = split_trained(decoder, frozen)
+    places = shardings(trained, mesh)
+    template = nnx.from_flat_state(
+        {
+            path: leaf.replace(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=places[path]))
+            for path, leaf in nnx.to_flat_state(trained)
+        }
+    )
+    return nnx.merge(graph, read_part(workdir, step, where, template), fixed)
+
+
+def _start(workdir: pathlib.Path, described: pathlib.Path, moved: str | pathlib.Path | None) -> pathlib.Path:
+    """The folder that a run started from, whose weights are still the same."""
+    if not (described / _START).is_file():
+        raise UserError(
+            f"workdir {os.fspath(workdir)}: the run froze some of its parameters, and started from random ones; only the "
+            "folder that it writes at its end holds them"
+        )
+    known = read_json(described / _START, "which says what the run started from")
+    folder = pathlib.Path(moved or known["folder"])
+    found = folder_hash(folder) if (folder / CONFIG).is_file() else "none"
+    if found != known["sha256"]:
+        raise UserError(
+            f"start={os.fspath(folder)} (sha256 {found[:12]}) is not what the run started from (sha256 "
+            f"{known['sha256'][:12]}), which holds the parameters that it froze; give --start=FOLDER"
+        )
+    return folder

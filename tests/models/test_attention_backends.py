@@ -1,0 +1,127 @@
+"""Every kernel gives the numbers of ours: packed, unpacked, forward and backward, on one device and over a mesh."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rrl.errors import UserError
+from rrl.models.attention import causal_attention
+from rrl.models.attention_backends import (
+    choose_backend,
+    cudnn_attention,
+    packed_attention,
+    splash_attention,
+)
+from rrl.parallel.mesh import make_mesh
+
+SEGMENTS = np.repeat([1, 2, 3, 0], [60, 37, 80, 23])[None].repeat(4, 0)  # T = 200, no multiple of a block
+
+
+def draw(kv_heads, width=16, dtype=jnp.float32):
+    """q, k, v and the gradient of the output: 4 rows, 4 query heads."""
+    keys = jax.random.split(jax.random.key(0), 4)
+    heads = (4, kv_heads, kv_heads, 4)
+    return [jax.random.normal(key, (4, 200, n, width), dtype) for key, n in zip(keys, heads)]
+
+
+def with_gradients(attention, inputs, segments):
+    *qkv, grad = inputs
+
+    @jax.jit
+    def run(q, k, v):
+        out, back = jax.vjp(lambda *x: attention(*x, segments), q, k, v)
+        return (out, *back(grad))
+
+    real = np.asarray(SEGMENTS > 0)[..., None, None]  # what padding tokens see is nobody's business
+    return [np.where(real, np.asarray(part, np.float32), 0) for part in run(*qkv)]
+
+
+def masked(inputs):
+    """Padding tokens have no gradient in training."""
+    return [*inputs[:3], inputs[3] * (SEGMENTS > 0)[..., None, None]]
+
+
+def interpreted(q, k, v, segments):
+    return splash_attention(q, k, v, segments, interpret=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kv_heads", [1, 2])
+def test_splash_interpreted_gives_our_outputs_and_gradients(kv_heads):
+    inputs = masked(draw(kv_heads))
+    ours = with_gradients(causal_attention, inputs, jnp.asarray(SEGMENTS))
+    theirs = with_gradients(interpreted, inputs, jnp.asarray(SEGMENTS))
+    for one, other in zip(ours, theirs):
+        np.testing.assert_allclose(one, other, atol=2e-5)
+
+
+@pytest.mark.parametrize("kv_heads", [2, 1], ids=["heads divide the tensor axis", "they do not"])
+def test_splash_over_a_mesh_gives_the_same_outputs(kv_heads):
+    q, k, v, _ = draw(kv_heads)
+    segments = jnp.asarray(SEGMENTS)
+    expected = causal_attention(q, k, v, segments)
+    with jax.set_mesh(make_mesh(data=2, fsdp=2, tensor=2)):
+        found = jax.jit(interpreted)(q, k, v, segments)
+    real = SEGMENTS > 0
+    np.testing.assert_allclose(np.asarray(found)[real], np.asarray(expected)[real], atol=2e-5)
+
+
+def test_the_mask_given_to_cudnn_is_ours():
+    def stand_in(q, k, v, segments):
+        return cudnn_attention(q, k, v, segments, implementation="xla")
+
+    inputs = masked(draw(2))
+    for segments in (jnp.asarray(SEGMENTS), None):
+        ours = with_gradients(causal_attention, inputs, segments)
+        theirs = with_gradients(stand_in, inputs, segments)
+        for one, other in zip(ours, theirs):
+            np.testing.assert_allclose(one, other, atol=2e-5)
+
+
+@pytest.mark.skipif(jax.default_backend() != "gpu", reason="cuDNN's kernel needs an NVIDIA GPU")
+def test_cudnn_gives_our_outputs_and_gradients():
+    inputs = masked(draw(2, width=64, dtype=jnp.bfloat16))
+    ours = with_gradients(causal_attention, inputs, jnp.asarray(SEGMENTS))
+    theirs = with_gradients(cudnn_attention, inputs, jnp.asarray(SEGMENTS))
+    for one, other in zip(ours, theirs):
+        np.testing.assert_allclose(one, other, atol=2e-2 * np.abs(one).max())
+
+
+@pytest.mark.skipif(jax.default_backend() != "tpu", reason="splash attention needs a TPU")
+def test_splash_gives_our_outputs_on_a_tpu():
+    q, k, v, _ = draw(2, width=128, dtype=jnp.bfloat16)
+    segments = jnp.asarray(SEGMENTS)
+    one, other = (packed_attention(name, q, k, v, segments) for name in ("xla", "splash"))
+    real = SEGMENTS > 0
+    np.testing.assert_allclose(
+        np.asarray(one, np.float32)[real], np.asarray(other, np.float32)[real], atol=2e-2
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "platform", "dtype", "chosen"),
+    [
+        ("auto", "tpu", jnp.bfloat16, "splash"),
+        ("auto", "gpu", jnp.bfloat16, "cudnn"),
+        ("auto", "gpu", jnp.float32, "xla"),
+        ("auto", "cpu", jnp.bfloat16, "xla"),
+        ("xla", "tpu", jnp.bfloat16, "xla"),
+    ],
+)
+def test_auto_takes_what_the_platform_has(name, platform, dtype, chosen):
+    assert choose_backend(name, platform, dtype) == chosen
+
+
+@pytest.mark.parametrize(
+    ("name", "platform", "dtype", "words"),
+    [
+        ("flash", "cpu", jnp.float32, "attention='flash' is unknown; choose one of auto, xla, cudnn, splash"),
+        ("splash", "gpu", jnp.bfloat16, "TPUs only, this is a gpu"),
+        ("cudnn", "gpu", jnp.float32, "bfloat16 or float16, this is a gpu and float32"),
+        ("cudnn", "tpu", jnp.bfloat16, "NVIDIA GPU"),
+    ],
+)
+def test_a_kernel_that_does_not_run_here_is_refused(name, platform, dtype, words):
+    with pytest.raises(UserError, match=words):
+        choose_backend(name, platform, dtype)

@@ -1,0 +1,119 @@
+"""Adapters: nothing at the start, the merged model afterwards, on whichever linear layers a regular expression says."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from rrl.errors import UserError
+from rrl.models.cache import KVCache
+from rrl.models.decoder import Decoder
+from rrl.models.hf import load_decoder, save_decoder
+from rrl.models.lora import LoraConfig, add_lora, has_lora, merged
+from rrl.parallel.mesh import make_mesh
+from rrl.parallel.rules import shard
+from tests.models.small import SMALL, draw, extend, make, places, run
+
+UNTIED = dataclasses.replace(SMALL, tie_embeddings=False)
+EVERY = LoraConfig(rank=3, alpha=6.0, layers=".*")
+
+
+def adapted(config=EVERY, shape=UNTIED, trained=True) -> Decoder:
+    """A small model with adapters, as training may leave them."""
+    decoder = nnx.clone(make(shape))
+    add_lora(decoder, config, rngs=nnx.Rngs(1))
+    if trained:
+        state = nnx.state(decoder, nnx.LoRAParam)
+        leaves, tree = jax.tree.flatten(state)
+        keys = jax.random.split(jax.random.key(2), len(leaves))
+        drawn = [0.3 * jax.random.normal(key, leaf.shape) for key, leaf in zip(keys, leaves)]
+        nnx.update(decoder, jax.tree.unflatten(tree, drawn))
+    return decoder
+
+
+@nnx.jit
+def logits(decoder, hidden):
+    return decoder.unembed(hidden)
+
+
+def outputs(decoder):
+    """Logits of one pass, and of the same tokens through the cache."""
+    tokens, at = draw(SMALL, 2, 7), places(2, 7)
+    whole = run(decoder, tokens, at)
+    steps, _ = extend(decoder, tokens, at, KVCache.create(SMALL, 2, 7))
+    return np.asarray(logits(decoder, whole)), np.asarray(logits(decoder, steps))
+
+
+def test_fresh_adapters_change_nothing():
+    for one, other in zip(outputs(adapted(trained=False)), outputs(make(UNTIED))):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_a_model_with_adapters_is_the_merged_model():
+    decoder = adapted()
+    alone = merged(decoder)
+    assert has_lora(decoder) and not has_lora(alone)
+    before = outputs(make(UNTIED))
+    for one, other, start in zip(outputs(decoder), outputs(alone), before):
+        np.testing.assert_allclose(one, other, atol=2e-5)
+        assert np.abs(one - start).max() > 0.1
+
+
+def test_merging_adds_alpha_over_rank_times_the_product():
+    decoder = adapted(LoraConfig(rank=2, alpha=8.0, layers="layers/o"))
+    layers, alone = decoder.layers, merged(decoder)
+    a, b = np.asarray(layers.o_lora_a[...]), np.asarray(layers.o_lora_b[...])
+    change = 4.0 * np.einsum("lnhr,lrd->lnhd", a, b)
+    np.testing.assert_allclose(alone.layers.o[...] - layers.o[...], change, atol=1e-6)
+    assert alone.layers.q is layers.q  # shared, not copied
+    assert not hasattr(layers, "q_lora_a")
+
+
+def test_the_regular_expression_chooses_layers_and_a_miss_names_them():
+    decoder = adapted(dataclasses.replace(EVERY, layers="layers/(q|v)|head"))
+    names = {"/".join(path) for path, _ in nnx.to_flat_state(nnx.state(decoder, nnx.LoRAParam))}
+    assert names == {
+        f"{name}_lora_{part}" for name in ("layers/q", "layers/v", "head") for part in ("a", "b")
+    }
+    with pytest.raises(
+        UserError, match=r"lora.layers='head' matches no linear layer; this model has layers/q"
+    ):
+        adapted(LoraConfig(rank=2, layers="head"), shape=SMALL)
+
+
+@pytest.mark.parametrize("fields", [{"rank": -1}, {"alpha": 0}, {"layers": "("}])
+def test_wrong_settings_are_refused_by_name(fields):
+    with pytest.raises(UserError, match=f"lora.{next(iter(fields))}"):
+        LoraConfig(**fields)
+
+
+def test_rank_zero_adds_nothing():
+    decoder = nnx.clone(make(SMALL))
+    add_lora(decoder, LoraConfig(), rngs=nnx.Rngs(0))
+    assert not has_lora(decoder) and merged(decoder) is decoder
+
+
+def test_adapters_are_sharded_like_their_kernels():
+    decoder = adapted()
+    expected = outputs(decoder)
+    mesh = make_mesh(data=1, fsdp=2, tensor=4)
+    nnx.update(decoder, shard(nnx.state(decoder), mesh))
+    assert decoder.layers.q_lora_b[...].sharding.spec[2] == "tensor"
+    for one, other in zip(outputs(decoder), expected):
+        np.testing.assert_allclose(one, other, atol=2e-5)
+
+
+def test_an_export_holds_the_merged_kernels(tmp_path):
+    decoder = adapted()
+    save_decoder(tmp_path, decoder)
+    for one, other in zip(outputs(load_decoder(tmp_path)), outputs(merged(decoder))):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_bfloat16_kernels_get_bfloat16_adapters():
+    decoder = Decoder(SMALL, rngs=nnx.Rngs(0), param_dtype=jnp.bfloat16)
+    add_lora(decoder, LoraConfig(rank=2), rngs=nnx.Rngs(0))
+    assert decoder.layers.q_lora_a[...].dtype == decoder.layers.down_lora_b[...].dtype == jnp.bfloat16
