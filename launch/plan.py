@@ -6,6 +6,7 @@ Compiles the run's programs for chips that need not be here, and prints memory, 
 import os
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from absl import flags
 from ml_collections import config_flags
@@ -30,11 +31,12 @@ def main(_: Sequence[str]) -> None:
     from rrl.train.plan import plan
     from rrl.train.plan_report import report
 
+    remat: Any = _REMAT.value
     found = plan(
         _CONFIG.value,
         _TOPOLOGY.value or "",
         _MESH.value,
-        remat=_REMAT.value,
+        remat=remat,
         tokens=_TOKENS.value,
         policy_tokens=_POLICY_TOKENS.value,
         say=lambda text: print(text, file=sys.stderr, flush=True),

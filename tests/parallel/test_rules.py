@@ -12,8 +12,7 @@ from rrl.errors import UserError
 from rrl.models.config import DecoderConfig, EncoderConfig
 from rrl.models.decoder import Decoder
 from rrl.models.encoder import Encoder
-from rrl.parallel.mesh import make_mesh
-from rrl.parallel.mesh import ROW_AXES
+from rrl.parallel.mesh import ROW_AXES, make_mesh
 from rrl.parallel.rules import RULES, constrain, fit, optimizer_shardings, shard, shardings, spec_of
 
 P = PartitionSpec
