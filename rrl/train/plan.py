@@ -134,6 +134,10 @@ def plan(
         for compiler in programs.COMPILERS:
             say(f"compiling {compiler.__name__} for {topology} ...")
             compiled.append(compiler(settings, model, devices))
+            last = compiled[-1]
+            say(
+                f"{last.name}: {last.seconds:.0f} s, {(last.arguments + last.temporaries) / GIB:.2f} GiB of each device"
+            )
         rest = {program.name: program.temporaries for program in compiled}
     else:
         rest = temporaries(settings, shape, devices, remat=remat, parameters=trained + fixed, trained=trained)
@@ -216,7 +220,8 @@ def first_knob(plan: Plan) -> str:
                 f"held {mesh['data']} times"
             )
         need = math.ceil(plan.topology.size * sum(parts.values()) / room)
-        return f"more chips (about {need}), or LoRA: parameters and their state alone take {state / GIB:.1f} GiB of each"
+        lora = "" if plan.settings.lora.rank else "--config.lora.rank=32 (adapters alone are trained), or "
+        return f"{lora}more chips (about {need}): parameters and their state alone take {state / GIB:.1f} GiB of each"
     if phase == "rollout" and parts["KV cache"] >= parts["activations"]:
         fewer = int(rows * (1 - excess / parts["KV cache"])) // shards * shards
         if fewer >= shards:
