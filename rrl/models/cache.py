@@ -11,6 +11,8 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from rrl.models.config import DecoderConfig
+from rrl.parallel.mesh import ROW_AXES
+from rrl.parallel.rules import constrain
 
 BLOCK = 128
 """Slots in a block."""
@@ -36,7 +38,7 @@ class KVCache:
     ) -> "KVCache":
         """An empty cache of `rows` sequences of up to `slots` tokens."""
         shape = (-(-slots // BLOCK), rows, BLOCK, config.kv_heads, config.head_dim)
-        k, v = (tuple(jnp.zeros(shape, dtype) for _ in range(config.layers)) for _ in range(2))
+        k, v = (tuple(_placed(jnp.zeros(shape, dtype)) for _ in range(config.layers)) for _ in range(2))
         return cls(k, v, slots)
 
     @property
@@ -63,6 +65,11 @@ class KVCache:
 
         def put(old: tuple[Array, ...], new: Array) -> tuple[Array, ...]:
             array = old[layer].at[where].set(new.astype(old[layer].dtype), mode="drop")
-            return (*old[:layer], array, *old[layer + 1 :])
+            return (*old[:layer], _placed(array), *old[layer + 1 :])
 
         return dataclasses.replace(self, k=put(self.k, k), v=put(self.v, v))
+
+
+def _placed(array: Float[Array, "blocks R slot K H"]) -> Float[Array, "blocks R slot K H"]:
+    """Rows over the devices that decode them, kv heads over those that share a row."""
+    return constrain(array, None, ROW_AXES, None, "tensor", None)

@@ -20,6 +20,8 @@ from rrl.models.attention_backends import Backend, packed_attention
 from rrl.models.cache import KVCache
 from rrl.models.config import DecoderConfig
 from rrl.models.rope import rotate, rotation
+from rrl.parallel.mesh import ROW_AXES
+from rrl.parallel.rules import constrain
 
 Remat = Literal["none", "dots", "full"]
 LORA_A, LORA_B = "_lora_a", "_lora_b"
@@ -171,7 +173,7 @@ class Decoder(nnx.Module):
             def attend(q: Array, k: Array, v: Array) -> Array:
                 return packed_attention(self.attention, q, k, v, segment_ids)
 
-            return layer(x, rotary, attend), None
+            return constrain(layer(x, rotary, attend), ROW_AXES, None, None), None
 
         if self.remat != "none":
             policies = jax.checkpoint_policies
@@ -181,7 +183,8 @@ class Decoder(nnx.Module):
                 else policies.dots_with_no_batch_dims_saveable
             )
             one_layer = jax.checkpoint(one_layer, policy=keep, prevent_cse=False)
-        x, _ = jax.lax.scan(one_layer, self._embed(tokens), stacked)
+        x = constrain(self._embed(tokens), ROW_AXES, None, None)
+        x, _ = jax.lax.scan(one_layer, x, stacked)
         return rms_norm(x, self.norm[...], self.config.rms_eps)
 
     def extend(
@@ -205,7 +208,9 @@ class Decoder(nnx.Module):
         """
         rotary = rotation(self.config, positions)
         graph, stacked = nnx.split(self.layers)
-        x, blocks = self._embed(tokens), cache.filled(positions)
+        # One token a row is less than the weights: then these stay where they are, split over fsdp, and the rows go round.
+        split = ("data", None, "fsdp") if tokens.shape[1] == 1 else (ROW_AXES, None, None)
+        x, blocks = constrain(self._embed(tokens), *split), cache.filled(positions)
         for index in range(self.config.layers):
 
             def attend(q: Array, k: Array, v: Array, index: int = index) -> Array:
@@ -214,20 +219,20 @@ class Decoder(nnx.Module):
                 return cache_attention(q, cache.k[index], cache.v[index], positions, blocks, rows)
 
             layer = nnx.merge(graph, jax.tree.map(lambda leaf, index=index: leaf[index], stacked))
-            x = layer(x, rotary, attend)
+            x = constrain(layer(x, rotary, attend), *split)
         return rms_norm(x, self.norm[...], self.config.rms_eps), cache
 
     def unembed(self, hidden: Float[Array, "... D"]) -> Float[Array, "... V"]:
         """Logits, float32."""
         if self.config.tie_embeddings:
-            table = self.embedding[...].astype(hidden.dtype)
-            return jnp.einsum("...D,VD->...V", hidden, table, preferred_element_type=jnp.float32)
-        table = self.head[...].astype(hidden.dtype)
-        logits = jnp.einsum("...D,DV->...V", hidden, table, preferred_element_type=jnp.float32)
+            table, product = self.embedding[...].astype(hidden.dtype), "...D,VD->...V"
+        else:
+            table, product = self.head[...].astype(hidden.dtype), "...D,DV->...V"
+        logits = jnp.einsum(product, hidden, table, preferred_element_type=jnp.float32)
         if hasattr(self, "head" + LORA_A):
             narrow = hidden @ getattr(self, "head" + LORA_A)[...].astype(hidden.dtype)
             logits += self.lora_scale * (narrow @ getattr(self, "head" + LORA_B)[...].astype(hidden.dtype))
-        return logits
+        return constrain(logits, ROW_AXES, *[None] * (logits.ndim - 2), "tensor")
 
     def _embed(self, tokens: Int[Array, "B T"]) -> Hidden:
         return self.embedding[...][tokens].astype(self.dtype)

@@ -22,6 +22,16 @@ def make_mesh(
         UserError: the sizes do not multiply to the number of devices.
     """
     devices = jax.devices() if devices is None else devices
+    return jax.make_mesh(
+        mesh_sizes(data, fsdp, tensor, len(devices)),
+        AXES,
+        axis_types=(AxisType.Auto,) * len(AXES),
+        devices=list(devices),
+    )
+
+
+def mesh_sizes(data: int, fsdp: int, tensor: int, devices: int) -> tuple[int, int, int]:
+    """The sizes of the three axes for a number of devices; raises as `make_mesh` does."""
     sizes = {"data": data, "fsdp": fsdp, "tensor": tensor}
     asked = ", ".join(f"{name}={size}" for name, size in sizes.items())
     free = [name for name, size in sizes.items() if size == -1]
@@ -30,12 +40,8 @@ def make_mesh(
             f"mesh {asked}: sizes must be at least 1, and at most one may be -1 (whatever is left)"
         )
     fixed = math.prod(size for size in sizes.values() if size != -1)
-    if free and len(devices) % fixed == 0:
-        sizes[free[0]] = len(devices) // fixed
-    if math.prod(sizes.values()) != len(devices):
-        raise UserError(
-            f"mesh {asked} does not fit {len(devices)} devices: the sizes must multiply to {len(devices)}"
-        )
-    return jax.make_mesh(
-        tuple(sizes.values()), AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=list(devices)
-    )
+    if free and devices % fixed == 0:
+        sizes[free[0]] = devices // fixed
+    if math.prod(sizes.values()) != devices:
+        raise UserError(f"mesh {asked} does not fit {devices} devices: the sizes must multiply to {devices}")
+    return sizes["data"], sizes["fsdp"], sizes["tensor"]

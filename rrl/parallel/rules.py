@@ -7,7 +7,8 @@ from typing import Any
 
 import jax
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array
 
 from rrl.errors import UserError
 
@@ -69,6 +70,46 @@ def shard(state: Any, mesh: Mesh, rules: Rules = RULES) -> Any:
     return nnx.from_flat_state(flat)
 
 
+def optimizer_shardings(state: Any, mesh: Mesh, rules: Rules = RULES) -> Any:
+    """Placement of an optimiser's state, leaf by leaf: a leaf that stands under a parameter's name (`.../mu/layers/q`) lies
+    as that parameter does, every other one (a count) is whole on each device."""
+
+    def place(path: tuple[Any, ...], leaf: Any) -> NamedSharding:
+        keys = [str(getattr(key, "key", getattr(key, "name", getattr(key, "idx", key)))) for key in path]
+        keys = [key for key in keys if key != "value"]
+        for start in range(len(keys)):
+            name = "/".join(keys[start:])
+            if any(re.fullmatch(pattern, name) for pattern, _ in rules):
+                return NamedSharding(mesh, fit(name, spec_of(name, rules), leaf.shape, mesh))
+        return NamedSharding(mesh, P())
+
+    return jax.tree_util.tree_map_with_path(place, state)
+
+
+def constrain(x: Array, *axes: Any) -> Array:
+    """The same array, told to the partitioner as split over these mesh axes, where a mesh of several devices is set.
+
+    `axes` are the entries of a PartitionSpec; those that do not divide their dimension are dropped. Without it the
+    partitioner follows the embedding and splits the width of activations over "fsdp", where rows belong.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or mesh.size == 1:
+        return x
+    return jax.lax.with_sharding_constraint(x, fit("activation", P(*axes), x.shape, mesh))
+
+
+def constrain_state(state: Any, rules: Rules = RULES) -> Any:
+    """`constrain` for a model's state (or its gradients): each leaf as the table places its parameter."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or mesh.size == 1:
+        return state
+    flat = {
+        path: variable.replace(constrain(variable[...], *spec_of("/".join(map(str, path)), rules)))
+        for path, variable in nnx.to_flat_state(state)
+    }
+    return nnx.from_flat_state(flat)
+
+
 def spec_of(name: str, rules: Rules = RULES) -> PartitionSpec:
     """The first rule that matches the whole name."""
     for pattern, spec in rules:
@@ -79,7 +120,7 @@ def spec_of(name: str, rules: Rules = RULES) -> PartitionSpec:
     )
 
 
-def fit(name: str, spec: PartitionSpec, shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
+def fit(name: str, spec: PartitionSpec, shape: tuple[int, ...], mesh: Mesh | AbstractMesh) -> PartitionSpec:
     """The spec for a parameter of this shape: axes that do not divide their dimension are dropped."""
     if len(spec) > len(shape):
         raise UserError(

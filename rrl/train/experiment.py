@@ -83,7 +83,22 @@ class Settings:
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> "Settings":
-        """Checks a config (see configs/rsearch_grpo.py for its form); nothing is loaded yet."""
+        """Checks a config (see configs/rsearch_grpo.py for its form) and that its folders are there; loads nothing yet."""
+        settings = cls.parse(config)
+        for field, folder in (("policy", settings.policy), ("reader", settings.reader)):
+            if folder and not pathlib.Path(folder, "config.json").is_file():
+                raise UserError(
+                    f"{field}={folder!r} is no Hugging Face folder (no config.json there); give one that is"
+                )
+        if settings.data.path != "miniwiki" and not pathlib.Path(settings.data.path).is_dir():
+            raise UserError(
+                f"data={settings.data.path!r} is no folder; give one, or miniwiki for the built-in world"
+            )
+        return settings
+
+    @classmethod
+    def parse(cls, config: Mapping[str, Any]) -> "Settings":
+        """Checks a config's fields alone."""
         values = config.to_dict() if hasattr(config, "to_dict") else dict(config)
         only([*SECTIONS, "recipe", "name", "policy", "reader", "reference"], values, "config")
         steps = values["train"]["steps"]
@@ -96,7 +111,7 @@ class Settings:
             raise UserError(
                 f"objective.lengths={objective.lengths} must reach rollout.context={rollout.context}: add it as the last"
             )
-        settings = cls(
+        return cls(
             name=values["name"],
             policy=values["policy"],
             reader=values["reader"],
@@ -109,16 +124,6 @@ class Settings:
             lora=build(LoraConfig, values["lora"], "lora"),
             reference=values.get("reference"),
         )
-        for field, folder in (("policy", settings.policy), ("reader", settings.reader)):
-            if folder and not pathlib.Path(folder, "config.json").is_file():
-                raise UserError(
-                    f"{field}={folder!r} is no Hugging Face folder (no config.json there); give one that is"
-                )
-        if settings.data.path != "miniwiki" and not pathlib.Path(settings.data.path).is_dir():
-            raise UserError(
-                f"data={settings.data.path!r} is no folder; give one, or miniwiki for the built-in world"
-            )
-        return settings
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,6 +20,7 @@ from rrl.retrieval.retriever import Retriever
 from rrl.rl.advantages import low_spread
 from rrl.rl.optim import OptimConfig, make_optimizer, make_schedule, running_mean, split_trained
 from rrl.rollout.engine import Engine
+from rrl.rollout.loop import computed
 from rrl.rollout.trajectory import Trajectory
 from rrl.train.checkpoints import Checkpoints, stop_requested
 from rrl.train.metrics import MetricsWriter, read_metrics
@@ -130,7 +131,7 @@ def train(
     """
     settings = dataclasses.asdict(config) | {"run": dict(identity or {})}
     graph, params, fixed = split_trained(decoder, config.optim.frozen)
-    reference = jax.tree.map(lambda x: x.copy(), params)
+    reference = jax.tree.map(lambda x: x.copy(), computed(params, decoder.dtype))
     optimizer = make_optimizer(config.optim)
     rate = make_schedule(config.optim)
     opt_state = optimizer.init(params)

@@ -12,6 +12,7 @@ from flax import nnx
 from jaxtyping import Bool, Float, PyTree
 
 from rrl.errors import UserError, at_least, one_of
+from rrl.parallel.rules import constrain_state
 from rrl.rl.advantages import low_spread
 from rrl.rl.batch import Batch
 from rrl.rl.logprobs import token_logprobs
@@ -19,6 +20,9 @@ from rrl.rl.losses import AGGREGATIONS, clipped_objective, kl_k3, sequence_weigh
 from rrl.rl.optim import skipped_updates
 from rrl.rollout.trajectory import POLICY, Trajectory
 from rrl.train.pack import pack
+
+SUMS = ("kl", "entropy", "ratio", "clip_fraction", "logp_gap", "tokens", "loss")
+"""What is summed over the tokens of an update."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,6 +54,10 @@ class ObjectiveConfig:
             at_least(0, self, "drop_spread", where="objective.")
         one_of(AGGREGATIONS, self, "aggregation", where="objective.")
 
+    def rows(self, length: int, shards: int = 1) -> int:
+        """Rows of this length in a microbatch: the same number, at least one, on each of the data shards."""
+        return shards * max(1, self.microbatch_tokens // (length * shards))
+
     def left_out(self, trajectories: Sequence[Trajectory]) -> Bool[np.ndarray, "N"]:
         """Which scored trajectories of a step the update does not see."""
         if self.drop_spread is None:
@@ -77,7 +85,7 @@ def microbatches(
     for place, length in enumerate(config.lengths):
         low = config.lengths[place - 1] if place else 0
         waiting += np.flatnonzero((sizes > low) & (sizes <= length)).tolist()
-        rows = max(1, config.microbatch_tokens // length)
+        rows = config.rows(length)
         chosen = [trajectories[i] for i in waiting]
         packed = pack(
             [t.tokens for t in chosen],
@@ -103,7 +111,8 @@ def microbatches(
 
 
 class Updater:
-    """The jitted pieces of an update for one model graph, as `split_trained` gives it."""
+    """The jitted pieces of an update for one model graph, as `split_trained` gives it: `accumulate` adds a microbatch's
+    gradient to the sum, `apply` takes the optimiser's step."""
 
     def __init__(
         self, graph: nnx.GraphDef, optimizer: optax.GradientTransformation, config: ObjectiveConfig
@@ -146,7 +155,7 @@ class Updater:
             batch: Batch,
         ) -> tuple[PyTree, dict[str, jax.Array]]:
             (value, new), grad = jax.value_and_grad(loss, has_aux=True)(params, reference, fixed, batch)
-            new = new | {"loss": value}
+            new, grad = new | {"loss": value}, constrain_state(grad)
             return jax.tree.map(jnp.add, grads, grad), {name: sums[name] + new[name] for name in new}
 
         def apply(
@@ -157,8 +166,8 @@ class Updater:
             metrics = {"grad_norm": optax.global_norm(grads), "skipped": skipped_updates(opt_state)}
             return optax.apply_updates(params, updates), opt_state, metrics
 
-        self._accumulate: Callable[..., Any] = jax.jit(accumulate, donate_argnums=(3, 4))
-        self._apply: Callable[..., Any] = jax.jit(apply, donate_argnums=(0, 1))
+        self.accumulate: Callable[..., Any] = jax.jit(accumulate, donate_argnums=(3, 4))
+        self.apply: Callable[..., Any] = jax.jit(apply, donate_argnums=(0, 1))
 
     def __call__(
         self,
@@ -187,13 +196,12 @@ class Updater:
                 [trajectories[i] for i in inside.tolist()], advantages[inside], self.config
             )
             grads = jax.tree.map(jnp.zeros_like, params)
-            zero = ("kl", "entropy", "ratio", "clip_fraction", "logp_gap", "tokens", "loss")
-            sums = {name: jnp.zeros(()) for name in zero}
+            sums = {name: jnp.zeros(()) for name in SUMS}
             for batch in batches:
-                grads, sums = self._accumulate(
+                grads, sums = self.accumulate(
                     params, reference, fixed, grads, sums, jax.tree.map(jnp.asarray, batch)
                 )
-            params, opt_state, extra = self._apply(params, opt_state, grads, jnp.float32(total))
+            params, opt_state, extra = self.apply(params, opt_state, grads, jnp.float32(total))
             found = {name: float(value) for name, value in jax.device_get({**sums, **extra}).items()}
             tokens = max(found.pop("tokens"), 1.0)
             means = {n: v / tokens for n, v in found.items() if n not in ("loss", "grad_norm", "skipped")}

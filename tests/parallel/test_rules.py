@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
@@ -11,8 +12,8 @@ from rrl.errors import UserError
 from rrl.models.config import DecoderConfig, EncoderConfig
 from rrl.models.decoder import Decoder
 from rrl.models.encoder import Encoder
-from rrl.parallel.mesh import make_mesh
-from rrl.parallel.rules import RULES, fit, shard, shardings, spec_of
+from rrl.parallel.mesh import ROW_AXES, make_mesh
+from rrl.parallel.rules import RULES, constrain, fit, optimizer_shardings, shard, shardings, spec_of
 
 P = PartitionSpec
 
@@ -79,3 +80,24 @@ def test_the_first_matching_rule_wins():
 def test_collisions_unknown_axes_and_long_specs_are_refused_by_name(spec, message):
     with pytest.raises(UserError, match=rf"'head'.*{message}"):
         fit("head", spec, (8, 8), make_mesh())
+
+
+def test_activations_are_constrained_on_a_mesh_and_untouched_without_one():
+    x = jnp.ones((8, 3, 4))
+    assert constrain(x, ROW_AXES, None, "tensor") is x
+    with jax.set_mesh(make_mesh(1, 1, 1, devices=jax.devices()[:1])):
+        assert constrain(x, ROW_AXES, None, "tensor") is x
+    mesh = make_mesh(2, 2, 2)
+    with jax.set_mesh(mesh):
+        placed = jax.jit(lambda x: constrain(x, ROW_AXES, "tensor", "tensor" if x.ndim == 2 else None))(x)
+    assert placed.sharding.is_equivalent_to(NamedSharding(mesh, P(ROW_AXES, None, None)), 3)
+
+
+def test_an_optimisers_state_lies_as_its_parameters_and_counts_are_whole():
+    mesh = make_mesh(1, 4, 2)
+    params = nnx.state(Decoder(small(), rngs=nnx.Rngs(0)))
+    state = jax.eval_shape(optax.adamw(1e-3).init, params)
+    placed = optimizer_shardings(state, mesh)
+    for moment in (placed[0].mu, placed[0].nu):
+        assert jax.tree.leaves(moment) == list(shardings(params, mesh).values())
+    assert placed[0].count == NamedSharding(mesh, P())

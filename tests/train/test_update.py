@@ -14,6 +14,8 @@ from rrl.errors import UserError
 from rrl.models.config import DecoderConfig
 from rrl.models.decoder import Decoder
 from rrl.models.lora import LoraConfig, add_lora
+from rrl.parallel.mesh import make_mesh
+from rrl.parallel.rules import shard, shardings
 from rrl.rl.logprobs import token_logprobs
 from rrl.rl.optim import OptimConfig, make_optimizer, split_trained
 from rrl.rollout.trajectory import ENVIRONMENT, POLICY, PROMPT, Trajectory
@@ -55,10 +57,15 @@ ADVANTAGES = np.random.default_rng(9).normal(size=16).astype(np.float32)
 
 
 def step(
-    objective: ObjectiveConfig, trajectories=TRAJECTORIES, advantages=ADVANTAGES, decoder=None, frozen=()
+    objective: ObjectiveConfig,
+    trajectories=TRAJECTORIES,
+    advantages=ADVANTAGES,
+    decoder=None,
+    frozen=(),
+    place=lambda x: x,
 ):
     graph, params, fixed = split_trained(decoder or Decoder(CONFIG, rngs=nnx.Rngs(0)), frozen)
-    reference = jax.tree.map(lambda x: x * 1.05, params)
+    params, reference, fixed = place(params), place(jax.tree.map(lambda x: x * 1.05, params)), place(fixed)
     optimizer = make_optimizer(OptimConfig(name="sgd", lr=0.1, b1=0.0, clip_norm=None, total_steps=10))
     updater = Updater(graph, optimizer, objective)
     new, state, metrics = updater(params, optimizer.init(params), reference, fixed, trajectories, advantages)
@@ -77,6 +84,25 @@ def test_any_split_into_microbatches_gives_the_same_step(aggregation):
     close(one, other)
     for name, value in first.items():
         np.testing.assert_allclose(value, second[name], rtol=1e-4, atol=1e-6)
+
+
+def test_a_sharded_step_is_the_step_of_one_device_and_leaves_parameters_where_they_were():
+    objective = ObjectiveConfig(kl_coef=0.1, lengths=(64,), microbatch_tokens=256)
+    one, first = step(objective)
+    mesh = make_mesh(1, 4, 2)
+    with jax.set_mesh(mesh):
+        other, second = step(objective, place=lambda state: shard(state, mesh))
+    close(one, other, 1e-5)
+    np.testing.assert_allclose(first["loss"], second["loss"], atol=1e-5)
+    placed = shardings(other, mesh)
+    for path, variable in nnx.to_flat_state(other):
+        assert variable[...].sharding.is_equivalent_to(placed[path], variable[...].ndim), path
+
+
+def test_microbatches_hold_the_same_number_of_rows_on_each_shard_and_at_least_one():
+    objective = ObjectiveConfig(microbatch_tokens=32768)
+    assert (objective.rows(8192), objective.rows(8192, 4), objective.rows(8192, 16)) == (4, 4, 16)
+    assert objective.rows(2048, 3) == 15
 
 
 def test_environment_tokens_change_nothing_but_their_context():

@@ -1,0 +1,241 @@
+"""The jitted programs of the rollout: the whole episode loop, which asks the host from inside, and its host-driven double.
+
+They know sizes, a model's graph and a function that answers, but no tokenizer, environment or parameters, so that they can
+also be compiled ahead of time for devices that are not there (`rrl.train.plan`).
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.experimental import io_callback
+from jax.sharding import Mesh, PartitionSpec
+from jax.typing import DTypeLike
+from jaxtyping import Array, Int, Key, PyTree
+
+from rrl.errors import UserError, at_least
+from rrl.models.cache import KVCache
+from rrl.models.config import DecoderConfig
+from rrl.models.decoder import Decoder
+from rrl.parallel.mesh import ROW_AXES
+from rrl.rollout.device import Rows, Sampler, decode_until, feed
+from rrl.rollout.host import HEADER, OFF, Limits, pack_width
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineConfig:
+    """Sizes and sampling of an engine; all static, so that one program serves a whole run."""
+
+    rows: int = 64
+    """Episodes in flight, over all data shards."""
+    context: int = 8192
+    """Most tokens of a trajectory."""
+    feeds: int = 16
+    """Rows prefilled together, per data shard; also how many paused rows interrupt decoding."""
+    feed_tokens: int = 256
+    """Tokens prefilled at a time; longer texts go in chunks."""
+    patience: int = 16
+    """Decode steps that a paused row waits at most while others run."""
+    top_k: int = 3
+    """Passages a search returns."""
+    top_p: float = 1.0
+    sample_top_k: int = 0
+    """Sampling among the k likeliest tokens; 0 is off."""
+
+    def __post_init__(self) -> None:
+        at_least(1, self, "rows", "context", "feeds", "feed_tokens", "patience", "top_k")
+        at_least(0, self, "sample_top_k")
+        if not 0 < self.top_p <= 1:
+            raise UserError(f"top_p={self.top_p} must lie above 0 and not above 1")
+
+
+DECODE, PREFILL = "decode_rows", "prefill_rows"
+"""Names of the loop's two halves in a compiled program."""
+
+Answer = Callable[..., np.ndarray]
+"""(data shard, status, stop, ids, logps, sampled_logps, length, embeddings) -> what `Host.exchange` returns, for its rows."""
+
+
+@dataclasses.dataclass(frozen=True)
+class QueryEncoder:
+    """What of a text encoder the loop runs on device."""
+
+    graph: nnx.GraphDef
+    pad_token_id: int
+    query_tokens: int
+    dim: int
+
+
+class Programs:
+    """Builds the programs of one model's graph on one mesh."""
+
+    def __init__(
+        self,
+        graph: nnx.GraphDef,
+        decoder_config: DecoderConfig,
+        config: EngineConfig,
+        mesh: Mesh,
+        *,
+        eos: Int[Array, "E"],
+        answer: Answer,
+        encoder: QueryEncoder | None = None,
+    ) -> None:
+        self.graph, self.decoder_config, self.config = graph, decoder_config, config
+        self.mesh, self.eos, self.answer, self.encoder = mesh, eos, answer, encoder
+        self.shards = int(np.prod([mesh.shape[axis] for axis in ROW_AXES]))
+        if config.rows % self.shards:
+            raise UserError(
+                f"engine rows = {config.rows} must be a multiple of the {self.shards} data shards"
+            )
+        self.limits = Limits(
+            rows=config.rows // self.shards,
+            context=config.context,
+            feeds=min(config.feeds, config.rows // self.shards),
+            feed_tokens=config.feed_tokens,
+            query_tokens=encoder.query_tokens if encoder else 0,
+        )
+
+    def episode_loop(self, turn_tokens: int, first_accept: int) -> Callable:
+        """The jitted program (params, encoder state, key, stop table) -> status; the host has the episodes."""
+
+        @jax.jit
+        def episode_loop(params: PyTree, encoder_state: PyTree, key: Key, table: jax.Array) -> jax.Array:
+            model = nnx.merge(self.graph, computed(params, nnx.merge(self.graph, params).dtype))
+            sampler = self._sampler(key, table, first_accept)
+
+            def going(state: tuple) -> jax.Array:
+                return jnp.any(state[0].status != OFF)
+
+            def body(state: tuple) -> tuple:
+                rows, cache, embeddings = state
+                with jax.named_scope(DECODE):
+                    rows, cache = self._decode(model, rows, cache, sampler)
+                feeds, queries, off = self._unpack(self._ask(rows, embeddings))
+                with jax.named_scope(PREFILL):
+                    rows, cache = feed(model, rows, cache, feeds, off, sampler, context=self.config.context)
+                return rows, cache, self._embed(encoder_state, queries)
+
+            rows, cache, embeddings = self._start(model, turn_tokens)
+            return jax.lax.while_loop(going, body, (rows, cache, embeddings))[0].status
+
+        return episode_loop
+
+    def reference_loop(self, turn_tokens: int, first_accept: int) -> Callable:
+        """The same, driven from the host step by step."""
+
+        @functools.partial(jax.jit, donate_argnums=2)
+        def decode_step(params: PyTree, rows: Rows, cache: KVCache, key: Key, table: jax.Array) -> tuple:
+            sampler = self._sampler(key, table, first_accept)
+            return self._decode(nnx.merge(self.graph, params), rows, cache, sampler)
+
+        @functools.partial(jax.jit, donate_argnums=2)
+        def feed_step(
+            params: PyTree,
+            rows: Rows,
+            cache: KVCache,
+            feeds: jax.Array,
+            off: jax.Array,
+            key: Key,
+            table: jax.Array,
+        ) -> tuple:
+            sampler = self._sampler(key, table, first_accept)
+            model = nnx.merge(self.graph, params)
+            return feed(model, rows, cache, feeds, off, sampler, context=self.config.context)
+
+        embed = jax.jit(self._embed)
+        per_shard = self.limits.rows
+
+        def drive(params: PyTree, encoder_state: PyTree, key: Key, table: jax.Array) -> jax.Array:
+            rows, cache, embeddings = self._start(nnx.merge(self.graph, params), turn_tokens)
+            while np.any(np.asarray(rows.status) != OFF):
+                rows, cache = decode_step(params, rows, cache, key, table)
+                report = [np.asarray(part) for part in _report(rows, embeddings)]
+                words = []
+                for shard in range(self.shards):
+                    turn = [part[shard * per_shard : (shard + 1) * per_shard] for part in report[:-1]]
+                    count = self.limits.feeds
+                    words.append(self.answer(shard, *turn, report[-1][shard * count : (shard + 1) * count]))
+                feeds, queries, off = self._unpack(jnp.asarray(np.stack(words)))
+                rows, cache = feed_step(params, rows, cache, feeds, off, key, table)
+                embeddings = embed(encoder_state, queries)
+            return rows.status
+
+        return drive
+
+    def _start(self, model: Decoder, turn_tokens: int) -> tuple[Rows, KVCache, jax.Array]:
+        rows = Rows.create(self.config.rows, turn_tokens)
+        cache = KVCache.create(self.decoder_config, self.config.rows, self.config.context, model.dtype)
+        width = self.encoder.dim if self.encoder else 0
+        return rows, cache, jnp.zeros((self.shards * self.limits.feeds, width), jnp.float32)
+
+    def _sampler(self, key: Key, table: jax.Array, first_accept: int) -> Sampler:
+        return Sampler(key, table, self.eos, first_accept, self.config.top_p, self.config.sample_top_k)
+
+    def _decode(self, model: Decoder, rows: Rows, cache: KVCache, sampler: Sampler) -> tuple[Rows, KVCache]:
+        return decode_until(
+            model,
+            rows,
+            cache,
+            sampler,
+            context=self.config.context,
+            enough=self.limits.feeds * self.shards,
+            patience=self.config.patience,
+        )
+
+    def _embed(self, encoder_state: PyTree, queries: jax.Array) -> jax.Array:
+        if self.encoder is None:
+            return jnp.zeros((queries.shape[0], 0), jnp.float32)
+        encoder = nnx.merge(self.encoder.graph, encoder_state)
+        return encoder.embed(queries, queries != self.encoder.pad_token_id)
+
+    def _unpack(self, words: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Splits the hosts' answers [shards, words] into feeds (with global row numbers), queries and off."""
+        limits = self.limits
+        feed_words = limits.feeds * (HEADER + limits.feed_tokens)
+        query_words = limits.feeds * limits.query_tokens
+        feeds = words[:, :feed_words].reshape(self.shards, limits.feeds, -1)
+        first_row = (jnp.arange(self.shards, dtype=jnp.int32) * limits.rows)[:, None]
+        row = jnp.where(feeds[..., 0] < limits.rows, feeds[..., 0] + first_row, self.config.rows)
+        feeds = feeds.at[..., 0].set(row).reshape(self.shards * limits.feeds, -1)
+        queries = words[:, feed_words : feed_words + query_words]
+        off = words[:, feed_words + query_words :].reshape(-1) > 0
+        return feeds, queries.reshape(self.shards * limits.feeds, limits.query_tokens), off
+
+    def _ask(self, rows: Rows, embeddings: jax.Array) -> jax.Array:
+        """Calls every data shard's host once; tensor ranks other than 0 get the answer by a sum."""
+        width = pack_width(self.limits)
+
+        def per_device(*report: jax.Array) -> jax.Array:
+            shard = jax.lax.axis_index(ROW_AXES)
+
+            def ask() -> jax.Array:
+                shape = jax.ShapeDtypeStruct((width,), jnp.int32)
+                return io_callback(self.answer, shape, shard, *report, ordered=False)
+
+            first = jax.lax.axis_index("tensor") == 0
+            words = jax.lax.cond(first, ask, lambda: jnp.zeros(width, jnp.int32))
+            return jax.lax.psum(words, "tensor")[None]
+
+        spec = PartitionSpec(ROW_AXES)
+        report = _report(rows, embeddings)
+        mapped = jax.shard_map(
+            per_device, mesh=self.mesh, in_specs=(spec,) * len(report), out_specs=spec, check_vma=False
+        )
+        return mapped(*report)
+
+
+def computed(params: PyTree, dtype: DTypeLike) -> PyTree:
+    """The parameters as a decoder of this dtype reads them: norms as they are, all else cast once instead of at each token."""
+    flat = {
+        path: leaf if str(path[-1]).endswith("norm") else leaf.replace(leaf[...].astype(dtype))
+        for path, leaf in nnx.to_flat_state(params)
+    }
+    return nnx.from_flat_state(flat)
+
+
+def _report(rows: Rows, embeddings: jax.Array) -> tuple[jax.Array, ...]:
+    return (rows.status, rows.stop, rows.ids, rows.logps, rows.sampled_logps, rows.length, embeddings)

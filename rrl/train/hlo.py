@@ -1,0 +1,79 @@
+"""What devices send each other, read from a compiled program's text."""
+
+import collections
+import dataclasses
+import math
+import re
+
+KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
+_BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s16": 2, "u16": 2, "s64": 8, "u64": 8, "f64": 8}
+_HEAD = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) \(.*\{$")
+_COLLECTIVE = re.compile(rf"= (.*?) ({'|'.join(KINDS)})(-start)?\(")
+_CALLED = re.compile(r"(?:calls|to_apply|body|true_computation|false_computation)=%?([\w.\-]+)")
+_LISTED = re.compile(r"(?:branch_computations|called_computations)=\{([^}]*)\}")
+_WHILE = re.compile(r" while\(.*condition=%?([\w.\-]+), body=%?([\w.\-]+)")
+_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
+
+
+@dataclasses.dataclass(frozen=True)
+class Traffic:
+    """Collectives of one kind, on one device."""
+
+    count: float
+    """Executions, those in a loop of known length as often as it turns."""
+    bytes: float
+    """Size of their results, over all executions."""
+
+
+def collectives(text: str, scope: str = "") -> dict[str, Traffic]:
+    """The collectives of a program's optimised HLO, by kind; of a `jax.named_scope` alone where one is given.
+
+    A loop of fixed length (layers, chunks) counts with its length; one whose length depends on data (decoding) once.
+    """
+    bodies: dict[str, list[str]] = {}
+    entry, name = "", ""
+    for line in text.splitlines():
+        if head := _HEAD.match(line):
+            name = head[1]
+            bodies[name] = []
+            entry = name if line.startswith("ENTRY") else entry
+        elif name:
+            bodies[name].append(line)
+    times: collections.Counter[str] = collections.Counter()
+
+    def visit(name: str, factor: int) -> None:
+        times[name] += factor
+        for line in bodies.get(name, ()):
+            loop = _WHILE.search(line)
+            turns = _turns(line, bodies.get(loop[1], [])) if loop else 1
+            called = _CALLED.findall(line) + [
+                part.strip().lstrip("%") for group in _LISTED.findall(line) for part in group.split(",")
+            ]
+            for inner in called:
+                visit(inner, factor * turns)
+
+    visit(entry, 1)
+    count: collections.Counter[str] = collections.Counter()
+    size: collections.Counter[str] = collections.Counter()
+    for name, factor in times.items():
+        for line in bodies.get(name, ()):
+            if (found := _COLLECTIVE.search(line)) and scope in line:
+                shapes = [_size(*shape) for shape in re.findall(r"(\w+)\[([\d,]*)\]", found[1])]
+                count[found[2]] += factor
+                # The start of an asynchronous one holds its operand too; the result is the larger (reduce-scatter: smaller).
+                pick = min if found[2] == "reduce-scatter" else max
+                size[found[2]] += factor * (pick(shapes) if found[3] else sum(shapes))
+    return {kind: Traffic(count[kind], size[kind]) for kind in KINDS if count[kind]}
+
+
+def _turns(line: str, condition: list[str]) -> int:
+    """How often a while loop turns: told by XLA, or the one constant that its condition compares with."""
+    if known := _TRIPS.search(line):
+        return int(known[1])
+    limits = [int(n) for text in condition for n in re.findall(r"= s32\[\]\S* constant\((\d+)\)", text)]
+    counts = any("direction=LT" in text for text in condition)
+    return limits[0] if len(limits) == 1 and counts and len(condition) <= 6 else 1
+
+
+def _size(dtype: str, shape: str) -> int:
+    return _BYTES.get(dtype, 4) * math.prod(int(n) for n in shape.split(",") if n)

@@ -1,0 +1,257 @@
+"""Will it fit? Memory, traffic and least time of a run on chips that nobody here owns.
+
+The run's own programs are compiled for the topology (`rrl.train.programs`); where that cannot be done, for GPUs, sizes are
+counted instead, and the report says so.
+"""
+
+import dataclasses
+import math
+import pathlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, Mesh
+from jaxtyping import PyTree
+
+from rrl.errors import UserError
+from rrl.models.attention_backends import Backend
+from rrl.models.config import DecoderConfig
+from rrl.models.decoder import Remat
+from rrl.models.weights import read_config
+from rrl.parallel.topology import GIB, Topology, open_topology
+from rrl.train import programs
+from rrl.train.estimate import Cost, Workload, cache_device_bytes, costs, temporaries
+from rrl.train.experiment import Settings
+from rrl.train.programs import Model, Program, data_shards, device_bytes
+
+_QWEN = {"model_type": "qwen2", "max_position_embeddings": 32768, "rope_theta": 1e6, "rms_norm_eps": 1e-6}
+PUBLISHED: Mapping[str, Mapping[str, Any]] = {
+    "Qwen2.5-3B": _QWEN
+    | {
+        "vocab_size": 151936,
+        "hidden_size": 2048,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 2,
+        "intermediate_size": 11008,
+        "tie_word_embeddings": True,
+    },
+    "Qwen2.5-7B": _QWEN
+    | {
+        "vocab_size": 152064,
+        "hidden_size": 3584,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+        "intermediate_size": 18944,
+        "tie_word_embeddings": False,
+    },
+}
+"""The config.json fields of the models in the papers' runs, for who plans before downloading."""
+
+STATE = ("parameters", "reference", "optimiser state", "gradients")
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What `plan` found."""
+
+    settings: Settings
+    topology: Topology
+    mesh: Mesh | AbstractMesh
+    config: DecoderConfig
+    shape_of: str
+    """Where the policy's shape is from."""
+    parameters: float
+    trained: float
+    """Of the parameters, those that the optimiser changes."""
+    computation: str
+    remat: Remat
+    attention: Backend
+    memory: dict[str, dict[str, float]]
+    """Bytes of one device by phase (rollout, update, optimiser step) and part."""
+    programs: list[Program]
+    """What was compiled; empty where sizes are counted."""
+    costs: dict[str, Cost]
+    workload: Workload
+
+    @property
+    def fullest(self) -> str:
+        """The phase that needs the most memory."""
+        return max(self.memory, key=lambda phase: sum(self.memory[phase].values()))
+
+    @property
+    def fits(self) -> bool:
+        """Whether every phase has room on each device."""
+        return sum(self.memory[self.fullest].values()) <= self.topology.chip.memory
+
+
+def plan(
+    config: Mapping[str, Any],
+    topology: str,
+    mesh: str = "",
+    *,
+    remat: Remat = "full",
+    tokens: int = 0,
+    policy_tokens: int = 0,
+    say: Callable[[str], None] = lambda text: None,
+) -> Plan:
+    """Plans a config (of the form of configs/rsearch_grpo.py) on a topology such as v5e:4x4.
+
+    Args:
+        mesh: "data=1,fsdp=4,tensor=4"; "": see `default_mesh`.
+        remat: see `Decoder`.
+        tokens: of the mean trajectory, for the time of a step; 0: half the context.
+        policy_tokens: of them those that the policy writes; 0: a quarter.
+
+    Raises:
+        UserError: no such topology, libtpu is missing, sizes that do not multiply to the chips, no shape for the policy.
+    """
+    settings = Settings.parse(config)
+    shape, source = policy_shape(settings.policy)
+    slice_ = open_topology(topology)
+    sizes = parse_mesh(mesh) if mesh else default_mesh(shape, slice_.size, settings.rollout.rows)
+    devices = slice_.mesh(**sizes)
+    shards = data_shards(devices)
+    if settings.rollout.rows % shards:
+        raise UserError(
+            f"rollout.rows={settings.rollout.rows} must be a multiple of data x fsdp = {shards} of the mesh; "
+            f"give --config.rollout.rows={-(-settings.rollout.rows // shards) * shards} or another --mesh"
+        )
+    dtype = jnp.float32 if slice_.chip.label == "CPU" else jnp.bfloat16
+    attention: Backend = "splash" if slice_.chip.label.startswith("TPU") else "xla"
+    model = Model.of(shape, settings, devices, dtype=dtype, remat=remat, attention=attention)
+    trained, fixed = (_count(state) for state in (model.params, model.fixed))
+    state = {
+        "parameters": device_bytes(model.params) + device_bytes(model.fixed),
+        "reference": device_bytes(model.reference),
+        "optimiser state": device_bytes(programs.optimizer_state(settings, model, devices)),
+    }
+    compiled: list[Program] = []
+    if isinstance(devices, Mesh):
+        for compiler in programs.COMPILERS:
+            say(f"compiling {compiler.__name__} for {topology} ...")
+            compiled.append(compiler(settings, model, devices))
+            last = compiled[-1]
+            say(
+                f"{last.name}: {last.seconds:.0f} s, {(last.arguments + last.temporaries) / GIB:.2f} GiB of each device"
+            )
+        rest = {program.name: program.temporaries for program in compiled}
+    else:
+        rest = temporaries(settings, shape, devices, remat=remat, parameters=trained + fixed, trained=trained)
+    itemsize = jnp.dtype(dtype).itemsize
+    cache = cache_device_bytes(shape, settings.rollout.rows, settings.rollout.context, itemsize, devices)
+    if compiled and not compiled[0].too_large:
+        rest["rollout"] -= cache
+    gradients = {"gradients": device_bytes(model.params)}
+    memory = {
+        "rollout": state | {"KV cache": cache, "activations": max(rest["rollout"], 0.0)},
+        "update": state | gradients | {"activations": rest["update"]},
+        "optimiser step": state | gradients | {"activations": rest["optimiser step"]},
+    }
+    workload = Workload.of(settings, tokens, policy_tokens)
+    traffic = {part: kinds for program in compiled for part, kinds in program.traffic.items()}
+    return Plan(
+        settings,
+        slice_,
+        devices,
+        shape,
+        source,
+        trained + fixed,
+        trained,
+        jnp.dtype(dtype).name,
+        remat,
+        attention,
+        memory,
+        compiled,
+        costs(settings, shape, devices, workload, remat=remat, trained=trained, traffic=traffic),
+        workload,
+    )
+
+
+def policy_shape(folder: str) -> tuple[DecoderConfig, str]:
+    """The shape of a policy's folder, or of a published model that the folder is named after."""
+    if pathlib.Path(folder, "config.json").is_file():
+        return DecoderConfig.from_hf(read_config(folder)), f"{folder}/config.json"
+    for name, fields in PUBLISHED.items():
+        if pathlib.Path(folder).name.startswith(name):
+            return DecoderConfig.from_hf(fields), f"the published shape of {name}; no folder {folder} here"
+    raise UserError(
+        f"policy={folder!r} is no Hugging Face folder (no config.json there), nor named after a model whose shape is known "
+        f"({', '.join(PUBLISHED)}); give one that is"
+    )
+
+
+def parse_mesh(text: str) -> dict[str, int]:
+    """ "data=1,fsdp=4,tensor=4" as sizes; what is left out is 1."""
+    sizes = {"data": 1, "fsdp": 1, "tensor": 1}
+    for part in text.split(","):
+        name, _, size = part.partition("=")
+        if name not in sizes or not size.lstrip("-").isdigit():
+            raise UserError(f"mesh={text!r}: {part!r} is not allowed; write data=1,fsdp=4,tensor=4")
+        sizes[name] = int(size)
+    return sizes
+
+
+def default_mesh(config: DecoderConfig, chips: int, rows: int) -> dict[str, int]:
+    """tensor: the most chips that share the kv heads evenly, so that no cache is held twice; fsdp: all others, as far as the
+    rows of the rollout go round; data: the rest."""
+    tensor = math.gcd(config.kv_heads, chips)
+    fsdp = math.gcd(chips // tensor, rows)
+    return {"data": chips // tensor // fsdp, "fsdp": fsdp, "tensor": tensor}
+
+
+def first_knob(plan: Plan) -> str:
+    """The setting to change first where it does not fit: the one behind the largest part that can give way; "" where it fits."""
+    if plan.fits:
+        return ""
+    phase, room = plan.fullest, plan.topology.chip.memory
+    parts = plan.memory[phase]
+    excess = sum(parts.values()) - room
+    objective, rows = plan.settings.train.objective, plan.settings.rollout.rows
+    shards, mesh = data_shards(plan.mesh), plan.mesh.shape
+    state = sum(parts.get(part, 0.0) for part in STATE)
+    if state > room or state > 2 * (sum(parts.values()) - state):
+        if mesh["data"] > 1:
+            return (
+                f"--mesh=data=1,fsdp={mesh['data'] * mesh['fsdp']},tensor={mesh['tensor']}: parameters and their state are "
+                f"held {mesh['data']} times"
+            )
+        need = math.ceil(plan.topology.size * sum(parts.values()) / room)
+        lora = "" if plan.settings.lora.rank else "--config.lora.rank=32 (adapters alone are trained), or "
+        return f"{lora}more chips (about {need}): parameters and their state alone take {state / GIB:.1f} GiB of each"
+    if phase == "rollout" and parts["KV cache"] >= parts["activations"]:
+        fewer = int(rows * (1 - excess / parts["KV cache"])) // shards * shards
+        if fewer >= shards:
+            return f"--config.rollout.rows={fewer} (now {rows}): the KV cache is the largest part, and goes with the rows"
+        return f"--config.rollout.context (now {plan.settings.rollout.context}): one row a shard is too much already"
+    if phase == "rollout":
+        fewer = max(plan.settings.rollout.feed_tokens // 2, 1)
+        return f"--config.rollout.feed_tokens={fewer}: what prefilling holds is the largest part, and goes with it"
+    length = objective.lengths[-1]
+    each = objective.rows(length, shards) // shards
+    if phase == "update" and plan.remat != "full":
+        return (
+            f"--remat=full (now {plan.remat}): what the backward pass keeps of each layer is the largest part"
+        )
+    if phase == "update" and each > 1:
+        fewer = max(1, math.floor(each * (1 - excess / parts["activations"])))
+        return (
+            f"--config.objective.microbatch_tokens={fewer * shards * length} (now {objective.microbatch_tokens}): "
+            f"{each} rows of {length} tokens a shard are in the backward pass at once"
+        )
+    if plan.config.heads % (2 * mesh["tensor"]) == 0 and mesh["fsdp"] % 2 == 0:
+        return (
+            f"--mesh=data={mesh['data']},fsdp={mesh['fsdp'] // 2},tensor={2 * mesh['tensor']}: one row of {length} tokens a "
+            "shard is too much; the tensor axis divides it"
+        )
+    return (
+        f"--config.rollout.context and objective.lengths (now {plan.settings.rollout.context} and {length}): one row a shard "
+        "is too much already"
+    )
+
+
+def _count(state: PyTree) -> float:
+    return float(sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(state)))

@@ -1,0 +1,217 @@
+"""The programs of a run, compiled from shapes alone for devices that need not be there.
+
+These are the programs that a run executes: the rollout's episode loop with its host callback, the accumulation of one
+microbatch's gradient (policy and reference log-probabilities, loss, backward pass) and the optimiser's step.
+"""
+
+import dataclasses
+import re
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
+from jaxtyping import PyTree
+
+from rrl.models.attention_backends import Backend
+from rrl.models.config import DecoderConfig
+from rrl.models.decoder import Decoder, Remat
+from rrl.models.lora import add_lora
+from rrl.parallel.mesh import ROW_AXES
+from rrl.parallel.rules import optimizer_shardings, shardings
+from rrl.rl.batch import Batch
+from rrl.rl.optim import make_optimizer, split_trained
+from rrl.rollout.automaton import compile_stops
+from rrl.rollout.loop import DECODE, PREFILL, Programs, computed
+from rrl.train.experiment import Settings
+from rrl.train.hlo import Traffic, collectives
+from rrl.train.update import SUMS, Updater
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """A model to be trained, as shapes on a mesh: ShapeDtypeStructs with their placement."""
+
+    config: DecoderConfig
+    graph: nnx.GraphDef
+    params: PyTree
+    """What is trained, in float32."""
+    reference: PyTree
+    """What is trained as it was at the start, in the dtype of the computation."""
+    fixed: PyTree
+    """The others, likewise; both models share them."""
+
+    @classmethod
+    def of(
+        cls,
+        config: DecoderConfig,
+        settings: Settings,
+        mesh: Mesh | AbstractMesh,
+        *,
+        dtype: DTypeLike,
+        remat: Remat,
+        attention: Backend,
+    ) -> "Model":
+        """Nothing is allocated."""
+
+        def make() -> Decoder:
+            decoder = Decoder(config, rngs=nnx.Rngs(0), dtype=dtype, remat=remat, attention=attention)
+            add_lora(decoder, settings.lora, rngs=nnx.Rngs(0))
+            return decoder
+
+        graph, params, fixed = split_trained(nnx.eval_shape(make), settings.train.optim.frozen)
+        reference, fixed = jax.eval_shape(
+            lambda *states: tuple(computed(state, dtype) for state in states), params, fixed
+        )
+        return cls(config, graph, *(_placed(state, mesh) for state in (params, reference, fixed)))
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """What the compiler says of one program; bytes of one device."""
+
+    name: str
+    seconds: float = 0.0
+    """Time to compile it."""
+    arguments: float = 0.0
+    temporaries: float = 0.0
+    """All else that lives at the fullest moment, code included."""
+    flops: float = 0.0
+    """As XLA counts them: the body of a loop once."""
+    traffic: Mapping[str, Mapping[str, Traffic]] = dataclasses.field(default_factory=dict)
+    """Collectives by what they belong to: the program, or in the rollout one decoded token and one prefill of all rows."""
+    too_large: str = ""
+    """What the compiler said where the program alone does not fit; then it tells no sizes but `temporaries`."""
+
+
+def rollout(settings: Settings, model: Model, mesh: Mesh) -> Program:
+    """The episode loop with its callback, without a query encoder."""
+    environment = settings.recipe.environment
+    automaton = compile_stops(environment.stops, [b""])
+    programs = Programs(
+        model.graph,
+        model.config,
+        settings.rollout,
+        mesh,
+        eos=np.zeros(1, np.int32),
+        answer=_no_host,
+    )
+    loop = programs.episode_loop(environment.turn_tokens, automaton.first_accept)
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    table = (automaton.table.shape[0], model.config.vocab_size)
+    params = nnx.merge_state(model.params, model.fixed)
+    shapes = (params, None, _whole(key.shape, key.dtype, mesh), _whole(table, jnp.int32, mesh))
+    return _compile("rollout", loop, shapes, mesh, scopes={"decode": DECODE, "prefill": PREFILL})
+
+
+def accumulate(settings: Settings, model: Model, mesh: Mesh) -> Program:
+    """Log-probabilities under policy and reference, loss and gradient of the largest microbatch."""
+    length = settings.train.objective.lengths[-1]
+    rows = settings.train.objective.rows(length, data_shards(mesh))
+    split = NamedSharding(mesh, PartitionSpec(ROW_AXES))
+
+    def side(dtype: DTypeLike) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((rows, length), dtype, sharding=split)
+
+    extras = {name: side(jnp.float32) for name in ("old_logp", "advantage", "weight")}
+    batch = Batch(side(jnp.int32), side(jnp.int32), side(jnp.int32), side(jnp.bool_), extras)
+    sums = {name: _whole((), jnp.float32, mesh) for name in SUMS}
+    shapes = (model.params, model.reference, model.fixed, model.params, sums, batch)
+    return _compile("update", _updater(settings, model).accumulate, shapes, mesh)
+
+
+def apply(settings: Settings, model: Model, mesh: Mesh) -> Program:
+    """The optimiser's step."""
+    shapes = (
+        model.params,
+        optimizer_state(settings, model, mesh),
+        model.params,
+        _whole((), jnp.float32, mesh),
+    )
+    return _compile("optimiser step", _updater(settings, model).apply, shapes, mesh)
+
+
+def optimizer_state(settings: Settings, model: Model, mesh: Mesh | AbstractMesh) -> PyTree:
+    """The optimiser's state as shapes on the mesh."""
+    state = jax.eval_shape(make_optimizer(settings.train.optim).init, model.params)
+    return jax.tree.map(
+        lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
+        state,
+        optimizer_shardings(state, mesh),
+    )
+
+
+def data_shards(mesh: Mesh | AbstractMesh) -> int:
+    """Over how many devices the rows of a batch are split."""
+    return int(np.prod([mesh.shape[axis] for axis in ROW_AXES]))
+
+
+def device_bytes(tree: PyTree) -> float:
+    """Bytes that shapes on a mesh take on each device."""
+    return float(
+        sum(
+            np.prod(leaf.sharding.shard_shape(leaf.shape), dtype=float) * leaf.dtype.itemsize
+            for leaf in jax.tree.leaves(tree)
+        )
+    )
+
+
+def _updater(settings: Settings, model: Model) -> Updater:
+    return Updater(model.graph, make_optimizer(settings.train.optim), settings.train.objective)
+
+
+def _compile(
+    name: str, program: Any, shapes: tuple[Any, ...], mesh: Mesh, scopes: Mapping[str, str] | None = None
+) -> Program:
+    began = time.perf_counter()
+    try:
+        with jax.set_mesh(mesh):
+            compiled = program.lower(*shapes).compile()
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        arguments = device_bytes(shapes)
+        needed = re.search(r"(?:temporaries \(|Used )([\d.]+)([KMGT])", str(error))
+        total = float(needed[1]) * 1024.0 ** (1 + "KMGT".index(needed[2])) if needed else float("inf")
+        refusal = str(error).split("\n")[0]
+        return Program(
+            name, time.perf_counter() - began, arguments, max(total - arguments, 0.0), too_large=refusal
+        )
+    # A TPU's peak is what the compiler holds against the chip's memory: arguments count, the program itself does not.
+    memory, text = compiled.memory_analysis(), compiled.as_text()
+    own = memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+    if mesh.devices.flat[0].platform == "tpu":
+        own = memory.peak_memory_in_bytes - memory.argument_size_in_bytes
+    return Program(
+        name,
+        time.perf_counter() - began,
+        memory.argument_size_in_bytes,
+        own + memory.generated_code_size_in_bytes,
+        float((compiled.cost_analysis() or {}).get("flops", 0.0)),
+        {part: collectives(text, scope) for part, scope in (scopes or {name: ""}).items()},
+    )
+
+
+def _placed(state: PyTree, mesh: Mesh | AbstractMesh) -> PyTree:
+    places = shardings(state, mesh)
+    flat = {
+        path: leaf.replace(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=places[path]))
+        for path, leaf in nnx.to_flat_state(state)
+    }
+    return nnx.from_flat_state(flat)
+
+
+def _whole(shape: tuple[int, ...], dtype: DTypeLike, mesh: Mesh) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PartitionSpec()))
+
+
+def _no_host(*report: Any) -> np.ndarray:
+    raise RuntimeError("a planned rollout has no host")
+
+
+COMPILERS: tuple[Callable[[Settings, Model, Mesh], Program], ...] = (rollout, accumulate, apply)
