@@ -104,7 +104,8 @@ class Programs:
 
         @jax.jit
         def episode_loop(params: PyTree, encoder_state: PyTree, key: Key, table: jax.Array) -> jax.Array:
-            model = nnx.merge(self.graph, computed(params, nnx.merge(self.graph, params).dtype))
+            params = computed(params, nnx.merge(self.graph, params).dtype)
+            model = nnx.merge(self.graph, params)
             sampler = self._sampler(key, table, first_accept)
 
             def going(state: tuple) -> jax.Array:
@@ -116,7 +117,10 @@ class Programs:
                     rows, cache = self._decode(model, rows, cache, sampler)
                 feeds, queries, off = self._unpack(self._ask(rows, embeddings))
                 with jax.named_scope(PREFILL):
-                    rows, cache = feed(model, rows, cache, feeds, off, sampler, context=self.config.context)
+                    prefilling = nnx.merge(self.graph, self._unhoisted(params, feeds))
+                    rows, cache = feed(
+                        prefilling, rows, cache, feeds, off, sampler, context=self.config.context
+                    )
                 return rows, cache, self._embed(encoder_state, queries)
 
             rows, cache, embeddings = self._start(model, turn_tokens)
@@ -171,6 +175,14 @@ class Programs:
         cache = KVCache.create(self.decoder_config, self.config.rows, self.config.context, model.dtype)
         width = self.encoder.dim if self.encoder else 0
         return rows, cache, jnp.zeros((self.shards * self.limits.feeds, width), jnp.float32)
+
+    def _unhoisted(self, params: PyTree, feeds: jax.Array) -> PyTree:
+        """The parameters, bound to something that changes from turn to turn.
+
+        Prefilling gathers them from the devices that share them; left alone, XLA cuts them up for that before the loop, once
+        for all turns, and the cuts of all layers take four times their room.
+        """
+        return params if self.mesh.size == 1 else jax.lax.optimization_barrier((params, feeds))[0]
 
     def _sampler(self, key: Key, table: jax.Array, first_accept: int) -> Sampler:
         return Sampler(key, table, self.eos, first_accept, self.config.top_p, self.config.sample_top_k)

@@ -11,6 +11,7 @@ _HEAD = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) \(.*\{$")
 _COLLECTIVE = re.compile(rf"= (.*?) ({'|'.join(KINDS)})(-start)?\(")
 _CALLED = re.compile(r"(?:calls|to_apply|body|true_computation|false_computation)=%?([\w.\-]+)")
 _LISTED = re.compile(r"(?:branch_computations|called_computations)=\{([^}]*)\}")
+_CHANNEL = re.compile(r"channel_id=\d+")
 _WHILE = re.compile(r" while\(.*condition=%?([\w.\-]+), body=%?([\w.\-]+)")
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 
@@ -53,17 +54,26 @@ def collectives(text: str, scope: str = "") -> dict[str, Traffic]:
                 visit(inner, factor * turns)
 
     visit(entry, 1)
-    count: collections.Counter[str] = collections.Counter()
-    size: collections.Counter[str] = collections.Counter()
+    found: dict[
+        str, tuple[str, int, int]
+    ] = {}  # a TPU program holds one collective in several pieces, all on one channel
     for name, factor in times.items():
-        for line in bodies.get(name, ()):
-            if (found := _COLLECTIVE.search(line)) and scope in line:
-                shapes = [_size(*shape) for shape in re.findall(r"(\w+)\[([\d,]*)\]", found[1])]
-                count[found[2]] += factor
-                # The start of an asynchronous one holds its operand too; the result is the larger (reduce-scatter: smaller).
-                pick = min if found[2] == "reduce-scatter" else max
-                size[found[2]] += factor * (pick(shapes) if found[3] else sum(shapes))
-    return {kind: Traffic(count[kind], size[kind]) for kind in KINDS if count[kind]}
+        for place, line in enumerate(bodies.get(name, ())):
+            if (match := _COLLECTIVE.search(line)) and scope in line:
+                shapes = [_size(*shape) for shape in re.findall(r"(\w+)\[([\d,]*)\]", match[1])]
+                # The start of an asynchronous one holds its operand too: the result is the larger (reduce-scatter: smaller).
+                pick = min if match[2] == "reduce-scatter" else max
+                size = pick(shapes) if match[3] else sum(shapes)
+                channel = _CHANNEL.search(line)
+                found.setdefault(
+                    channel[0] if channel else f"{name} {place}", (match[2], factor, factor * size)
+                )
+    parts = {kind: [part for part in found.values() if part[0] == kind] for kind in KINDS}
+    return {
+        kind: Traffic(sum(count for _, count, _ in group), sum(size for *_, size in group))
+        for kind, group in parts.items()
+        if group
+    }
 
 
 def _turns(line: str, condition: list[str]) -> int:

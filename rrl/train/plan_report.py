@@ -39,16 +39,17 @@ def _head(plan: Plan) -> list[str]:
 
 
 def _memory(plan: Plan) -> list[str]:
+    unit, size = _unit(plan)
     how = "as compiled" if plan.programs else "AN ESTIMATE by count, nothing was compiled"
     phases = list(plan.memory)
     parts = list(dict.fromkeys(part for phase in phases for part in plan.memory[phase]))
-    lines = [f"memory of each device, GiB ({how}){'':4}" + "".join(f"{phase:>16}" for phase in phases)]
+    lines = [f"memory of each device, {unit} ({how}){'':4}" + "".join(f"{phase:>16}" for phase in phases)]
     width = len(lines[0]) - 16 * len(phases)
     for part in parts:
         cells = (plan.memory[phase].get(part) for phase in phases)
-        row = "".join(f"{'-' if cell is None else f'{cell / GIB:.3f}':>16}" for cell in cells)
+        row = "".join(f"{'-' if cell is None else f'{cell / size:.2f}':>16}" for cell in cells)
         lines.append(f"  {part:<{width - 2}}{row}")
-    totals = "".join(f"{sum(plan.memory[phase].values()) / GIB:>16.3f}" for phase in phases)
+    totals = "".join(f"{sum(plan.memory[phase].values()) / size:>16.2f}" for phase in phases)
     return [*lines, f"  {'total':<{width - 2}}{totals}"]
 
 
@@ -91,15 +92,21 @@ def _time(plan: Plan) -> list[str]:
 
 
 def _verdict(plan: Plan) -> list[str]:
-    need = sum(plan.memory[plan.fullest].values()) / GIB
-    room = plan.topology.chip.memory / GIB
+    unit, size = _unit(plan)
+    need = sum(plan.memory[plan.fullest].values()) / size
+    room = plan.topology.chip.memory / size
     guess = "" if plan.programs else " (an estimate)"
     if plan.fits:
-        return [f"IT FITS{guess}: the {plan.fullest} needs {need:.2f} of {room:.2f} GiB on each device"]
+        return [f"IT FITS{guess}: the {plan.fullest} needs {need:.2f} of {room:.2f} {unit} on each device"]
     return [
-        f"IT DOES NOT FIT{guess}: the {plan.fullest} needs {need:.2f} of {room:.2f} GiB on each device",
+        f"IT DOES NOT FIT{guess}: the {plan.fullest} needs {need:.2f} of {room:.2f} {unit} on each device",
         f"turn first: {first_knob(plan)}",
     ]
+
+
+def _unit(plan: Plan) -> tuple[str, float]:
+    """What a plan's memory is told in."""
+    return ("GiB", GIB) if sum(plan.memory[plan.fullest].values()) >= GIB / 4 else ("MiB", 2.0**20)
 
 
 def _bytes(count: float) -> str:

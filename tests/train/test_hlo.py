@@ -16,9 +16,14 @@ PROGRAM = """
 }
 
 %layer (p: (s32[], f32[8])) -> (s32[], f32[8]) {
-  %gathered = bf16[4,8]{1,0} all-gather(%x), dimensions={0}, metadata={op_name="jit(f)/decode_rows/while/body"}
+  %gathered = bf16[4,8]{1,0} all-gather(%x), channel_id=7, dimensions={0}, metadata={op_name="jit(f)/decode_rows/while/body"}
+  %held = f32[8] fusion(%x), calls=%piece
   %started = (f32[2], f32[8]) all-gather-start(%y), dimensions={0}
   %done = f32[8] all-gather-done(%started)
+}
+
+%piece (p: f32[8]) -> f32[8] {
+  %again = bf16[4,8]{1,0} all-gather(%x), channel_id=7, dimensions={0}
 }
 
 %token (p: (s32[], f32[8])) -> (s32[], f32[8]) {
@@ -43,6 +48,11 @@ def test_a_loop_of_known_length_counts_with_it_and_one_that_depends_on_data_once
         "all-reduce": Traffic(1, 32),
         "collective-permute": Traffic(3, 24),
     }
+
+
+def test_pieces_of_one_collective_count_once():
+    assert PROGRAM.count("channel_id=7") == 2
+    assert collectives(PROGRAM)["all-gather"].count == 2 * 28
 
 
 def test_a_scope_leaves_out_what_is_not_in_it():
