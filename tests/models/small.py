@@ -61,11 +61,11 @@ def places(rows, length):
     return jnp.broadcast_to(jnp.arange(length), (rows, length))
 
 
-def filled(config, seed=0):
-    """A decoder of random numbers, drawn without compiling anything."""
-    graph, state = nnx.split(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))))
+def filled(config, seed=0, dtype=jnp.float32):
+    """A model of random numbers, drawn without compiling anything."""
+    model = Decoder if isinstance(config, DecoderConfig) else Encoder
+    graph, state = nnx.split(nnx.eval_shape(lambda: model(config, rngs=nnx.Rngs(0))))
     draws = np.random.default_rng(seed)
     return nnx.merge(
-        graph,
-        jax.tree.map(lambda leaf: jnp.asarray(draws.normal(0, 0.3, leaf.shape), leaf.dtype), state),
+        graph, jax.tree.map(lambda leaf: jnp.asarray(draws.normal(0, 0.3, leaf.shape), dtype), state)
     )

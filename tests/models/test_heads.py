@@ -9,7 +9,7 @@ from rrl.errors import UserError
 from rrl.models.heads import ValueModel
 from rrl.models.hf import load_decoder, load_value_model, save_decoder
 from rrl.parallel.mesh import make_mesh
-from tests.models.small import SMALL, draw, make, places, run
+from tests.models.small import SMALL, draw, filled, places, run
 
 
 @nnx.jit
@@ -23,19 +23,19 @@ def rewards(model, tokens, lengths):
 
 
 def test_a_language_model_gives_the_body_and_a_head_of_zeros(tmp_path):
-    save_decoder(tmp_path, make(SMALL))
+    save_decoder(tmp_path, filled(SMALL))
     critic = load_value_model(tmp_path)
     tokens, at = draw(SMALL, 2, 9), places(2, 9)
-    np.testing.assert_array_equal(run(critic, tokens, at), run(make(SMALL), tokens, at))
+    np.testing.assert_array_equal(run(critic, tokens, at), run(filled(SMALL), tokens, at))
     assert not np.asarray(values(critic, tokens, at)).any()
     assert not hasattr(load_value_model(tmp_path), "head")
 
 
 def trained() -> ValueModel:
-    model = nnx.clone(make(SMALL))
-    critic = ValueModel(SMALL, rngs=nnx.Rngs(0))
-    nnx.update(critic, nnx.state(model))
-    critic.score[...] = jnp.linspace(-1, 1, SMALL.hidden)[:, None]
+    critic = nnx.eval_shape(lambda: ValueModel(SMALL, rngs=nnx.Rngs(0)))
+    state = nnx.state(filled(SMALL))
+    state["score"] = nnx.Param(jnp.linspace(-1, 1, SMALL.hidden)[:, None])
+    nnx.update(critic, state)
     return critic
 
 

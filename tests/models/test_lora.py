@@ -15,7 +15,7 @@ from rrl.models.hf import load_decoder, save_decoder
 from rrl.models.lora import LoraConfig, add_lora, has_lora, merged
 from rrl.parallel.mesh import make_mesh
 from rrl.parallel.rules import shard
-from tests.models.small import SMALL, draw, extend, make, places, run
+from tests.models.small import SMALL, draw, extend, filled, places, run
 
 UNTIED = dataclasses.replace(SMALL, tie_embeddings=False)
 EVERY = LoraConfig(rank=3, alpha=6.0, layers=".*")
@@ -23,14 +23,13 @@ EVERY = LoraConfig(rank=3, alpha=6.0, layers=".*")
 
 def adapted(config=EVERY, shape=UNTIED, trained=True) -> Decoder:
     """A small model with adapters, as training may leave them."""
-    decoder = nnx.clone(make(shape))
+    decoder = filled(shape)
     add_lora(decoder, config, rngs=nnx.Rngs(1))
     if trained:
         state = nnx.state(decoder, nnx.LoRAParam)
-        leaves, tree = jax.tree.flatten(state)
-        keys = jax.random.split(jax.random.key(2), len(leaves))
-        drawn = [0.3 * jax.random.normal(key, leaf.shape) for key, leaf in zip(keys, leaves)]
-        nnx.update(decoder, jax.tree.unflatten(tree, drawn))
+        draws = np.random.default_rng(2)
+        drawn = jax.tree.map(lambda x: jnp.asarray(draws.normal(0, 0.3, x.shape), x.dtype), state)
+        nnx.update(decoder, drawn)
     return decoder
 
 
@@ -48,7 +47,7 @@ def outputs(decoder):
 
 
 def test_fresh_adapters_change_nothing():
-    for one, other in zip(outputs(adapted(trained=False)), outputs(make(UNTIED))):
+    for one, other in zip(outputs(adapted(trained=False)), outputs(filled(UNTIED))):
         np.testing.assert_array_equal(one, other)
 
 
@@ -56,7 +55,7 @@ def test_a_model_with_adapters_is_the_merged_model():
     decoder = adapted()
     alone = merged(decoder)
     assert has_lora(decoder) and not has_lora(alone)
-    before = outputs(make(UNTIED))
+    before = outputs(filled(UNTIED))
     for one, other, start in zip(outputs(decoder), outputs(alone), before):
         np.testing.assert_allclose(one, other, atol=2e-5)
         assert np.abs(one - start).max() > 0.1
@@ -91,7 +90,7 @@ def test_wrong_settings_are_refused_by_name(fields):
 
 
 def test_rank_zero_adds_nothing():
-    decoder = nnx.clone(make(SMALL))
+    decoder = filled(SMALL)
     add_lora(decoder, LoraConfig(), rngs=nnx.Rngs(0))
     assert not has_lora(decoder) and merged(decoder) is decoder
 
@@ -114,6 +113,6 @@ def test_an_export_holds_the_merged_kernels(tmp_path):
 
 
 def test_bfloat16_kernels_get_bfloat16_adapters():
-    decoder = Decoder(SMALL, rngs=nnx.Rngs(0), param_dtype=jnp.bfloat16)
+    decoder = filled(SMALL, dtype=jnp.bfloat16)
     add_lora(decoder, LoraConfig(rank=2), rngs=nnx.Rngs(0))
     assert decoder.layers.q_lora_a[...].dtype == decoder.layers.down_lora_b[...].dtype == jnp.bfloat16
