@@ -17,6 +17,7 @@ class Chip:
     """What its maker says of one chip; 0: not published."""
 
     label: str
+    platform: str
     flops: float
     """Dense bfloat16 operations a second."""
     bandwidth: float
@@ -31,11 +32,11 @@ class Chip:
 
 GIB = 2.0**30
 CHIPS = {
-    "v5e": Chip("TPU v5e", 197e12, 819e9, 15.75 * GIB, 200e9, "v5e:4x4"),
-    "v5p": Chip("TPU v5p", 459e12, 2765e9, 95.74 * GIB, 600e9, "v5p:4x4x4"),
-    "v6e": Chip("TPU v6e", 918e12, 1640e9, 31.25 * GIB, 448e9, "v6e:4x4"),
-    "h100": Chip("H100 SXM", 989e12, 3350e9, 80e9, 450e9, "h100:8"),
-    "cpu": Chip("CPU", 0, 0, 0, 0, "cpu:8"),
+    "v5e": Chip("TPU v5e", "tpu", 197e12, 819e9, 15.75 * GIB, 200e9, "v5e:4x4"),
+    "v5p": Chip("TPU v5p", "tpu", 459e12, 2765e9, 95.74 * GIB, 600e9, "v5p:4x4x4"),
+    "v6e": Chip("TPU v6e", "tpu", 918e12, 1640e9, 31.25 * GIB, 448e9, "v6e:4x4"),
+    "h100": Chip("H100 SXM", "gpu", 989e12, 3350e9, 80e9, 450e9, "h100:8"),
+    "cpu": Chip("CPU", "cpu", 0, 0, 0, 0, "cpu:8"),
 }
 """Published: v5e 16 GB, v5p 95 GB, v6e 32 GB, H100 80 GB."""
 
@@ -69,14 +70,14 @@ def open_topology(name: str) -> Topology:
     if kind not in CHIPS or not sizes:
         raise UserError(f"topology={name!r} is unknown; write a chip and its number, such as {examples}")
     chip = CHIPS[kind]
-    if chip.label.startswith("TPU"):
+    if chip.platform == "tpu":
         devices = _tpu(name)
         return Topology(name, chip, len(devices), devices)
     if len(sizes) > 1:
         raise UserError(
             f"topology={name!r}: {chip.label}s have no grid; write their number, as in {chip.shape}"
         )
-    if kind == "h100":
+    if chip.platform == "gpu":
         return Topology(name, chip, sizes[0], None)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / sizes[0]
     return Topology(name, dataclasses.replace(chip, memory=memory), sizes[0], _cpu(name, sizes[0]))

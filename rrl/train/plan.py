@@ -16,7 +16,7 @@ from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import PyTree
 
 from rrl.errors import UserError
-from rrl.models.attention_backends import Backend
+from rrl.models.attention_backends import Backend, choose_backend
 from rrl.models.config import DecoderConfig
 from rrl.models.decoder import Remat
 from rrl.models.weights import read_config
@@ -120,8 +120,8 @@ def plan(
             f"rollout.rows={settings.rollout.rows} must be a multiple of data x fsdp = {shards} of the mesh; "
             f"give --config.rollout.rows={-(-settings.rollout.rows // shards) * shards} or another --mesh"
         )
-    dtype = jnp.float32 if slice_.chip.label == "CPU" else jnp.bfloat16
-    attention: Backend = "splash" if slice_.chip.label.startswith("TPU") else "xla"
+    dtype = jnp.float32 if slice_.chip.platform == "cpu" else jnp.bfloat16
+    attention = choose_backend("auto", slice_.chip.platform, dtype)
     model = Model.of(shape, settings, devices, dtype=dtype, remat=remat, attention=attention)
     trained, fixed = (_count(state) for state in (model.params, model.fixed))
     state = {
