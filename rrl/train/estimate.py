@@ -90,9 +90,8 @@ def costs(
     length = settings.train.objective.lengths[-1]
     batches = max(1.0, tokens / (settings.train.objective.rows(length, shards) * length))
     forward = forward_flops(config, tokens, mean_keys, written)
-    passes = {"none": 3, "dots": 3, "full": 4}[
-        remat
-    ] + 1  # forward and twice that back; again forward; the reference
+    # Forward, twice that back (once where weights are frozen), with remat forward again; and the reference.
+    passes = {"none": 3, "dots": 3, "full": 4}[remat] + 1 - (settings.lora.rank > 0)
     return {
         "rollout": Cost(
             forward,

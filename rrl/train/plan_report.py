@@ -98,8 +98,12 @@ def _verdict(plan: Plan) -> list[str]:
     guess = "" if plan.programs else " (an estimate)"
     if plan.fits:
         return [f"IT FITS{guess}: the {plan.fullest} needs {need:.2f} of {room:.2f} {unit} on each device"]
+    totals = {
+        phase: sum(parts.values()) / size for phase, parts in plan.memory.items() if phase != plan.fullest
+    }
+    others = "".join(f"; {phase}: {total:.2f}" for phase, total in totals.items() if total > room)
     return [
-        f"IT DOES NOT FIT{guess}: the {plan.fullest} needs {need:.2f} of {room:.2f} {unit} on each device",
+        f"IT DOES NOT FIT{guess}: the {plan.fullest} needs {need:.2f} of {room:.2f} {unit} on each device{others}",
         f"turn first: {first_knob(plan)}",
     ]
 

@@ -98,6 +98,7 @@ def test_nothing_of_a_7b_run_is_compiled_or_allocated_for_gpus_and_the_report_sa
     assert "AN ESTIMATE by count" in text
     assert "the published shape of Qwen2.5-7B" in text
     assert "IT FITS (an estimate)" in text
+    assert "attention=cudnn" in text
 
 
 @pytest.mark.parametrize(
@@ -146,6 +147,17 @@ def test_recomputing_layers_costs_one_more_pass():
         for remat in ("full", "none")
     )
     assert full / none == pytest.approx(5 / 4)
+
+
+def test_adapters_leave_the_gradients_and_state_of_all_else_away():
+    whole, narrow = plan(get_config("size=7b"), "h100:8"), get_config("size=7b")
+    narrow.lora.rank = 32
+    found = plan(narrow, "h100:8")
+    assert found.trained < 0.02 * found.parameters
+    for part in ("optimiser state", "gradients", "reference"):
+        assert found.memory["update"][part] < 0.05 * whole.memory["update"][part]
+    assert found.costs["update"].flops / whole.costs["update"].flops == pytest.approx(4 / 5)
+    assert "B of them trained" in report(found)
 
 
 def made(memory, sizes=(1, 4, 4), remat="full", **objective):
