@@ -1,10 +1,13 @@
 """The device mesh: data (batch), fsdp (batch and parameters), tensor (inside a layer)."""
 
+import contextlib
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import jax
-from jax.sharding import AxisType, Mesh
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from rrl.errors import UserError
 
@@ -28,6 +31,32 @@ def make_mesh(
         axis_types=(AxisType.Auto,) * len(AXES),
         devices=list(devices),
     )
+
+
+def data_shards(mesh: Mesh | AbstractMesh | None) -> int:
+    """Over how many devices the rows of a batch are split."""
+    return 1 if mesh is None else math.prod(mesh.shape[axis] for axis in ROW_AXES)
+
+
+def use_mesh(mesh: Mesh | None) -> contextlib.AbstractContextManager[Any]:
+    """Within the block, programs are spread over a mesh of several devices; nothing for one device or none."""
+    return contextlib.nullcontext() if mesh is None or mesh.size == 1 else jax.set_mesh(mesh)
+
+
+def put_rows(batch: Any, mesh: Mesh | None) -> Any:
+    """A pytree of NumPy arrays with a leading axis of rows on the devices, split where there are several.
+
+    Raises:
+        UserError: the rows do not divide among the devices.
+    """
+    if mesh is None or mesh.size == 1:
+        return jax.tree.map(jnp.asarray, batch)
+    rows, shards = len(jax.tree.leaves(batch)[0]), data_shards(mesh)
+    if rows % shards:
+        raise UserError(
+            f"a batch of {rows} rows does not divide among data x fsdp = {shards} shards of the mesh"
+        )
+    return jax.device_put(batch, NamedSharding(mesh, PartitionSpec(ROW_AXES)))
 
 
 def mesh_sizes(data: int, fsdp: int, tensor: int, devices: int) -> tuple[int, int, int]:

@@ -15,10 +15,12 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
+from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 from optax import contrib
 
 from rrl.errors import UserError, at_least, one_of
+from rrl.parallel.rules import optimizer_shardings
 
 OPTIMIZERS = ("adamw", "muon", "sgd")
 SCHEDULES = ("constant", "cosine", "linear")
@@ -187,6 +189,16 @@ def split_trained(module: nnx.Module, frozen: Sequence[str] = ()) -> tuple[Any, 
         )
 
     return nnx.split(module, trained, ...)
+
+
+def init_optimizer(
+    optimizer: optax.GradientTransformation, params: Any, mesh: Mesh | None = None
+) -> optax.OptState:
+    """The optimiser's first state, on a mesh of several devices made where its parameters lie."""
+    if mesh is None or mesh.size == 1:
+        return optimizer.init(params)
+    places = optimizer_shardings(jax.eval_shape(optimizer.init, params), mesh)
+    return jax.jit(optimizer.init, out_shardings=places)(params)
 
 
 @jax.jit

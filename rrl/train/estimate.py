@@ -7,10 +7,10 @@ from jax.sharding import AbstractMesh, Mesh
 
 from rrl.models.cache import BLOCK
 from rrl.models.config import DecoderConfig
+from rrl.parallel.mesh import data_shards
 from rrl.parallel.topology import Chip
 from rrl.train.experiment import Settings
 from rrl.train.hlo import Traffic
-from rrl.train.programs import data_shards
 
 BF16, F32 = 2, 4
 

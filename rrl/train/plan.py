@@ -20,11 +20,12 @@ from rrl.models.attention_backends import Backend
 from rrl.models.config import DecoderConfig
 from rrl.models.decoder import Remat
 from rrl.models.weights import read_config
+from rrl.parallel.mesh import data_shards
 from rrl.parallel.topology import GIB, Topology, open_topology
 from rrl.train import programs
 from rrl.train.estimate import Cost, Workload, cache_device_bytes, costs, temporaries
 from rrl.train.experiment import Settings
-from rrl.train.programs import Model, Program, data_shards, device_bytes
+from rrl.train.programs import Model, Program, device_bytes
 
 _QWEN = {"model_type": "qwen2", "max_position_embeddings": 32768, "rope_theta": 1e6, "rms_norm_eps": 1e-6}
 PUBLISHED: Mapping[str, Mapping[str, Any]] = {

@@ -1,8 +1,8 @@
 """A plan as text."""
 
+from rrl.parallel.mesh import data_shards
 from rrl.parallel.topology import GIB
 from rrl.train.plan import Plan, first_knob
-from rrl.train.programs import data_shards
 
 CAVEAT = "XLA counts the body of a loop (layers, chunks, tokens) once; the times below count every turn"
 

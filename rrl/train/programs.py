@@ -22,7 +22,7 @@ from rrl.models.attention_backends import Backend
 from rrl.models.config import DecoderConfig
 from rrl.models.decoder import Decoder, Remat
 from rrl.models.lora import add_lora
-from rrl.parallel.mesh import ROW_AXES
+from rrl.parallel.mesh import ROW_AXES, data_shards
 from rrl.parallel.rules import optimizer_shardings, shardings
 from rrl.rl.batch import Batch
 from rrl.rl.optim import make_optimizer, split_trained
@@ -144,11 +144,6 @@ def optimizer_state(settings: Settings, model: Model, mesh: Mesh | AbstractMesh)
         state,
         optimizer_shardings(state, mesh),
     )
-
-
-def data_shards(mesh: Mesh | AbstractMesh) -> int:
-    """Over how many devices the rows of a batch are split."""
-    return int(np.prod([mesh.shape[axis] for axis in ROW_AXES]))
 
 
 def device_bytes(tree: PyTree) -> float:

@@ -18,7 +18,14 @@ from rrl.models.decoder import Decoder
 from rrl.recipes.base import Answers, Recipe
 from rrl.retrieval.retriever import Retriever
 from rrl.rl.advantages import low_spread
-from rrl.rl.optim import OptimConfig, make_optimizer, make_schedule, running_mean, split_trained
+from rrl.rl.optim import (
+    OptimConfig,
+    init_optimizer,
+    make_optimizer,
+    make_schedule,
+    running_mean,
+    split_trained,
+)
 from rrl.rollout.engine import Engine
 from rrl.rollout.loop import computed
 from rrl.rollout.trajectory import Trajectory
@@ -26,7 +33,7 @@ from rrl.train.checkpoints import Checkpoints, stop_requested
 from rrl.train.metrics import MetricsWriter, read_metrics
 from rrl.train.progress import Progress
 from rrl.train.rollouts import describe, evaluate, run_questions
-from rrl.train.update import ObjectiveConfig, Updater, init_optimizer
+from rrl.train.update import ObjectiveConfig, Updater
 
 
 @dataclasses.dataclass(frozen=True)

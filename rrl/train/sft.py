@@ -13,13 +13,23 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
+from jax.sharding import Mesh
 
 from rrl.data.examples import Example
 from rrl.errors import UserError
 from rrl.models.decoder import Decoder
+from rrl.parallel.mesh import put_rows, use_mesh
+from rrl.parallel.rules import constrain_state
 from rrl.rl.batch import Batch
 from rrl.rl.logprobs import token_logprobs
-from rrl.rl.optim import OptimConfig, make_optimizer, make_schedule, skipped_updates, split_trained
+from rrl.rl.optim import (
+    OptimConfig,
+    init_optimizer,
+    make_optimizer,
+    make_schedule,
+    skipped_updates,
+    split_trained,
+)
 from rrl.train.checkpoints import Checkpoints, stop_requested
 from rrl.train.metrics import MetricsWriter
 from rrl.train.pack import pack
@@ -107,6 +117,7 @@ def make_update(
 
     def update(state: TrainState, fixed: nnx.State, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
         value, grads = jax.value_and_grad(loss)(state.params, fixed, batch)
+        grads = constrain_state(grads)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         metrics = {
             "loss": value,
@@ -127,7 +138,15 @@ class Evaluator:
     (teacher-forced), which is exactly when greedy decoding would reproduce it.
     """
 
-    def __init__(self, sets: Mapping[str, Sequence[Example]], rows: int, row_length: int, chunk: int) -> None:
+    def __init__(
+        self,
+        sets: Mapping[str, Sequence[Example]],
+        rows: int,
+        row_length: int,
+        chunk: int,
+        mesh: Mesh | None = None,
+    ) -> None:
+        self._mesh = mesh
         self._sets = {}
         for name, examples in sets.items():
             packed = pack([e.tokens for e in examples], [e.loss for e in examples], row_length, multiple=rows)
@@ -150,8 +169,9 @@ class Evaluator:
             batch = packed.batch
             parts = []
             for at in range(0, len(batch.tokens), self._rows):
-                part = jax.tree.map(lambda x, at=at: jnp.asarray(x[at : at + self._rows]), batch)
-                parts.append(jax.device_get(self._scores(decoder, part)))
+                part = jax.tree.map(lambda x, at=at: x[at : at + self._rows], batch)
+                with use_mesh(self._mesh):
+                    parts.append(jax.device_get(self._scores(decoder, put_rows(part, self._mesh))))
             logp, greedy = (np.concatenate(p) for p in zip(*parts, strict=True))
             totals += [-logp[batch.loss].sum(dtype=np.float64), greedy[batch.loss].sum(), batch.loss.sum()]
             right = [
@@ -179,6 +199,7 @@ def train(
     *,
     held_out: Mapping[str, Sequence[Example]] | None = None,
     identity: Mapping[str, Any] | None = None,
+    mesh: Mesh | None = None,
 ) -> Result:
     """Trains `decoder` in place, continuing what the workdir holds.
 
@@ -189,16 +210,17 @@ def train(
         workdir: gets config.json, checkpoints, metrics.jsonl and TensorBoard files.
         held_out: named sets of examples for evaluation.
         identity: what else makes this run what it is (model, data); a workdir made with another is refused.
+        mesh: the decoder lies on it; None: on one device.
 
     Raises:
         UserError: the workdir belongs to another config.
     """
     graph, params, fixed = split_trained(decoder, config.optim.frozen)
     optimizer = make_optimizer(config.optim)
-    state = TrainState(params, optimizer.init(params), jnp.zeros((), jnp.int32))
+    state = TrainState(params, init_optimizer(optimizer, params, mesh), jnp.zeros((), jnp.int32))
     update = make_update(graph, optimizer, config.chunk)
     rate = make_schedule(config.optim)
-    evaluate = Evaluator(held_out, config.rows, config.row_length, config.chunk) if held_out else None
+    evaluate = Evaluator(held_out, config.rows, config.row_length, config.chunk, mesh) if held_out else None
     settings = dataclasses.asdict(config) | {"run": dict(identity or {})}
     best: dict[str, Any] = {"loss": None, "bad": 0, "seconds": 0.0}
     with Checkpoints(workdir, settings, may_differ=MAY_DIFFER) as checkpoints, stop_requested() as stop:
@@ -211,8 +233,8 @@ def train(
             began, tokens, step = time.monotonic(), 0, start
             spent = best["seconds"]
             while step < config.steps and not stopped:
-                batch = jax.tree.map(jnp.asarray, source.batch(step))
-                state, metrics = update(state, fixed, batch)
+                with use_mesh(mesh):
+                    state, metrics = update(state, fixed, put_rows(source.batch(step), mesh))
                 step += 1
                 last = step == config.steps
                 if step % config.log_every == 0 or last:

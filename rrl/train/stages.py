@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import jax.numpy as jnp
 from flax import nnx
 from ml_collections import ConfigDict
 from transformers import PreTrainedTokenizerBase
@@ -27,6 +28,8 @@ from rrl.models.config import DecoderConfig
 from rrl.models.decoder import Decoder
 from rrl.models.hf import folder_hash, load_language_model, save_decoder
 from rrl.models.induction import wire_induction
+from rrl.models.lora import LoraConfig, add_lora
+from rrl.parallel.rules import shard
 from rrl.recipes.base import Recipe
 from rrl.recipes.card import card_of, write_card
 from rrl.recipes.catalogue import make_recipe
@@ -36,6 +39,7 @@ from rrl.train.checkpoints import refuse_other_config
 from rrl.train.demonstrations import demonstrations
 from rrl.train.export import write_model_files
 from rrl.train.fields import build, fill, only
+from rrl.train.hardware import ComputeConfig, MeshConfig
 from rrl.train.sft import MAY_DIFFER, Result, SFTConfig, train
 from rrl.train.sources import Alternating, FixedSource, Source, StreamSource
 from rrl.train.tasks import DataConfig, RetrieverConfig, load_encoder_of, load_retriever, mixed_questions
@@ -102,7 +106,12 @@ class DemonstrationConfig:
     environment: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
-SECTIONS = ("stage", "init", "tokenizer", "out", "model", "scales", "induction", "data", "train", "optim")
+HARDWARE = {"mesh": MeshConfig, "compute": ComputeConfig, "lora": LoraConfig}
+"""Sections that a config need not list."""
+SECTIONS = (
+    *("stage", "init", "tokenizer", "out", "model", "scales", "induction", "data", "train", "optim"),
+    *HARDWARE,
+)
 """Fields of a config."""
 
 
@@ -110,6 +119,9 @@ def with_defaults(config: ConfigDict) -> ConfigDict:
     """A config of this form (see configs/miniwiki_*.py) with every field there is, so that each can be overridden."""
     fill(config.train, SFTConfig)
     fill(config.optim, OptimConfig)
+    for name, kind in HARDWARE.items():
+        config.setdefault(name, ConfigDict())
+        fill(config[name], kind)
     if not config.init:
         fill(config.model, DecoderConfig)
     if config.stage != "demonstrations":
@@ -143,11 +155,27 @@ def run(config: Mapping[str, Any], workdir: str | pathlib.Path) -> Result:
     settings = build(SFTConfig, values["train"], "train", optim=optim)
     identity: dict[str, Any] = {name: values[name] for name in ("stage", "model", "tokenizer", "data")}
     identity |= {name: values[name] for name in ("scales", "induction") if values.get(name)}
+    mesh_config = build(MeshConfig, values.get("mesh", {}), "mesh")
+    compute = build(ComputeConfig, values.get("compute", {}), "compute")
+    lora = build(LoraConfig, values.get("lora", {}), "lora")
+    if lora.rank:
+        identity["lora"] = dataclasses.asdict(lora)
+    if (numbers := (compute.dtype, compute.param_dtype)) != ("float32", "float32"):
+        identity["compute"] = numbers
     if values["init"]:
         identity["init"] = _init_hash(values["init"])
     refuse_other_config(workdir, dataclasses.asdict(settings) | {"run": identity}, MAY_DIFFER)
+    mesh = mesh_config.make()
+    options: dict[str, Any] = {
+        "dtype": jnp.dtype(compute.dtype),
+        "param_dtype": jnp.dtype(compute.param_dtype),
+        "attention": compute.backend(mesh.devices.flat[0].platform),
+        "remat": compute.remat,
+    }
     if values["init"]:
-        decoder, tokenizer = load_language_model(values["init"], "init", chat=stage != "reading")
+        decoder, tokenizer = load_language_model(
+            values["init"], "init", chat=stage != "reading", mesh=mesh if mesh.size > 1 else None, **options
+        )
     else:
         tokenizer = load_tokenizer(values["tokenizer"])
         shape = build(
@@ -158,17 +186,20 @@ def run(config: Mapping[str, Any], workdir: str | pathlib.Path) -> Result:
             eos_token_id=tokenizer.eos_token_id,
             pad_token_id=tokenizer.pad_token_id,
         )
-        decoder = Decoder(shape, rngs=nnx.Rngs(settings.seed))
+        decoder = Decoder(shape, rngs=nnx.Rngs(settings.seed), **options)
         scale_parameters(decoder, values.get("scales", {}))
         if values.get("induction"):
             wire_induction(decoder, seed=settings.seed, **values["induction"])
+    add_lora(decoder, lora, rngs=nnx.Rngs(settings.seed))
+    if mesh.size > 1:
+        nnx.update(decoder, shard(nnx.state(decoder), mesh))
     source, held_out = STAGES[stage](values["data"], settings, tokenizer)
     card = None
     if stage == "demonstrations":
         shown = build(DemonstrationConfig, values["data"]["demonstrations"], "data.demonstrations")
         card = card_of(_recipe(shown), shown.context, shown.top_k)
     write_model_files(workdir, decoder.config, tokenizer, card, values["init"] or None)
-    result = train(settings, source, decoder, workdir, held_out=held_out, identity=identity)
+    result = train(settings, source, decoder, workdir, held_out=held_out, identity=identity, mesh=mesh)
     out = pathlib.Path(values["out"] or pathlib.Path(workdir, "model"))
     if result.stopped != "signal":
         save_decoder(out, decoder, tokenizer)

@@ -1,8 +1,6 @@
 """One policy update: trajectories into length-bucketed packed rows, gradients summed over them, one optimiser step."""
 
-import contextlib
 import dataclasses
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,12 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 from jaxtyping import Bool, Float, PyTree
 
 from rrl.errors import UserError, at_least, one_of
-from rrl.parallel.mesh import ROW_AXES
-from rrl.parallel.rules import constrain_state, optimizer_shardings
+from rrl.parallel.mesh import data_shards, put_rows, use_mesh
+from rrl.parallel.rules import constrain_state
 from rrl.rl.advantages import low_spread
 from rrl.rl.batch import Batch
 from rrl.rl.logprobs import token_logprobs
@@ -133,8 +131,8 @@ class Updater:
         mesh: Mesh | None = None,
     ) -> None:
         self.config = config
-        self.mesh = mesh if mesh is not None and mesh.size > 1 else None
-        self.shards = 1 if self.mesh is None else math.prod(self.mesh.shape[axis] for axis in ROW_AXES)
+        self.mesh = mesh
+        self.shards = data_shards(mesh)
 
         def loss(
             params: PyTree, reference: PyTree, fixed: PyTree, batch: Batch
@@ -203,7 +201,7 @@ class Updater:
         Returns new parameters, optimiser state, and means over policy tokens: kl, entropy, ratio, clip_fraction,
         logp_gap (|log-prob here - log-prob of the sampler|; before the first step it is their numerical gap).
         """
-        with contextlib.nullcontext() if self.mesh is None else jax.set_mesh(self.mesh):
+        with use_mesh(self.mesh):
             return self._update(params, opt_state, reference, fixed, trajectories, advantages)
 
     def _update(
@@ -227,7 +225,9 @@ class Updater:
             grads = jax.tree.map(lambda x: jnp.zeros_like(x, device=x.sharding), params)
             sums = {name: jnp.zeros(()) for name in SUMS}
             for batch in batches:
-                grads, sums = self.accumulate(params, reference, fixed, grads, sums, self._put(batch))
+                grads, sums = self.accumulate(
+                    params, reference, fixed, grads, sums, put_rows(batch, self.mesh)
+                )
             params, opt_state, extra = self.apply(params, opt_state, grads, jnp.float32(total))
             found = {name: float(value) for name, value in jax.device_get({**sums, **extra}).items()}
             tokens = max(found.pop("tokens"), 1.0)
@@ -236,19 +236,3 @@ class Updater:
             metrics = {n: metrics.get(n, 0.0) + v / len(shares) for n, v in means.items()}
             metrics["skipped"] = found["skipped"]
         return params, opt_state, metrics
-
-    def _put(self, batch: Batch) -> Batch:
-        """A batch of NumPy arrays on the devices."""
-        if self.mesh is None:
-            return jax.tree.map(jnp.asarray, batch)
-        return jax.device_put(batch, NamedSharding(self.mesh, PartitionSpec(ROW_AXES)))
-
-
-def init_optimizer(
-    optimizer: optax.GradientTransformation, params: PyTree, mesh: Mesh | None = None
-) -> optax.OptState:
-    """The optimiser's first state, on a mesh of several devices made where its parameters lie."""
-    if mesh is None or mesh.size == 1:
-        return optimizer.init(params)
-    places = optimizer_shardings(jax.eval_shape(optimizer.init, params), mesh)
-    return jax.jit(optimizer.init, out_shardings=places)(params)

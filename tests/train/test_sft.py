@@ -8,8 +8,12 @@ import pytest
 from flax import nnx
 
 from rrl.data.examples import Example
+from rrl.errors import UserError
 from rrl.models.config import DecoderConfig
 from rrl.models.decoder import Decoder
+from rrl.models.lora import LoraConfig, add_lora
+from rrl.parallel.mesh import make_mesh
+from rrl.parallel.rules import shard
 from rrl.rl.optim import OptimConfig
 from rrl.train.metrics import read_metrics
 from rrl.train.sft import SFTConfig, train
@@ -119,3 +123,31 @@ def test_fixed_source_shows_every_example_once_an_epoch_and_is_a_function_of_the
     source.batch(0)
     np.testing.assert_array_equal(source.batch(late).tokens, other.batch(late).tokens)
     assert not np.array_equal(source.batch(0).tokens, source.batch(source.steps_per_epoch).tokens)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lora", [0, 2])
+def test_training_on_a_mesh_gives_the_losses_of_one_device(tmp_path, lora):
+    losses = []
+    for mesh in (None, make_mesh(1, 2, 2, devices=jax.devices()[:4])):
+        decoder = make_decoder()
+        add_lora(decoder, LoraConfig(rank=lora), rngs=nnx.Rngs(1))
+        if mesh is not None:
+            nnx.update(decoder, shard(nnx.state(decoder), mesh))
+        workdir, examples = tmp_path / str(mesh is None), make_examples(9)
+        train(
+            CONFIG, FixedSource(examples, 2, 32, 0), decoder, workdir, held_out={"train": examples}, mesh=mesh
+        )
+        lines = read_metrics(workdir / "metrics.jsonl")
+        losses.append([line.get("loss", line.get("eval/loss")) for line in lines])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-3)
+    assert len(losses[0]) == 9 and losses[0][-1] < losses[0][0]
+    assert not decoder.layers.down[...].is_fully_replicated
+
+
+def test_rows_that_do_not_divide_among_the_devices_are_refused(tmp_path):
+    mesh = make_mesh(4, 1, 1, devices=jax.devices()[:4])
+    decoder = make_decoder()
+    nnx.update(decoder, shard(nnx.state(decoder), mesh))
+    with pytest.raises(UserError, match=r"2 rows does not divide among data x fsdp = 4"):
+        train(CONFIG, FixedSource(make_examples(9), 2, 32, 0), decoder, tmp_path, mesh=mesh)
