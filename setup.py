@@ -20,7 +20,6 @@ BASE = [
     "absl-py>=2.1,<3",
     "transformers>=5.0,<6",
     "tokenizers>=0.22,<0.24",
-    "safetensors>=0.6,<1",
     "jinja2>=3.1,<4",
     "scann>=1.4.2,<1.5",
     "bm25s>=0.3,<0.4",
@@ -40,6 +39,7 @@ EXTRAS = {
     "launch": [],
     "parity": ["torch>=2.6,<3", "sentence-transformers>=5,<7"],
     "test": [
+        "safetensors>=0.6,<1",
         "pytest>=8.3,<10",
         "pytest-timeout>=2.3,<3",
         "hypothesis>=6.120,<7",

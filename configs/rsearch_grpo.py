@@ -121,9 +121,14 @@ def get_config(arg: str = "") -> ConfigDict:
         "lengths": sized((384, 640, 1024), (1024, 2048, 4096), (1024, 2048, 4096, 8192)),
         "microbatch_tokens": sized(4096, 8192, 32768),
     }
-    config.lora = {
-        "rank": 0
-    }  # above 0: adapters are trained, and the policy and its reference share all else
+    # Qwen2.5-3B has 2 key-value heads, 7B has 4: the tensor axis shares them evenly, so that no cache is held twice.
+    config.mesh = {"fsdp": 1 if tiny else -1, "tensor": {"tiny": 1, "3b": 2, "7b": 4}[args.size]}
+    config.compute = {
+        "dtype": sized("float32", "float32", "bfloat16"),
+        "remat": sized("none", "none", "full"),
+    }
+    # A rank above 0: adapters are trained, and the policy and its reference share all else.
+    config.lora = {"rank": 0}
     config.optim = {
         "name": "adamw",
         "lr": 3e-4 if ours else 1e-6,

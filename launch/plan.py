@@ -1,4 +1,4 @@
-"""Will it fit? `python launch/plan.py --config=configs/rsearch_grpo.py:size=7b --topology=v5e:4x4 [--mesh=fsdp=4,tensor=4]`.
+"""Will it fit? `python launch/plan.py --config=configs/rsearch_grpo.py:size=7b --topology=v5e:4x4`.
 
 Compiles the run's programs for chips that need not be here, and prints memory, traffic, least time and the verdict.
 """
@@ -6,7 +6,6 @@ Compiles the run's programs for chips that need not be here, and prints memory, 
 import os
 import sys
 from collections.abc import Sequence
-from typing import Any
 
 from absl import flags
 from ml_collections import config_flags
@@ -17,10 +16,6 @@ _CONFIG = config_flags.DEFINE_config_file(
     "config", None, "Config file, with its arguments after a colon.", lock_config=True
 )
 _TOPOLOGY = flags.DEFINE_string("topology", None, "Such as v5e:4x4, v5p:4x4x4, v6e:4x4, h100:8 or cpu:8.")
-_MESH = flags.DEFINE_string(
-    "mesh", "", "Such as data=1,fsdp=4,tensor=4; by default chosen by the policy's shape."
-)
-_REMAT = flags.DEFINE_enum("remat", "full", ["none", "dots", "full"], "What the backward pass recomputes.")
 _TOKENS = flags.DEFINE_integer("tokens", 0, "Tokens of the mean trajectory; 0: half the context.")
 _POLICY_TOKENS = flags.DEFINE_integer("policy_tokens", 0, "Of them written by the policy; 0: a quarter.")
 flags.mark_flags_as_required(["config", "topology"])
@@ -31,12 +26,9 @@ def main(_: Sequence[str]) -> None:
     from rrl.train.plan import plan
     from rrl.train.plan_report import report
 
-    remat: Any = _REMAT.value
     found = plan(
         _CONFIG.value,
         _TOPOLOGY.value or "",
-        _MESH.value,
-        remat=remat,
         tokens=_TOKENS.value,
         policy_tokens=_POLICY_TOKENS.value,
         say=lambda text: print(text, file=sys.stderr, flush=True),

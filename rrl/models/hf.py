@@ -147,16 +147,27 @@ def load_value_model(
 
 
 def load_language_model(
-    folder: str | Path, field: str, *, chat: bool = True
+    folder: str | Path,
+    field: str,
+    *,
+    chat: bool = True,
+    dtype: DTypeLike = jnp.float32,
+    param_dtype: DTypeLike = jnp.float32,
+    mesh: Mesh | None = None,
+    attention: Backend = "xla",
+    remat: Remat = "none",
 ) -> tuple[Decoder, PreTrainedTokenizerBase]:
-    """A decoder and its tokenizer from one folder, which `field` (policy, reader, ...) of a config or call names.
+    """A decoder (see `load_decoder`) and its tokenizer from one folder, which `field` (policy, reader, ...) names.
 
     Raises:
         UserError: as `load_decoder`; a tokenizer that is not the model's, or (with `chat`) without a chat template.
     """
     tokenizer = load_tokenizer(folder)
     check_tokenizer(tokenizer, DecoderConfig.from_hf(read_config(folder)), field, chat=chat)
-    return load_decoder(folder), tokenizer
+    decoder = load_decoder(
+        folder, dtype=dtype, param_dtype=param_dtype, mesh=mesh, attention=attention, remat=remat
+    )
+    return decoder, tokenizer
 
 
 def save_decoder(

@@ -18,6 +18,7 @@ class Chip:
 
     label: str
     platform: str
+    """As JAX calls it: tpu, gpu or cpu."""
     flops: float
     """Dense bfloat16 operations a second."""
     bandwidth: float

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from ml_collections import ConfigDict
 from transformers import PreTrainedTokenizerBase
@@ -22,7 +23,7 @@ from rrl.eval.trajectories_html import write_html
 from rrl.models.decoder import Decoder
 from rrl.models.hf import folder_hash, load_language_model, save_decoder
 from rrl.models.lora import LoraConfig, add_lora
-from rrl.parallel.mesh import make_mesh
+from rrl.parallel.rules import shard
 from rrl.parallel.runtime import enable_compilation_cache
 from rrl.recipes.base import Recipe
 from rrl.recipes.card import Card, card_of, write_card
@@ -34,6 +35,7 @@ from rrl.rollout.trajectory import Trajectory
 from rrl.train.checkpoints import refuse_other_config
 from rrl.train.export import write_model_files
 from rrl.train.fields import build, fill, only
+from rrl.train.hardware import ComputeConfig, MeshConfig
 from rrl.train.metrics import read_metrics
 from rrl.train.rl import MAY_DIFFER, Outcome, RLConfig, Task, train
 from rrl.train.tasks import DataConfig, RetrieverConfig, load_corpora
@@ -48,6 +50,8 @@ SECTIONS = {
     "data": DataConfig,
     "retriever": RetrieverConfig,
     "lora": LoraConfig,
+    "mesh": MeshConfig,
+    "compute": ComputeConfig,
 }
 """The dataclass behind each section of a config, but for `recipe`."""
 SHOWN = 60
@@ -78,6 +82,8 @@ class Settings:
     recipe: Recipe
     reader_rollout: EngineConfig
     lora: LoraConfig
+    mesh: MeshConfig
+    compute: ComputeConfig
     reference: tuple[str, float] | None = None
     """What the result is printed beside, and its exact match."""
 
@@ -122,6 +128,8 @@ class Settings:
             recipe=make_recipe(name, recipe_values, environment),
             reader_rollout=build(EngineConfig, values["reader_rollout"], "reader_rollout"),
             lora=build(LoraConfig, values["lora"], "lora"),
+            mesh=build(MeshConfig, values["mesh"], "mesh"),
+            compute=build(ComputeConfig, values["compute"], "compute"),
             reference=values.get("reference"),
         )
 
@@ -149,14 +157,38 @@ class Clock:
 
 def load(settings: Settings, say: Clock) -> Loaded:
     """Loads models, corpus and questions."""
-    mesh = make_mesh(data=1, devices=jax.devices()[:1])
+    mesh, compute = settings.mesh.make(), settings.compute
+    device = mesh.devices.flat[0]
+    backend = compute.backend(device.platform)
+    sizes = "x".join(str(size) for size in mesh.devices.shape)
+    say(
+        f"{mesh.size} of {len(jax.devices())} devices ({device.device_kind}), mesh data x fsdp x tensor = {sizes}; "
+        f"{compute.dtype}, attention by {backend}"
+    )
     say(f"policy {settings.policy}")
-    decoder, tokenizer = load_language_model(settings.policy, "policy")
+    decoder, tokenizer = load_language_model(
+        settings.policy,
+        "policy",
+        dtype=jnp.dtype(compute.dtype),
+        param_dtype=jnp.dtype(compute.param_dtype),
+        mesh=mesh if mesh.size > 1 else None,
+        attention=backend,
+        remat=compute.remat,
+    )
     add_lora(decoder, settings.lora, rngs=nnx.Rngs(settings.train.seed))
+    if mesh.size > 1:
+        nnx.update(decoder, shard(nnx.state(decoder), mesh))
     reader = None
     if settings.reader:
         say(f"reader {settings.reader}")
-        reader = Reader(*load_language_model(settings.reader, "reader"), settings.reader_rollout, mesh=mesh)
+        frozen = load_language_model(
+            settings.reader,
+            "reader",
+            dtype=jnp.dtype(compute.dtype),
+            param_dtype=jnp.dtype(compute.dtype),
+            mesh=mesh if mesh.size > 1 else None,
+        )
+        reader = Reader(*frozen, settings.reader_rollout, mesh=mesh)
     train_side, held_out = load_corpora(settings.data, settings.retriever, say)
     engine = Engine(decoder, tokenizer, settings.rollout, retriever=train_side.retriever, mesh=mesh)
     task = Task(train_side.questions, held_out.questions, held_out.retriever)
@@ -206,6 +238,7 @@ def identity_of(settings: Settings) -> dict[str, Any]:
         "rollout": dataclasses.asdict(settings.rollout),
         "reader_rollout": dataclasses.asdict(settings.reader_rollout),
         "lora": dataclasses.asdict(settings.lora),
+        "compute": {name: getattr(settings.compute, name) for name in ("dtype", "param_dtype")},
         "recipe": dataclasses.asdict(settings.recipe),  # type: ignore[call-overload]
     }
     if settings.data.path != "miniwiki":

@@ -16,7 +16,7 @@ from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import PyTree
 
 from rrl.errors import UserError
-from rrl.models.attention_backends import Backend, choose_backend
+from rrl.models.attention_backends import Backend
 from rrl.models.config import DecoderConfig
 from rrl.models.decoder import Remat
 from rrl.models.weights import read_config
@@ -91,18 +91,16 @@ class Plan:
 def plan(
     config: Mapping[str, Any],
     topology: str,
-    mesh: str = "",
     *,
-    remat: Remat = "full",
     tokens: int = 0,
     policy_tokens: int = 0,
     say: Callable[[str], None] = lambda text: None,
 ) -> Plan:
     """Plans a config (of the form of configs/rsearch_grpo.py) on a topology such as v5e:4x4.
 
+    The mesh is the config's, over all chips; where that is a single device, `default_mesh`.
+
     Args:
-        mesh: "data=1,fsdp=4,tensor=4"; "": see `default_mesh`.
-        remat: see `Decoder`.
         tokens: of the mean trajectory, for the time of a step; 0: half the context.
         policy_tokens: of them those that the policy writes; 0: a quarter.
 
@@ -112,16 +110,18 @@ def plan(
     settings = Settings.parse(config)
     shape, source = policy_shape(settings.policy)
     slice_ = open_topology(topology)
-    sizes = parse_mesh(mesh) if mesh else default_mesh(shape, slice_.size, settings.rollout.rows)
+    sizes = dataclasses.asdict(settings.mesh)
+    if set(sizes.values()) == {1}:
+        sizes = default_mesh(shape, slice_.size, settings.rollout.rows)
     devices = slice_.mesh(**sizes)
     shards = data_shards(devices)
     if settings.rollout.rows % shards:
         raise UserError(
             f"rollout.rows={settings.rollout.rows} must be a multiple of data x fsdp = {shards} of the mesh; "
-            f"give --config.rollout.rows={-(-settings.rollout.rows // shards) * shards} or another --mesh"
+            f"give --config.rollout.rows={-(-settings.rollout.rows // shards) * shards} or another config.mesh"
         )
-    dtype = jnp.float32 if slice_.chip.platform == "cpu" else jnp.bfloat16
-    attention = choose_backend("auto", slice_.chip.platform, dtype)
+    dtype, remat = jnp.dtype(settings.compute.dtype), settings.compute.remat
+    attention = settings.compute.backend(slice_.chip.platform)
     model = Model.of(shape, settings, devices, dtype=dtype, remat=remat, attention=attention)
     trained, fixed = (_count(state) for state in (model.params, model.fixed))
     state = {
@@ -184,17 +184,6 @@ def policy_shape(folder: str) -> tuple[DecoderConfig, str]:
     )
 
 
-def parse_mesh(text: str) -> dict[str, int]:
-    """ "data=1,fsdp=4,tensor=4" as sizes; what is left out is 1."""
-    sizes = {"data": 1, "fsdp": 1, "tensor": 1}
-    for part in text.split(","):
-        name, _, size = part.partition("=")
-        if name not in sizes or not size.lstrip("-").isdigit():
-            raise UserError(f"mesh={text!r}: {part!r} is not allowed; write data=1,fsdp=4,tensor=4")
-        sizes[name] = int(size)
-    return sizes
-
-
 def default_mesh(config: DecoderConfig, chips: int, rows: int) -> dict[str, int]:
     """tensor: the most chips that share the kv heads evenly, so that no cache is held twice; fsdp: all others, as far as the
     rows of the rollout go round; data: the rest."""
@@ -216,8 +205,8 @@ def first_knob(plan: Plan) -> str:
     if state > room or state > 2 * (sum(parts.values()) - state):
         if mesh["data"] > 1:
             return (
-                f"--mesh=data=1,fsdp={mesh['data'] * mesh['fsdp']},tensor={mesh['tensor']}: parameters and their state are "
-                f"held {mesh['data']} times"
+                f"{_mesh_flags(1, mesh['data'] * mesh['fsdp'], mesh['tensor'])}: parameters and their state are held "
+                f"{mesh['data']} times"
             )
         need = math.ceil(plan.topology.size * sum(parts.values()) / room)
         lora = "" if plan.settings.lora.rank else "--config.lora.rank=32 (adapters alone are trained), or "
@@ -234,7 +223,8 @@ def first_knob(plan: Plan) -> str:
     each = objective.rows(length, shards) // shards
     if phase == "update" and plan.remat != "full":
         return (
-            f"--remat=full (now {plan.remat}): what the backward pass keeps of each layer is the largest part"
+            f"--config.compute.remat=full (now {plan.remat}): what the backward pass keeps of each layer is the largest "
+            "part"
         )
     if phase == "update" and each > 1:
         fewer = max(1, math.floor(each * (1 - excess / parts["activations"])))
@@ -244,8 +234,8 @@ def first_knob(plan: Plan) -> str:
         )
     if plan.config.heads % (2 * mesh["tensor"]) == 0 and mesh["fsdp"] % 2 == 0:
         return (
-            f"--mesh=data={mesh['data']},fsdp={mesh['fsdp'] // 2},tensor={2 * mesh['tensor']}: one row of {length} tokens a "
-            "shard is too much; the tensor axis divides it"
+            f"{_mesh_flags(mesh['data'], mesh['fsdp'] // 2, 2 * mesh['tensor'])}: one row of {length} tokens a shard is "
+            "too much; the tensor axis divides it"
         )
     return (
         f"--config.rollout.context and objective.lengths (now {plan.settings.rollout.context} and {length}): one row a shard "
@@ -255,3 +245,7 @@ def first_knob(plan: Plan) -> str:
 
 def _count(state: PyTree) -> float:
     return float(sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(state)))
+
+
+def _mesh_flags(data: int, fsdp: int, tensor: int) -> str:
+    return f"--config.mesh.data={data} --config.mesh.fsdp={fsdp} --config.mesh.tensor={tensor}"

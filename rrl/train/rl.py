@@ -26,7 +26,7 @@ from rrl.train.checkpoints import Checkpoints, stop_requested
 from rrl.train.metrics import MetricsWriter, read_metrics
 from rrl.train.progress import Progress
 from rrl.train.rollouts import describe, evaluate, run_questions
-from rrl.train.update import ObjectiveConfig, Updater
+from rrl.train.update import ObjectiveConfig, Updater, init_optimizer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,13 +134,13 @@ def train(
     reference = jax.tree.map(lambda x: x.copy(), computed(params, decoder.dtype))
     optimizer = make_optimizer(config.optim)
     rate = make_schedule(config.optim)
-    opt_state = optimizer.init(params)
+    opt_state = init_optimizer(optimizer, params, engine.mesh)
     average = jax.tree.map(lambda x: x.copy(), params) if config.average_last else None
     # What a checkpoint gives back is bound to its device; so is this, or a continued run would compile its update anew.
     params, opt_state, average = jax.tree.map(
         lambda x: jax.device_put(x, x.sharding), (params, opt_state, average)
     )
-    updater = Updater(graph, optimizer, config.objective)
+    updater = Updater(graph, optimizer, config.objective, engine.mesh)
     base = jax.random.key(config.seed)
     extra: dict[str, Any] = {"before": {}, "seconds": 0.0}
     sampled: list[Trajectory] = []

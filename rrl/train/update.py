@@ -1,6 +1,8 @@
 """One policy update: trajectories into length-bucketed packed rows, gradients summed over them, one optimiser step."""
 
+import contextlib
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,10 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Bool, Float, PyTree
 
 from rrl.errors import UserError, at_least, one_of
-from rrl.parallel.rules import constrain_state
+from rrl.parallel.mesh import ROW_AXES
+from rrl.parallel.rules import constrain_state, optimizer_shardings
 from rrl.rl.advantages import low_spread
 from rrl.rl.batch import Batch
 from rrl.rl.logprobs import token_logprobs
@@ -67,7 +71,10 @@ class ObjectiveConfig:
 
 
 def microbatches(
-    trajectories: Sequence[Trajectory], advantages: Float[np.ndarray, "N"], config: ObjectiveConfig
+    trajectories: Sequence[Trajectory],
+    advantages: Float[np.ndarray, "N"],
+    config: ObjectiveConfig,
+    shards: int = 1,
 ) -> tuple[list[Batch], float]:
     """Packs trajectories into rows of few lengths; returns the batches and what the summed loss is divided by.
 
@@ -85,7 +92,7 @@ def microbatches(
     for place, length in enumerate(config.lengths):
         low = config.lengths[place - 1] if place else 0
         waiting += np.flatnonzero((sizes > low) & (sizes <= length)).tolist()
-        rows = config.rows(length)
+        rows = config.rows(length, shards)
         chosen = [trajectories[i] for i in waiting]
         packed = pack(
             [t.tokens for t in chosen],
@@ -112,12 +119,22 @@ def microbatches(
 
 class Updater:
     """The jitted pieces of an update for one model graph, as `split_trained` gives it: `accumulate` adds a microbatch's
-    gradient to the sum, `apply` takes the optimiser's step."""
+    gradient to the sum, `apply` takes the optimiser's step.
+
+    With a mesh of several devices, rows are split over its axes data and fsdp, and everything that is shaped like a
+    parameter lies where `rrl.parallel.rules` puts that.
+    """
 
     def __init__(
-        self, graph: nnx.GraphDef, optimizer: optax.GradientTransformation, config: ObjectiveConfig
+        self,
+        graph: nnx.GraphDef,
+        optimizer: optax.GradientTransformation,
+        config: ObjectiveConfig,
+        mesh: Mesh | None = None,
     ) -> None:
         self.config = config
+        self.mesh = mesh if mesh is not None and mesh.size > 1 else None
+        self.shards = 1 if self.mesh is None else math.prod(self.mesh.shape[axis] for axis in ROW_AXES)
 
         def loss(
             params: PyTree, reference: PyTree, fixed: PyTree, batch: Batch
@@ -186,6 +203,18 @@ class Updater:
         Returns new parameters, optimiser state, and means over policy tokens: kl, entropy, ratio, clip_fraction,
         logp_gap (|log-prob here - log-prob of the sampler|; before the first step it is their numerical gap).
         """
+        with contextlib.nullcontext() if self.mesh is None else jax.set_mesh(self.mesh):
+            return self._update(params, opt_state, reference, fixed, trajectories, advantages)
+
+    def _update(
+        self,
+        params: PyTree,
+        opt_state: optax.OptState,
+        reference: PyTree,
+        fixed: PyTree,
+        trajectories: Sequence[Trajectory],
+        advantages: Float[np.ndarray, "N"],
+    ) -> tuple[PyTree, optax.OptState, dict[str, float]]:
         groups = np.array([t.group for t in trajectories])
         names = np.unique(groups)
         metrics: dict[str, float] = {}
@@ -193,14 +222,12 @@ class Updater:
         for share in shares:
             inside = np.flatnonzero(np.isin(groups, share))
             batches, total = microbatches(
-                [trajectories[i] for i in inside.tolist()], advantages[inside], self.config
+                [trajectories[i] for i in inside.tolist()], advantages[inside], self.config, self.shards
             )
-            grads = jax.tree.map(jnp.zeros_like, params)
+            grads = jax.tree.map(lambda x: jnp.zeros_like(x, device=x.sharding), params)
             sums = {name: jnp.zeros(()) for name in SUMS}
             for batch in batches:
-                grads, sums = self.accumulate(
-                    params, reference, fixed, grads, sums, jax.tree.map(jnp.asarray, batch)
-                )
+                grads, sums = self.accumulate(params, reference, fixed, grads, sums, self._put(batch))
             params, opt_state, extra = self.apply(params, opt_state, grads, jnp.float32(total))
             found = {name: float(value) for name, value in jax.device_get({**sums, **extra}).items()}
             tokens = max(found.pop("tokens"), 1.0)
@@ -209,3 +236,19 @@ class Updater:
             metrics = {n: metrics.get(n, 0.0) + v / len(shares) for n, v in means.items()}
             metrics["skipped"] = found["skipped"]
         return params, opt_state, metrics
+
+    def _put(self, batch: Batch) -> Batch:
+        """A batch of NumPy arrays on the devices."""
+        if self.mesh is None:
+            return jax.tree.map(jnp.asarray, batch)
+        return jax.device_put(batch, NamedSharding(self.mesh, PartitionSpec(ROW_AXES)))
+
+
+def init_optimizer(
+    optimizer: optax.GradientTransformation, params: PyTree, mesh: Mesh | None = None
+) -> optax.OptState:
+    """The optimiser's first state, on a mesh of several devices made where its parameters lie."""
+    if mesh is None or mesh.size == 1:
+        return optimizer.init(params)
+    places = optimizer_shardings(jax.eval_shape(optimizer.init, params), mesh)
+    return jax.jit(optimizer.init, out_shardings=places)(params)

@@ -54,6 +54,19 @@ def test_a_run_leaves_everything_behind_and_its_command_repeated_changes_nothing
     assert load_decoder(tmp_path / "policy").config == load_decoder(SHIPPED).config
     assert len(load_tokenizer(tmp_path / "policy")) == len(load_tokenizer(SHIPPED))
 
+    exported = subprocess.run(
+        [sys.executable, "launch/export.py", f"--workdir={tmp_path}", f"--out={tmp_path / 'exported'}"],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert exported.returncode == 0 and "step 2, float32" in exported.stdout, exported.stderr
+    names = [sorted(file.name for file in (tmp_path / name).iterdir()) for name in ("policy", "exported")]
+    assert names[0] == names[1]
+    for name in names[0]:
+        assert (tmp_path / "policy" / name).read_bytes() == (tmp_path / "exported" / name).read_bytes(), name
+
     kept = {name: (tmp_path / name).read_bytes() for name in ("metrics.jsonl", "trajectories.html")}
     again = start(*command)
     assert again.returncode == 0, again.stderr

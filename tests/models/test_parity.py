@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rrl.models.config import DecoderConfig
+from rrl.models.config import FAMILIES, DecoderConfig, Llama3Scaling
 from rrl.models.hf import load_decoder, load_encoder, save_decoder, save_encoder
 from tests.models.small import embed, encode, make, run
 
@@ -40,6 +40,75 @@ def test_a_folder_that_transformers_wrote_gives_its_logits(config, tmp_path, len
     theirs = random_(transformers.AutoModelForCausalLM.from_config(hf))
     theirs.save_pretrained(tmp_path)
     compare(tmp_path, config, theirs, length)
+
+
+LONG = {
+    family: DecoderConfig(
+        vocab_size=89, hidden=24, layers=2, heads=4, kv_heads=1, head_dim=10, mlp=37, model_type=family,
+        tie_embeddings=family == "qwen2", rope_theta=500.0, rope_scaling=Llama3Scaling(8.0, 1.0, 4.0, 64),
+        max_positions=512,
+    )
+    for family in FAMILIES
+}  # fmt: skip
+"""One kv head, heads that are not hidden / heads wide, an odd vocabulary, and RoPE scaled beyond 64 positions."""
+
+
+@pytest.fixture(scope="module", params=LONG)
+def narrow(request, tmp_path_factory):
+    """A model of transformers in bfloat16, its folder in several files, and tokens far beyond the scaling point."""
+    config, folder = LONG[request.param], tmp_path_factory.mktemp("narrow")
+    theirs = random_(
+        transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**config.to_hf()))
+    )
+    theirs.to(torch.bfloat16).save_pretrained(folder, max_shard_size="6KB")
+    assert len(list(folder.glob("*.safetensors"))) > 2
+    return config, folder, np.random.default_rng(0).integers(0, config.vocab_size, (2, 300))
+
+
+def opened(folder, dtype):
+    """Loaded anew, since casting a model also rounds its RoPE frequencies."""
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+
+
+def logits_of(folder, dtype, tokens):
+    model = opened(folder, dtype)
+    with torch.no_grad():
+        return model(torch.tensor(tokens)).logits.float().numpy()
+
+
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16])
+def test_narrow_files_computed_in_float32_give_their_logits(narrow, stored, tmp_path):
+    config, folder, tokens = narrow
+    if stored == torch.float16:
+        opened(folder, stored).save_pretrained(tmp_path, max_shard_size="6KB")
+        folder = tmp_path
+    compare(folder, config, opened(folder, torch.float32), tokens.shape[1])
+
+
+def test_bfloat16_computation_is_as_near_to_float32_as_theirs(narrow):
+    _, folder, tokens = narrow
+    ours = load_decoder(folder, dtype=jnp.bfloat16, param_dtype=jnp.bfloat16)
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    logits = np.asarray(ours.unembed(run(ours, jnp.asarray(tokens), positions)))
+    exact, near = (logits_of(folder, dtype, tokens) for dtype in (torch.float32, torch.bfloat16))
+    error, their_error = (np.linalg.norm(x - exact) / np.linalg.norm(exact) for x in (logits, near))
+    assert error < min(2e-2, 1.5 * their_error), (error, their_error)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_narrow_sharded_folders_that_we_wrote_are_read_by_transformers_bit_for_bit(narrow, tmp_path, dtype):
+    _, folder, _ = narrow
+    theirs = opened(folder, getattr(torch, dtype))
+    save_decoder(tmp_path, load_decoder(folder), dtype=dtype, shard_size=6000)
+    assert len(list(tmp_path.glob("*.safetensors"))) > 2
+    again, report = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path, dtype="auto", output_loading_info=True
+    )
+    assert not report["missing_keys"] and not report["unexpected_keys"]
+    assert again.dtype == getattr(torch, dtype)
+    for name, tensor in theirs.state_dict().items():
+        assert torch.equal(again.state_dict()[name], tensor), name
+    assert again.generation_config.eos_token_id == theirs.generation_config.eos_token_id
 
 
 def test_a_folder_that_we_wrote_gives_our_logits_in_transformers(config, tmp_path):

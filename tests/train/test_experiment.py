@@ -131,7 +131,7 @@ def test_listing_the_defaults_changes_no_setting(folders):
 def test_an_unknown_section_is_refused(folders):
     wrong = config()
     wrong.roolout = ConfigDict({"rows": 3})
-    with pytest.raises(UserError, match=r"config\.roolout is unknown; the fields of config are data"):
+    with pytest.raises(UserError, match=r"config\.roolout is unknown; the fields of config are compute"):
         Settings.of(wrong)
 
 

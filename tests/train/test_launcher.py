@@ -83,3 +83,24 @@ def test_every_field_can_be_overridden_and_its_value_is_checked(tmp_path, launch
     )
     assert done.returncode == 2 and f"error: {message}" in done.stderr, done.stderr
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--workdir=nowhere"], "workdir nowhere has no folder checkpoints"),
+        (["--workdir=nowhere", "--dtype=int8"], "int8"),
+        ([], "--workdir"),
+    ],
+)
+def test_an_export_that_cannot_be_is_one_line_and_writes_nothing(tmp_path, flags, message):
+    done = subprocess.run(
+        [sys.executable, "launch/export.py", f"--out={tmp_path / 'deep' / 'out'}", *flags],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2 and message in done.stderr, done.stderr
+    assert len(done.stderr.splitlines()) == 1 and done.stderr.startswith("error: "), done.stderr
+    assert not list(tmp_path.iterdir())

@@ -13,6 +13,9 @@ from rrl.data.tokenizer import train_tokenizer
 from rrl.errors import UserError
 from rrl.models.config import DecoderConfig
 from rrl.models.decoder import Decoder
+from rrl.models.lora import LoraConfig, add_lora
+from rrl.parallel.mesh import make_mesh
+from rrl.parallel.rules import shard
 from rrl.recipes.rsearch import RSearch
 from rrl.retrieval.index import make_retriever
 from rrl.rl.optim import OptimConfig
@@ -58,9 +61,9 @@ def fresh() -> Decoder:
     return Decoder(config, rngs=nnx.Rngs(0))
 
 
-def run(parts, workdir, config, die_at: int | None = None):
+def run(parts, workdir, config, die_at: int | None = None, decoder=None):
     questions, engine, recipe = parts
-    decoder = fresh()
+    decoder = decoder or fresh()
     calls = 0
 
     class Scored(RSearch):
@@ -122,6 +125,28 @@ def test_the_mean_of_the_last_parameters_is_what_a_run_learned(parts, whole, tmp
     sampled = [line["reward/total"] for line in lines(tmp_path / "mean") if "reward/total" in line]
     assert sampled == [line["reward/total"] for line in lines(whole[0]) if "reward/total" in line]
     assert outcome.after["eval/f1"] == lines(tmp_path / "mean")[-1]["eval/f1"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lora", [0, 2])
+def test_a_run_on_a_mesh_gives_the_numbers_of_one_device(parts, tmp_path, lora):
+    questions, engine, recipe = parts
+    config = dataclasses.replace(CONFIG, steps=1, eval_every=0)
+    mesh = make_mesh(2, 2, 2)
+    engines = []
+    for place in (None, mesh):
+        decoder = fresh()
+        add_lora(decoder, LoraConfig(rank=lora), rngs=nnx.Rngs(1))
+        if place is not None:
+            nnx.update(decoder, shard(nnx.state(decoder), place))
+        again = Engine(decoder, engine.tokenizer, engine.config, retriever=engine.retriever, mesh=place)
+        _, params = run((questions, again, recipe), tmp_path / str(place is None), config, decoder=decoder)
+        engines.append(params)
+    alone, spread = (lines(tmp_path / name) for name in ("True", "False"))
+    for one, other in zip(alone, spread, strict=True):
+        assert other == pytest.approx(one, rel=1e-4, abs=1e-4)
+    kernel = engines[1]["layers"]["down_lora_a" if lora else "down"][...]
+    assert not kernel.is_fully_replicated
 
 
 @pytest.mark.parametrize("share", [-0.1, 1.5])

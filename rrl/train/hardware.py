@@ -1,0 +1,60 @@
+"""How a run uses its devices: the mesh it is spread over, and what its policy computes with."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from rrl.errors import UserError, one_of
+from rrl.models.attention_backends import Backend, choose_backend
+from rrl.models.decoder import Remat
+from rrl.parallel.mesh import make_mesh, mesh_sizes
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshConfig:
+    """Devices on each axis of the mesh; one of them may be -1: whatever is left. 1, 1, 1 is a single device."""
+
+    data: int = 1
+    """Rows of a batch are split, parameters are held whole by each."""
+    fsdp: int = 1
+    """Rows are split, and so are parameters and the optimiser's state."""
+    tensor: int = 1
+    """Heads and the width of each layer are split."""
+
+    def make(self, devices: list[jax.Device] | None = None) -> Mesh:
+        """The mesh; UserError where the sizes do not fit the devices."""
+        devices = jax.devices() if devices is None else devices
+        if -1 not in (sizes := (self.data, self.fsdp, self.tensor)):
+            devices = devices[: max(1, self.data * self.fsdp * self.tensor)]
+        return make_mesh(*mesh_sizes(*sizes, len(devices)), devices)
+
+
+@dataclasses.dataclass(frozen=True)
+class ComputeConfig:
+    """What the policy computes with."""
+
+    dtype: str = "float32"
+    """Of the computation and of the key-value cache; norms, softmax, log-probabilities and losses are float32."""
+    param_dtype: str = "float32"
+    """Of the parameters that the optimiser changes: the master weights."""
+    attention: str = "auto"
+    """Kernel of packed batches: xla, cudnn (NVIDIA GPUs, 16 bit), splash (TPUs), or auto: the fastest that runs there."""
+    remat: Remat = "none"
+    """What the backward pass recomputes: none, dots (all but matrix products), full (each layer from its input)."""
+
+    def __post_init__(self) -> None:
+        one_of(DTYPES, self, "dtype", where="compute.")
+        one_of(DTYPES, self, "param_dtype", where="compute.")
+        one_of(("none", "dots", "full"), self, "remat", where="compute.")
+        one_of(("auto", "xla", "cudnn", "splash"), self, "attention", where="compute.")
+
+    def backend(self, platform: str) -> Backend:
+        """The attention kernel on a platform; UserError where it does not run there."""
+        try:
+            return choose_backend(self.attention, platform, jnp.dtype(self.dtype))
+        except UserError as error:
+            raise UserError(f"compute.{error}") from error
