@@ -120,7 +120,8 @@ def with_defaults(config: ConfigDict) -> ConfigDict:
     fill(config.train, SFTConfig)
     fill(config.optim, OptimConfig)
     for name, kind in HARDWARE.items():
-        config.setdefault(name, ConfigDict())
+        if name not in config:
+            config[name] = ConfigDict()
         fill(config[name], kind)
     if not config.init:
         fill(config.model, DecoderConfig)

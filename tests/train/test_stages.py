@@ -17,7 +17,14 @@ from rrl.rl.optim import OptimConfig
 from rrl.train.fields import DERIVED
 from rrl.train.sft import SFTConfig
 from rrl.train.sources import Alternating, StreamSource
-from rrl.train.stages import DemonstrationConfig, StreamConfig, parse_curriculum, run, scale_parameters
+from rrl.train.stages import (
+    HARDWARE,
+    DemonstrationConfig,
+    StreamConfig,
+    parse_curriculum,
+    run,
+    scale_parameters,
+)
 from rrl.train.tasks import RetrieverConfig
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -93,6 +100,7 @@ def test_a_start_with_the_tokenizer_of_another_model_is_refused(tmp_path):
 def test_a_config_holds_every_field_and_all_are_taken(name, tmp_path):
     config = config_of(f"miniwiki_{name}", "")
     kinds = [(config.train, SFTConfig), (config.optim, OptimConfig)]
+    kinds += [(config[section], kind) for section, kind in HARDWARE.items()]
     if name == "cold_start":
         kinds += [(config.data.demonstrations, DemonstrationConfig), (config.data.retriever, RetrieverConfig)]
     else:
