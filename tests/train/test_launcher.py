@@ -22,7 +22,7 @@ ROOT = pathlib.Path(__file__).parents[2]
         ),
         (
             ["--config=configs/miniwiki_pretrain.py", "--config.trian.rows=1"],
-            ["config has no field 'trian'; its fields are data"],
+            ["config has no field 'trian'; its fields are compute, data"],
         ),
         (["--config=configs/miniwiki_pretrain.py", "--config.optim.lr=fast"], ["fast"]),
         (["--config=configs/nothing.py"], ["configs/nothing.py"]),

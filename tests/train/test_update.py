@@ -1,6 +1,7 @@
 """The update: any split into microbatches gives the same step, and only policy tokens matter."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -39,6 +40,17 @@ CONFIG = DecoderConfig.from_hf(
 )
 
 
+@functools.cache
+def _drawn():
+    return nnx.split(Decoder(CONFIG, rngs=nnx.Rngs(0)))
+
+
+def fresh() -> Decoder:
+    """The same decoder each time, in buffers of its own: an update donates them."""
+    graph, state = _drawn()
+    return nnx.merge(graph, jax.tree.map(jnp.copy, state))
+
+
 def make(seed: int, length: int, group: int) -> Trajectory:
     rng = np.random.default_rng(seed)
     roles = np.array(
@@ -64,7 +76,7 @@ def step(
     frozen=(),
     place=lambda x: x,
 ):
-    graph, params, fixed = split_trained(decoder or Decoder(CONFIG, rngs=nnx.Rngs(0)), frozen)
+    graph, params, fixed = split_trained(decoder or fresh(), frozen)
     params, reference, fixed = place(params), place(jax.tree.map(lambda x: x * 1.05, params)), place(fixed)
     optimizer = make_optimizer(OptimConfig(name="sgd", lr=0.1, b1=0.0, clip_norm=None, total_steps=10))
     updater = Updater(graph, optimizer, objective)
@@ -128,7 +140,7 @@ def test_environment_tokens_change_nothing_but_their_context():
 
 
 def test_without_advantage_and_kl_nothing_moves():
-    _graph, params = nnx.split(Decoder(CONFIG, rngs=nnx.Rngs(0)))
+    _graph, params = nnx.split(fresh())
     new, metrics = step(ObjectiveConfig(kl_coef=0.0, lengths=(64,)), advantages=np.zeros(16, np.float32))
     close(new, params, 0)
     assert metrics["grad_norm"] == 0
@@ -146,7 +158,7 @@ def test_freezing_some_parameters_leaves_the_step_of_the_others_as_it_was():
 
 
 def test_adapters_learn_beside_a_policy_that_stays():
-    decoder = Decoder(CONFIG, rngs=nnx.Rngs(0))
+    decoder = fresh()
     add_lora(decoder, LoraConfig(rank=2), rngs=nnx.Rngs(1))
     before = jax.tree.map(jnp.copy, nnx.state(decoder, nnx.LoRAParam))
     new, metrics = step(ObjectiveConfig(kl_coef=0.0, lengths=(64,)), decoder=decoder)
@@ -157,17 +169,15 @@ def test_adapters_learn_beside_a_policy_that_stays():
 
 def test_a_step_raises_what_had_advantage_and_lowers_what_had_none():
     def likelihood(params, trajectory):
-        decoder = nnx.merge(nnx.split(Decoder(CONFIG, rngs=nnx.Rngs(0)))[0], params)
+        decoder = nnx.merge(nnx.split(fresh())[0], params)
         batch = pack([trajectory.tokens], [trajectory.roles == POLICY], 64).batch
         return float(token_logprobs(decoder, jax.tree.map(jnp.asarray, batch)).logp.sum())
 
-    start = nnx.state(Decoder(CONFIG, rngs=nnx.Rngs(0)))
+    start = nnx.state(fresh())
     pair = [make(1, 12, 0), make(2, 12, 0)]
     for t in pair:  # on policy: the ratio starts at 1
         batch = jax.tree.map(jnp.asarray, pack([t.tokens], [t.roles == POLICY], 64).batch)
-        t.logps = np.asarray(token_logprobs(Decoder(CONFIG, rngs=nnx.Rngs(0)), batch).logp)[
-            0, : len(t.tokens)
-        ]
+        t.logps = np.asarray(token_logprobs(fresh(), batch).logp)[0, : len(t.tokens)]
     new, _ = step(ObjectiveConfig(kl_coef=0.0, lengths=(64,)), pair, np.array([1.0, -1.0], np.float32))
     assert likelihood(new, pair[0]) > likelihood(start, pair[0])
     assert likelihood(new, pair[1]) < likelihood(start, pair[1])
