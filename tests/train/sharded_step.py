@@ -21,7 +21,8 @@ from rrl.train.update import ObjectiveConfig, Updater
 # 97 tokens, 2 kv heads: sizes that some meshes do not divide.
 SHAPE = DecoderConfig(vocab_size=97, hidden=16, layers=2, heads=4, kv_heads=2, head_dim=8, mlp=24)
 OBJECTIVE = ObjectiveConfig(kl_coef=0.1, lengths=(64,), microbatch_tokens=512)
-ADAM = OptimConfig(lr=0.01, total_steps=10)
+# Plain steps, so that parameters differ as much as gradients do; Adam divides by their size, however small.
+OPTIMIZER = OptimConfig(name="sgd", lr=1.0, total_steps=10)
 
 
 def trajectory(seed):
@@ -55,7 +56,7 @@ def step(mesh):
         params, reference = (jax.tree.map(jax.numpy.asarray, state) for state in (params, reference))
     else:
         params, reference = (shard(state, mesh) for state in (params, reference))
-    optimizer = make_optimizer(ADAM)
+    optimizer = make_optimizer(OPTIMIZER)
     updater = Updater(graph, optimizer, OBJECTIVE, mesh)
     state = init_optimizer(optimizer, params, mesh)
     trajectories = [trajectory(seed) for seed in range(16)]
