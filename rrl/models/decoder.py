@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, PyTree
 
 from rrl.errors import UserError
 from rrl.models.attention import cache_attention
@@ -135,8 +135,9 @@ class Decoder(nnx.Module):
         attention: Backend = "xla",
         remat: Remat = "none",
     ):
-        if remat not in get_args(Remat):
-            raise UserError(f"remat={remat!r} is unknown; choose one of {', '.join(get_args(Remat))}")
+        for field, value, allowed in (("remat", remat, Remat), ("attention", attention, Backend)):
+            if value not in get_args(allowed):
+                raise UserError(f"{field}={value!r} is unknown; choose one of {', '.join(get_args(allowed))}")
         self.config = config
         self.dtype = jnp.dtype(dtype)
         self.attention: Backend = attention
@@ -236,6 +237,15 @@ class Decoder(nnx.Module):
 
     def _embed(self, tokens: Int[Array, "B T"]) -> Hidden:
         return self.embedding[...][tokens].astype(self.dtype)
+
+
+def computed(params: PyTree, dtype: DTypeLike) -> PyTree:
+    """The parameters as a decoder of this dtype reads them: norms as they are, all else cast once instead of at each token."""
+    flat = {
+        path: leaf if str(path[-1]).endswith("norm") else leaf.replace(leaf[...].astype(dtype))
+        for path, leaf in nnx.to_flat_state(params)
+    }
+    return nnx.from_flat_state(flat)
 
 
 def rms_norm(x: Float[Array, "... D"], scale: Float[Array, "D"], eps: float) -> Float[Array, "... D"]:

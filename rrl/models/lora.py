@@ -74,7 +74,7 @@ def has_lora(decoder: Decoder) -> bool:
 def merged(decoder: Decoder) -> Decoder:
     """The same model with its adapters added into the kernels: what is exported. Without adapters, the decoder itself.
 
-    Sums are in float32 and rounded to the kernel's dtype; kernels without adapters are shared, not copied.
+    Sums are in float32 and rounded to the wider dtype of kernel and adapters; kernels without adapters are shared, not copied.
     """
     if not has_lora(decoder):
         return decoder
@@ -82,11 +82,13 @@ def merged(decoder: Decoder) -> Decoder:
     for name, (home, short, kernel) in _kernels(alone).items():
         if not hasattr(home, short + LORA_A):
             continue
-        a, b = (getattr(home, short + part)[...].astype(jnp.float32) for part in (LORA_A, LORA_B))
+        a, b = (getattr(home, short + part)[...] for part in (LORA_A, LORA_B))
+        dtype = jnp.result_type(kernel, a, b)
+        a, b = a.astype(jnp.float32), b.astype(jnp.float32)
         stack, _, _ = _parts(name, kernel.shape)
         flat_a, flat_b = a.reshape(*stack, -1, a.shape[-1]), b.reshape(*stack, b.shape[len(stack)], -1)
         change = (decoder.lora_scale * (flat_a @ flat_b)).reshape(kernel.shape)
-        setattr(home, short, nnx.Param((kernel.astype(jnp.float32) + change).astype(kernel.dtype)))
+        setattr(home, short, nnx.Param((kernel.astype(jnp.float32) + change).astype(dtype)))
         delattr(home, short + LORA_A)
         delattr(home, short + LORA_B)
     return alone

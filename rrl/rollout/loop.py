@@ -14,14 +14,13 @@ import numpy as np
 from flax import nnx
 from jax.experimental import io_callback
 from jax.sharding import Mesh, PartitionSpec
-from jax.typing import DTypeLike
 from jaxtyping import Array, Int, Key, PyTree
 
 from rrl.errors import UserError, at_least
 from rrl.models.cache import KVCache
 from rrl.models.config import DecoderConfig
-from rrl.models.decoder import Decoder
-from rrl.parallel.mesh import ROW_AXES
+from rrl.models.decoder import Decoder, computed
+from rrl.parallel.mesh import ROW_AXES, data_shards
 from rrl.rollout.device import Rows, Sampler, decode_until, feed
 from rrl.rollout.host import HEADER, OFF, Limits, pack_width
 
@@ -86,7 +85,7 @@ class Programs:
     ) -> None:
         self.graph, self.decoder_config, self.config = graph, decoder_config, config
         self.mesh, self.eos, self.answer, self.encoder = mesh, eos, answer, encoder
-        self.shards = int(np.prod([mesh.shape[axis] for axis in ROW_AXES]))
+        self.shards = data_shards(mesh)
         if config.rows % self.shards:
             raise UserError(
                 f"engine rows = {config.rows} must be a multiple of the {self.shards} data shards"
@@ -238,15 +237,6 @@ class Programs:
             per_device, mesh=self.mesh, in_specs=(spec,) * len(report), out_specs=spec, check_vma=False
         )
         return mapped(*report)
-
-
-def computed(params: PyTree, dtype: DTypeLike) -> PyTree:
-    """The parameters as a decoder of this dtype reads them: norms as they are, all else cast once instead of at each token."""
-    flat = {
-        path: leaf if str(path[-1]).endswith("norm") else leaf.replace(leaf[...].astype(dtype))
-        for path, leaf in nnx.to_flat_state(params)
-    }
-    return nnx.from_flat_state(flat)
 
 
 def _report(rows: Rows, embeddings: jax.Array) -> tuple[jax.Array, ...]:

@@ -123,7 +123,15 @@ def plan(
         )
     dtype, remat = jnp.dtype(settings.compute.dtype), settings.compute.remat
     attention = settings.compute.backend(slice_.chip.platform)
-    model = Model.of(shape, settings, devices, dtype=dtype, remat=remat, attention=attention)
+    model = Model.of(
+        shape,
+        settings,
+        devices,
+        dtype=dtype,
+        param_dtype=jnp.dtype(settings.compute.param_dtype),
+        remat=remat,
+        attention=attention,
+    )
     trained, fixed = (_count(state) for state in (model.params, model.fixed))
     state = {
         "parameters": device_bytes(model.params) + device_bytes(model.fixed),

@@ -24,7 +24,8 @@ def _head(plan: Plan) -> list[str]:
         f"{chip.memory / GIB:.2f} GiB of memory each",
         f"policy    {plan.parameters / 1e9:.3g} B parameters{adapters} ({plan.shape_of})",
         "mesh      " + ", ".join(f"{axis}={size}" for axis, size in mesh.items()),
-        f"numbers   {plan.computation} computation and reference, float32 trained parameters",
+        f"numbers   {plan.computation} computation and reference, "
+        f"{plan.settings.compute.param_dtype} trained parameters",
         f"kernels   remat={plan.remat}, attention={plan.attention}",
         f"rollout   {rollout.rows} rows of {rollout.context} tokens",
         f"update    microbatches of {rows} rows of {length} tokens",

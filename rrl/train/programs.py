@@ -20,14 +20,14 @@ from jaxtyping import PyTree
 
 from rrl.models.attention_backends import Backend
 from rrl.models.config import DecoderConfig
-from rrl.models.decoder import Decoder, Remat
+from rrl.models.decoder import Decoder, Remat, computed
 from rrl.models.lora import add_lora
 from rrl.parallel.mesh import ROW_AXES, data_shards
 from rrl.parallel.rules import optimizer_shardings, shardings
 from rrl.rl.batch import Batch
 from rrl.rl.optim import make_optimizer, split_trained
 from rrl.rollout.automaton import compile_stops
-from rrl.rollout.loop import DECODE, PREFILL, Programs, computed
+from rrl.rollout.loop import DECODE, PREFILL, Programs
 from rrl.train.experiment import Settings
 from rrl.train.hlo import Traffic, collectives
 from rrl.train.update import SUMS, Updater
@@ -40,11 +40,11 @@ class Model:
     config: DecoderConfig
     graph: nnx.GraphDef
     params: PyTree
-    """What is trained, in float32."""
+    """What is trained, in the dtype of the master weights."""
     reference: PyTree
     """What is trained as it was at the start, in the dtype of the computation."""
     fixed: PyTree
-    """The others, likewise; both models share them."""
+    """The others, in the dtype of the computation; both models share them."""
 
     @classmethod
     def of(
@@ -54,13 +54,21 @@ class Model:
         mesh: Mesh | AbstractMesh,
         *,
         dtype: DTypeLike,
+        param_dtype: DTypeLike,
         remat: Remat,
         attention: Backend,
     ) -> "Model":
         """Nothing is allocated."""
 
         def make() -> Decoder:
-            decoder = Decoder(config, rngs=nnx.Rngs(0), dtype=dtype, remat=remat, attention=attention)
+            decoder = Decoder(
+                config,
+                rngs=nnx.Rngs(0),
+                dtype=dtype,
+                param_dtype=param_dtype,
+                remat=remat,
+                attention=attention,
+            )
             add_lora(decoder, settings.lora, rngs=nnx.Rngs(0))
             return decoder
 

@@ -14,7 +14,7 @@ from jaxtyping import PyTree
 
 from rrl.data.questions import Question
 from rrl.errors import UserError, at_least
-from rrl.models.decoder import Decoder
+from rrl.models.decoder import Decoder, computed
 from rrl.recipes.base import Answers, Recipe
 from rrl.retrieval.retriever import Retriever
 from rrl.rl.advantages import low_spread
@@ -27,7 +27,6 @@ from rrl.rl.optim import (
     split_trained,
 )
 from rrl.rollout.engine import Engine
-from rrl.rollout.loop import computed
 from rrl.rollout.trajectory import Trajectory
 from rrl.train.checkpoints import Checkpoints, stop_requested
 from rrl.train.metrics import MetricsWriter, read_metrics
@@ -138,6 +137,8 @@ def train(
     """
     settings = dataclasses.asdict(config) | {"run": dict(identity or {})}
     graph, params, fixed = split_trained(decoder, config.optim.frozen)
+    fixed = computed(fixed, decoder.dtype)
+    nnx.update(decoder, fixed)  # lets go of the wider copy
     reference = jax.tree.map(lambda x: x.copy(), computed(params, decoder.dtype))
     optimizer = make_optimizer(config.optim)
     rate = make_schedule(config.optim)

@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 
 from rrl.data.examples import Example
 from rrl.errors import UserError
-from rrl.models.decoder import Decoder
+from rrl.models.decoder import Decoder, computed
 from rrl.parallel.mesh import put_rows, use_mesh
 from rrl.parallel.rules import constrain_state
 from rrl.rl.batch import Batch
@@ -216,6 +216,8 @@ def train(
         UserError: the workdir belongs to another config.
     """
     graph, params, fixed = split_trained(decoder, config.optim.frozen)
+    fixed = computed(fixed, decoder.dtype)
+    nnx.update(decoder, fixed)  # lets go of the wider copy
     optimizer = make_optimizer(config.optim)
     state = TrainState(params, init_optimizer(optimizer, params, mesh), jnp.zeros((), jnp.int32))
     update = make_update(graph, optimizer, config.chunk)

@@ -147,6 +147,10 @@ def test_bfloat16_computes_near_float32_and_logits_are_float32():
     assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(nnx.state(half)))
 
 
-def test_unknown_remat_is_refused_with_the_choices():
-    with pytest.raises(UserError, match=r"remat='some'.*none, dots, full"):
-        Decoder(SMALL, rngs=nnx.Rngs(0), remat="some")
+@pytest.mark.parametrize(
+    ("field", "words"),
+    [("remat", r"remat='some'.*none, dots, full"), ("attention", r"attention='some'.*xla, cudnn, splash")],
+)
+def test_unknown_choices_are_refused_by_name(field, words):
+    with pytest.raises(UserError, match=words):
+        Decoder(SMALL, rngs=nnx.Rngs(0), **{field: "some"})

@@ -71,6 +71,16 @@ def test_merging_adds_alpha_over_rank_times_the_product():
     assert not hasattr(layers, "q_lora_a")
 
 
+def test_float32_adapters_are_not_rounded_when_merged_into_a_narrower_kernel():
+    decoder = adapted()
+    kernel = decoder.layers.o[...]
+    change, narrow = merged(decoder).layers.o[...] - kernel, kernel.astype(jnp.bfloat16)
+    decoder.layers.o = nnx.Param(narrow)
+    found = merged(decoder).layers.o[...]
+    assert found.dtype == jnp.float32
+    np.testing.assert_allclose(found, narrow.astype(jnp.float32) + change, atol=1e-6)
+
+
 def test_the_regular_expression_chooses_layers_and_a_miss_names_them():
     decoder = adapted(dataclasses.replace(EVERY, layers="layers/(q|v)|head"))
     names = {"/".join(path) for path, _ in nnx.to_flat_state(nnx.state(decoder, nnx.LoRAParam))}

@@ -90,6 +90,20 @@ def test_the_parts_are_those_of_the_shapes(compiled):
     assert compiled.memory["update"]["gradients"] == rollout["parameters"]
 
 
+def test_what_is_frozen_is_counted_in_the_dtype_of_the_computation_as_the_run_holds_it():
+    config = get_config("size=7b")
+    config.lora.rank = 8
+    found = plan(config, "h100:8")
+    assert found.trained < 0.01 * found.parameters
+    whole = 2 * (found.parameters - found.trained) + 4 * found.trained  # bfloat16 base, float32 adapters
+    assert whole / 8 <= found.memory["rollout"]["parameters"] < 1.3 * whole / 8
+    assert "float32 trained parameters" in report(found)
+    config.compute.param_dtype = "bfloat16"
+    narrow = plan(config, "h100:8")
+    assert narrow.memory["update"]["gradients"] == found.memory["update"]["gradients"] / 2
+    assert "bfloat16 trained parameters" in report(narrow)
+
+
 def test_nothing_of_a_7b_run_is_compiled_or_allocated_for_gpus_and_the_report_says_so():
     found = plan(get_config("size=7b"), "h100:8")
     assert found.programs == []

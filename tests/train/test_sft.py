@@ -3,6 +3,7 @@
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
@@ -123,6 +124,16 @@ def test_fixed_source_shows_every_example_once_an_epoch_and_is_a_function_of_the
     source.batch(0)
     np.testing.assert_array_equal(source.batch(late).tokens, other.batch(late).tokens)
     assert not np.array_equal(source.batch(0).tokens, source.batch(source.steps_per_epoch).tokens)
+
+
+def test_what_is_frozen_is_held_in_the_dtype_of_the_computation_and_what_is_trained_is_not(tmp_path):
+    decoder = Decoder(make_decoder().config, rngs=nnx.Rngs(0), dtype=jnp.bfloat16)
+    add_lora(decoder, LoraConfig(rank=2), rngs=nnx.Rngs(1))
+    config = dataclasses.replace(CONFIG, steps=1, optim=OptimConfig(name="sgd", total_steps=1))
+    train(config, FixedSource(make_examples(9), 2, 32, 0), decoder, tmp_path)
+    layers = decoder.layers
+    assert layers.q[...].dtype == decoder.embedding[...].dtype == jnp.bfloat16
+    assert layers.attention_norm[...].dtype == layers.q_lora_a[...].dtype == jnp.float32
 
 
 @pytest.mark.slow

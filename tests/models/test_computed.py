@@ -6,8 +6,7 @@ import numpy as np
 from flax import nnx
 
 from rrl.models.config import DecoderConfig
-from rrl.models.decoder import Decoder
-from rrl.rollout.loop import computed
+from rrl.models.decoder import Decoder, computed
 
 
 def test_parameters_cast_once_are_those_that_the_decoder_casts_at_each_use():
