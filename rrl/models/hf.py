@@ -4,7 +4,7 @@ import collections
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,8 @@ from rrl.models.lora import merged
 from rrl.models.transfer import Entry, export, load, shapes
 from rrl.models.weights import CONFIG, SHARD_SIZE, folder_hash, read_config, write_folder, write_json
 
+Body = TypeVar("Body", bound=Decoder)
+
 __all__ = [
     "folder_hash",
     "load_decoder",
@@ -37,6 +39,7 @@ _DECODER = (
     Entry("embedding", "model.embed_tokens.weight"),
     Entry("norm", "model.norm.weight"),
     Entry("head", "lm_head.weight", inputs=1),
+    Entry("score", "score.weight", inputs=1),
     Entry("layers.attention_norm", "model.layers.{}.input_layernorm.weight"),
     Entry("layers.q", "model.layers.{}.self_attn.q_proj.weight", inputs=1),
     Entry("layers.k", "model.layers.{}.self_attn.k_proj.weight", inputs=1),
@@ -52,7 +55,6 @@ _DECODER = (
     Entry("layers.up", "model.layers.{}.mlp.up_proj.weight", inputs=1),
     Entry("layers.down", "model.layers.{}.mlp.down_proj.weight", inputs=1),
 )
-_VALUE = (*_DECODER, Entry("score", "score.weight", inputs=1))
 _DECODER_IGNORED = re.compile(r".*rotary_emb\.inv_freq")
 _TIED_HEAD = re.compile(r".*rotary_emb\.inv_freq|lm_head\.weight")
 
@@ -104,19 +106,7 @@ def load_decoder(
     Raises:
         UserError: naming the file, the tensor and its expected and found shape, or the field that is not supported.
     """
-    config = DecoderConfig.from_hf(read_config(folder))
-    ignored = _TIED_HEAD if config.tie_embeddings else _DECODER_IGNORED
-    abstract = nnx.eval_shape(
-        lambda: Decoder(
-            config,
-            rngs=nnx.Rngs(0),
-            dtype=dtype,
-            param_dtype=param_dtype,
-            attention=attention,
-            remat=remat,
-        )
-    )
-    return load(folder, abstract, _DECODER, ignored, mesh)
+    return _open(Decoder, folder, dtype, param_dtype, mesh, attention, remat)
 
 
 def load_value_model(
@@ -132,9 +122,22 @@ def load_value_model(
 
     Arguments and errors as for `load_decoder`.
     """
+    return _open(ValueModel, folder, dtype, param_dtype, mesh, attention, remat)
+
+
+def _open(
+    kind: type[Body],
+    folder: str | Path,
+    dtype: DTypeLike,
+    param_dtype: DTypeLike,
+    mesh: Mesh | None,
+    attention: Backend,
+    remat: Remat,
+) -> Body:
+    """A decoder or what is built on one."""
     config = DecoderConfig.from_hf(read_config(folder))
     abstract = nnx.eval_shape(
-        lambda: ValueModel(
+        lambda: kind(
             config,
             rngs=nnx.Rngs(0),
             dtype=dtype,
@@ -143,7 +146,8 @@ def load_value_model(
             remat=remat,
         )
     )
-    return load(folder, abstract, _VALUE, _TIED_HEAD, mesh, optional=["score.weight"])
+    ignored = _DECODER_IGNORED if hasattr(abstract, "head") else _TIED_HEAD
+    return load(folder, abstract, _DECODER, ignored, mesh, optional=["score.weight"])
 
 
 def load_language_model(
@@ -197,7 +201,7 @@ def save_decoder(
     if isinstance(decoder, ValueModel):
         name = hf["architectures"][0].replace("ForCausalLM", "ForSequenceClassification")
         hf |= {"architectures": [name], "id2label": {"0": "value"}, "label2id": {"value": 0}}
-    _write(folder, hf, decoder, _VALUE, dtype, shard_size)
+    _write(folder, hf, decoder, _DECODER, dtype, shard_size)
     if jax.process_index() == 0:
         _write_beside(folder, hf, tokenizer)
 

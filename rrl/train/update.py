@@ -201,38 +201,27 @@ class Updater:
         Returns new parameters, optimiser state, and means over policy tokens: kl, entropy, ratio, clip_fraction,
         logp_gap (|log-prob here - log-prob of the sampler|; before the first step it is their numerical gap).
         """
-        with use_mesh(self.mesh):
-            return self._update(params, opt_state, reference, fixed, trajectories, advantages)
-
-    def _update(
-        self,
-        params: PyTree,
-        opt_state: optax.OptState,
-        reference: PyTree,
-        fixed: PyTree,
-        trajectories: Sequence[Trajectory],
-        advantages: Float[np.ndarray, "N"],
-    ) -> tuple[PyTree, optax.OptState, dict[str, float]]:
         groups = np.array([t.group for t in trajectories])
         names = np.unique(groups)
         metrics: dict[str, float] = {}
         shares = np.array_split(names, min(self.config.minibatches, len(names)))
-        for share in shares:
-            inside = np.flatnonzero(np.isin(groups, share))
-            batches, total = microbatches(
-                [trajectories[i] for i in inside.tolist()], advantages[inside], self.config, self.shards
-            )
-            grads = jax.tree.map(lambda x: jnp.zeros_like(x, device=x.sharding), params)
-            sums = {name: jnp.zeros(()) for name in SUMS}
-            for batch in batches:
-                grads, sums = self.accumulate(
-                    params, reference, fixed, grads, sums, put_rows(batch, self.mesh)
+        with use_mesh(self.mesh):
+            for share in shares:
+                inside = np.flatnonzero(np.isin(groups, share))
+                batches, total = microbatches(
+                    [trajectories[i] for i in inside.tolist()], advantages[inside], self.config, self.shards
                 )
-            params, opt_state, extra = self.apply(params, opt_state, grads, jnp.float32(total))
-            found = {name: float(value) for name, value in jax.device_get({**sums, **extra}).items()}
-            tokens = max(found.pop("tokens"), 1.0)
-            means = {n: v / tokens for n, v in found.items() if n not in ("loss", "grad_norm", "skipped")}
-            means |= {"loss": found["loss"] / total, "grad_norm": found["grad_norm"]}
-            metrics = {n: metrics.get(n, 0.0) + v / len(shares) for n, v in means.items()}
-            metrics["skipped"] = found["skipped"]
+                grads = jax.tree.map(lambda x: jnp.zeros_like(x, device=x.sharding), params)
+                sums = {name: jnp.zeros(()) for name in SUMS}
+                for batch in batches:
+                    grads, sums = self.accumulate(
+                        params, reference, fixed, grads, sums, put_rows(batch, self.mesh)
+                    )
+                params, opt_state, extra = self.apply(params, opt_state, grads, jnp.float32(total))
+                found = {name: float(value) for name, value in jax.device_get({**sums, **extra}).items()}
+                tokens = max(found.pop("tokens"), 1.0)
+                means = {n: v / tokens for n, v in found.items() if n not in ("loss", "grad_norm", "skipped")}
+                means |= {"loss": found["loss"] / total, "grad_norm": found["grad_norm"]}
+                metrics = {n: metrics.get(n, 0.0) + v / len(shares) for n, v in means.items()}
+                metrics["skipped"] = found["skipped"]
         return params, opt_state, metrics

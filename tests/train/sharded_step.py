@@ -1,6 +1,6 @@
 """One update of a tiny model on a mesh, as a function and as a program that several processes run together.
 
-python sharded_step.py PORT PROCESS DATA FSDP TENSOR      # prints its loss, gradient norm and a fingerprint
+python sharded_step.py DATA FSDP TENSOR PORT PROCESS      # prints its loss, gradient norm and a fingerprint
 """
 
 import json
@@ -8,6 +8,7 @@ import sys
 
 import jax
 import numpy as np
+from flax import nnx
 
 from rrl.data.questions import Question
 from rrl.models.config import DecoderConfig
@@ -36,8 +37,6 @@ def trajectory(seed):
 
 def parameters(seed):
     """A decoder's graph and its state as NumPy arrays, the same in every process."""
-    from flax import nnx
-
     decoder = nnx.eval_shape(lambda: Decoder(SHAPE, rngs=nnx.Rngs(0)))
     graph, shapes, fixed = split_trained(decoder)
     draws = np.random.default_rng(seed)
@@ -69,7 +68,7 @@ def step(mesh):
 
 
 if __name__ == "__main__":
-    port, process, *sizes = map(int, sys.argv[1:])
+    *sizes, port, process = map(int, sys.argv[1:])
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(f"localhost:{port}", num_processes=2, process_id=process)
     print(json.dumps(step(make_mesh(*sizes))[1]))

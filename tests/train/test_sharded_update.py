@@ -2,12 +2,6 @@
 
 import functools
 import itertools
-import json
-import os
-import pathlib
-import socket
-import subprocess
-import sys
 
 import jax
 import numpy as np
@@ -15,8 +9,8 @@ import pytest
 
 from rrl.parallel.mesh import make_mesh
 from tests.train.sharded_step import step
+from tests.two_processes import ROOT, run_twice
 
-ROOT = pathlib.Path(__file__).parents[2]
 MESHES = [sizes for sizes in itertools.product((1, 2, 4, 8), repeat=3) if np.prod(sizes) in (2, 4, 8)]
 
 
@@ -50,25 +44,6 @@ def test_every_mesh_of_2_4_and_8_devices_gives_the_update_of_one(sizes):
 
 @pytest.mark.slow
 def test_two_processes_give_the_update_of_one():
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = str(free.getsockname()[1])
-    flags = "--xla_force_host_platform_device_count=4"
-    started = [
-        subprocess.Popen(
-            [sys.executable, str(ROOT / "tests/train/sharded_step.py"), port, str(process), "2", "2", "2"],
-            env={**os.environ, "PYTHONPATH": str(ROOT), "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for process in range(2)
-    ]
-    try:
-        ended = [process.communicate(timeout=600) for process in started]
-    finally:
-        for process in started:
-            process.kill()
-    assert [process.returncode for process in started] == [0, 0], ended
-    for out, _ in ended:
-        same(json.loads(out.splitlines()[-1]), alone()[1])
+    program = str(ROOT / "tests/train/sharded_step.py")
+    for found in run_twice(program, "2", "2", "2"):
+        same(found, alone()[1])
