@@ -1,6 +1,7 @@
 """How a run uses its devices: the mesh it is spread over, and what its policy computes with."""
 
 import dataclasses
+from typing import get_args
 
 import jax
 import jax.numpy as jnp
@@ -9,9 +10,10 @@ from jax.sharding import Mesh
 from rrl.errors import UserError, one_of
 from rrl.models.attention_backends import Backend, choose_backend
 from rrl.models.decoder import Remat
-from rrl.parallel.mesh import make_mesh, mesh_sizes
+from rrl.parallel.mesh import make_mesh
 
-DTYPES = ("float32", "bfloat16", "float16")
+DTYPES = ("float32", "bfloat16")
+"""float16 would need its loss scaled."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +32,10 @@ class MeshConfig:
         devices = jax.devices() if devices is None else devices
         if -1 not in (sizes := (self.data, self.fsdp, self.tensor)):
             devices = devices[: max(1, self.data * self.fsdp * self.tensor)]
-        return make_mesh(*mesh_sizes(*sizes, len(devices)), devices)
+        try:
+            return make_mesh(*sizes, devices)
+        except UserError as error:
+            raise UserError(f"{error}; set --config.mesh.data, .fsdp and .tensor") from error
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,8 +54,8 @@ class ComputeConfig:
     def __post_init__(self) -> None:
         one_of(DTYPES, self, "dtype", where="compute.")
         one_of(DTYPES, self, "param_dtype", where="compute.")
-        one_of(("none", "dots", "full"), self, "remat", where="compute.")
-        one_of(("auto", "xla", "cudnn", "splash"), self, "attention", where="compute.")
+        one_of(get_args(Remat), self, "remat", where="compute.")
+        one_of(("auto", *get_args(Backend)), self, "attention", where="compute.")
 
     def backend(self, platform: str) -> Backend:
         """The attention kernel on a platform; UserError where it does not run there."""

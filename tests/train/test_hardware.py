@@ -24,7 +24,7 @@ def test_a_mesh_takes_as_many_devices_as_it_says(fields, shape):
     "fields", [{"data": 3, "fsdp": -1}, {"data": 16}, {"data": 0}, {"data": -1, "fsdp": -1}]
 )
 def test_sizes_that_do_not_fit_the_devices_are_refused(fields):
-    with pytest.raises(UserError, match=r"^mesh data="):
+    with pytest.raises(UserError, match=r"^mesh data=.*set --config\.mesh\.data, \.fsdp and \.tensor"):
         MeshConfig(**fields).make(jax.devices()[:8])
 
 
@@ -32,6 +32,7 @@ def test_sizes_that_do_not_fit_the_devices_are_refused(fields):
     ("fields", "words"),
     [
         ({"dtype": "int8"}, r"compute\.dtype='int8' is unknown; choose one of float32, bfloat16"),
+        ({"dtype": "float16"}, r"compute\.dtype='float16' is unknown; choose one of float32, bfloat16"),
         ({"remat": "all"}, r"compute\.remat='all' is unknown; choose one of none, dots, full"),
         ({"attention": "flash"}, r"compute\.attention='flash' is unknown; choose one of auto, xla"),
     ],
