@@ -96,26 +96,27 @@ softmax_attention.defvjp(_forward, _backward)
 
 def cache_attention(
     q: Float[Array, "P T N H"],
-    k: Float[Array, "blocks R slot K H"],
-    v: Float[Array, "blocks R slot K H"],
+    k: Float[Array, "L blocks R slot K H"],
+    v: Float[Array, "L blocks R slot K H"],
+    layer: Int[Array, ""],
     positions: Int[Array, "P T"],
     blocks: Int[Array, ""],
     rows: Int[Array, "P"] | None = None,
 ) -> Float[Array, "P T N H"]:
-    """Each query attends to the slots up to its own position; q must be scaled already.
+    """Each query attends to a layer's slots up to its own position; q must be scaled already.
 
     Reads the first `blocks` blocks, one after another, with a running softmax (Milakov & Gimelshein 2018). A block
     beyond a query's position adds exact zeros, so the result does not depend on how many blocks are read: a row's bits
     are the same whatever its neighbours are.
     """
     batch, time, heads, width = q.shape
-    slots, kv_heads = k.shape[2:4]
+    slots, kv_heads = k.shape[3:5]
     grouped = q.reshape(batch, time, kv_heads, heads // kv_heads, width)
 
     def one_block(index: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         peak, total, mixed = carry
         keys, values = (
-            (part[index] if rows is None else part[index, rows]).astype(q.dtype) for part in (k, v)
+            (part[layer, index] if rows is None else part[layer, index, rows]).astype(q.dtype) for part in (k, v)
         )
         scores = jnp.einsum("BTKGH,BSKH->BKTGS", grouped, keys, preferred_element_type=jnp.float32)
         seen = index * slots + jnp.arange(slots) <= positions[..., None]

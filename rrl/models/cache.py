@@ -1,6 +1,6 @@
-"""The key-value cache: one pair of arrays a layer, in blocks of slots; a plain pytree.
+"""The key-value cache: keys and values of all layers, in blocks of slots; a plain pytree.
 
-The block is the leading axis, so that attention reads the filled blocks only, each of them contiguous.
+Layer and block are the leading axes, so that attention reads one layer's filled blocks only, each of them contiguous.
 """
 
 import dataclasses
@@ -23,12 +23,12 @@ BLOCK = 128
 class KVCache:
     """Keys (already rotated) and values of R rows with S slots each; a token at position p lives in slot p.
 
-    Slot p is [p // BLOCK, row, p % BLOCK]. One array a layer, not one stacked array, so that each is updated in place
-    inside a while_loop.
+    Slot p of a layer is [layer, p // BLOCK, row, p % BLOCK]. The layers are stacked, so that a loop over them carries the
+    whole cache and XLA updates it in place: an array cut out of it by layer would be copied.
     """
 
-    k: tuple[Float[Array, "blocks R slot K H"], ...]
-    v: tuple[Float[Array, "blocks R slot K H"], ...]
+    k: Float[Array, "L blocks R slot K H"]
+    v: Float[Array, "L blocks R slot K H"]
     slots: int = dataclasses.field(metadata={"static": True})
     """S; positions from S on are dropped."""
 
@@ -37,14 +37,13 @@ class KVCache:
         cls, config: DecoderConfig, rows: int, slots: int, dtype: DTypeLike = jnp.float32
     ) -> "KVCache":
         """An empty cache of `rows` sequences of up to `slots` tokens."""
-        shape = (-(-slots // BLOCK), rows, BLOCK, config.kv_heads, config.head_dim)
-        k, v = (tuple(_placed(jnp.zeros(shape, dtype)) for _ in range(config.layers)) for _ in range(2))
-        return cls(k, v, slots)
+        shape = (config.layers, -(-slots // BLOCK), rows, BLOCK, config.kv_heads, config.head_dim)
+        return cls(_placed(jnp.zeros(shape, dtype)), _placed(jnp.zeros(shape, dtype)), slots)
 
     @property
     def rows(self) -> int:
         """R."""
-        return self.k[0].shape[1]
+        return self.k.shape[2]
 
     def filled(self, positions: Int[Array, "P T"]) -> Int[Array, ""]:
         """How many blocks hold all slots up to these positions (those >= S left out); at least 1."""
@@ -52,7 +51,7 @@ class KVCache:
 
     def write(
         self,
-        layer: int,
+        layer: Int[Array, ""],
         k: Float[Array, "P T K H"],
         v: Float[Array, "P T K H"],
         positions: Int[Array, "P T"],
@@ -60,16 +59,15 @@ class KVCache:
     ) -> "KVCache":
         """The cache with each token's key and value in slot `positions` of its row; positions >= S are dropped."""
         rows = jnp.arange(k.shape[0]) if rows is None else rows
-        block = jnp.where(positions < self.slots, positions // BLOCK, self.k[layer].shape[0])
-        where = (block, rows[:, None], positions % BLOCK)
+        block = jnp.where(positions < self.slots, positions // BLOCK, self.k.shape[1])
+        where = (layer, block, rows[:, None], positions % BLOCK)
 
-        def put(old: tuple[Array, ...], new: Array) -> tuple[Array, ...]:
-            array = old[layer].at[where].set(new.astype(old[layer].dtype), mode="drop")
-            return (*old[:layer], _placed(array), *old[layer + 1 :])
+        def put(old: Array, new: Array) -> Array:
+            return _placed(old.at[where].set(new.astype(old.dtype), mode="drop"))
 
         return dataclasses.replace(self, k=put(self.k, k), v=put(self.v, v))
 
 
-def _placed(array: Float[Array, "blocks R slot K H"]) -> Float[Array, "blocks R slot K H"]:
+def _placed(array: Float[Array, "L blocks R slot K H"]) -> Float[Array, "L blocks R slot K H"]:
     """Rows over the devices that decode them, kv heads over those that share a row."""
-    return constrain(array, None, ROW_AXES, None, "tensor", None)
+    return constrain(array, None, None, ROW_AXES, None, "tensor", None)

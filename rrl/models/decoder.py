@@ -1,7 +1,7 @@
 """The decoder: one class for Qwen2, Qwen3 and Llama, as a Flax NNX module.
 
-Two paths share one layer. Training (`__call__`) scans over layers stacked on a leading axis L. Generation (`extend`)
-writes into a KVCache and unrolls the layers, so that XLA updates each cache array in place inside a while_loop.
+Two paths share one layer, and scan over layers stacked on a leading axis L, so that programs are compiled in a time that
+does not grow with L. Training (`__call__`) takes a packed batch; generation (`extend`) carries a KVCache through the scan.
 """
 
 import math
@@ -207,20 +207,27 @@ class Decoder(nnx.Module):
         Returns:
             Hidden states, and the cache with the new slots written.
         """
-        rotary = rotation(self.config, positions)
+        rotary, blocks = rotation(self.config, positions), cache.filled(positions)
         graph, stacked = nnx.split(self.layers)
         # One token a row is less than the weights: then these stay where they are, split over fsdp, and the rows go round.
         split = ("data", None, "fsdp") if tokens.shape[1] == 1 else (ROW_AXES, None, None)
-        x, blocks = constrain(self._embed(tokens), *split), cache.filled(positions)
-        for index in range(self.config.layers):
 
-            def attend(q: Array, k: Array, v: Array, index: int = index) -> Array:
+        def one_layer(
+            carry: tuple[Hidden, KVCache], own: tuple[Array, nnx.State]
+        ) -> tuple[tuple[Hidden, KVCache], None]:
+            (x, cache), (index, state) = carry, own
+
+            def attend(q: Array, k: Array, v: Array) -> Array:
                 nonlocal cache
                 cache = cache.write(index, k, v, positions, rows)
-                return cache_attention(q, cache.k[index], cache.v[index], positions, blocks, rows)
+                return cache_attention(q, cache.k, cache.v, index, positions, blocks, rows)
 
-            layer = nnx.merge(graph, jax.tree.map(lambda leaf, index=index: leaf[index], stacked))
-            x = constrain(layer(x, rotary, attend), *split)
+            x = nnx.merge(graph, state)(x, rotary, attend)
+            return (constrain(x, *split), cache), None
+
+        start = constrain(self._embed(tokens), *split), cache
+        layers = jnp.arange(self.config.layers), stacked
+        (x, cache), _ = jax.lax.scan(one_layer, start, layers)
         return rms_norm(x, self.norm[...], self.config.rms_eps), cache
 
     def unembed(self, hidden: Float[Array, "... D"]) -> Float[Array, "... V"]:

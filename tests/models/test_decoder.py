@@ -1,5 +1,7 @@
 """The decoder agrees with itself: packed or not, padded or not, at once or step by step, with any remat."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -61,6 +63,22 @@ def test_the_cache_is_updated_in_place_inside_a_while_loop():
     assert temporary < cache.k[0].nbytes
 
 
+@pytest.mark.parametrize("length", [1, 5])
+def test_the_program_of_generation_does_not_grow_with_the_layers(length):
+    def lines(layers):
+        config = dataclasses.replace(SMALL, layers=layers)
+        graph, state = nnx.split(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))))
+
+        def step(state, cache):
+            decoder = nnx.merge(graph, state)
+            return decoder.extend(jnp.zeros((2, length), int), positions=places(2, length), cache=cache)
+
+        cache = jax.eval_shape(lambda: KVCache.create(config, 2, 8))
+        return jax.jit(step).lower(state, cache).as_text().count("\n")
+
+    assert lines(9) == lines(2)
+
+
 def test_rows_of_the_cache_are_extended_at_different_positions_and_others_stay():
     decoder, tokens = make(SMALL), draw(SMALL, 2, 12)
     expected = run(decoder, tokens, places(2, 12))
@@ -73,20 +91,20 @@ def test_rows_of_the_cache_are_extended_at_different_positions_and_others_stay()
     hidden, after = extend(decoder, chunk, jnp.array([[8], [4]]) + jnp.arange(4), cache, rows)
     np.testing.assert_allclose(hidden[0], expected[0, 8:12], **TOLERANCE)
     np.testing.assert_allclose(hidden[1], expected[1, 4:8], **TOLERANCE)
-    assert all(not part[:, jnp.array([0, 2])].any() for part in (*after.k, *after.v))
+    assert all(not part[:, :, jnp.array([0, 2])].any() for part in (after.k, after.v))
 
 
 def test_positions_beyond_the_slots_are_dropped_although_the_last_block_has_room():
     cache = KVCache.create(SMALL, rows=1, slots=10)
     _, cache = extend(make(SMALL), draw(SMALL, 1, 4), jnp.array([[9, 10, 11, 500]]), cache)
-    assert cache.k[0][0, 0, 9].any()
+    assert cache.k[0, 0, 0, 9].any()
     assert int((cache.k[0] != 0).any(axis=(-1, -2)).sum()) == 1
 
 
 def test_a_row_number_beyond_the_cache_leaves_no_trace():
     cache = KVCache.create(SMALL, rows=2, slots=10)
     hidden, cache = extend(make(SMALL), draw(SMALL, 1, 4), places(1, 4), cache, jnp.array([2]))
-    assert not any(part.any() for part in (*cache.k, *cache.v))
+    assert not any(part.any() for part in (cache.k, cache.v))
     assert jnp.isfinite(hidden).all()
 
 
