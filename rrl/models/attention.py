@@ -116,7 +116,8 @@ def cache_attention(
     def one_block(index: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         peak, total, mixed = carry
         keys, values = (
-            (part[layer, index] if rows is None else part[layer, index, rows]).astype(q.dtype) for part in (k, v)
+            (part[layer, index] if rows is None else part[layer, index, rows]).astype(q.dtype)
+            for part in (k, v)
         )
         scores = jnp.einsum("BTKGH,BSKH->BKTGS", grouped, keys, preferred_element_type=jnp.float32)
         seen = index * slots + jnp.arange(slots) <= positions[..., None]
