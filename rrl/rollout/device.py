@@ -175,7 +175,7 @@ def feed(
         status=put(jnp.where(marks > 0, marks - 1, rows.status), RUN),
         position=put(rows.position, entry.start + entry.length),
         pending=put(rows.pending, entry.pending),
-        tag=put(rows.tag, 0),
+        tag=put(rows.tag, entry.tag),
         request=put(rows.request, entry.request),
         offset=put(rows.offset, entry.offset),
         limit=put(rows.limit, entry.limit),

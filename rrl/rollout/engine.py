@@ -24,7 +24,7 @@ from rrl.errors import UserError
 from rrl.models.decoder import Decoder
 from rrl.parallel.mesh import make_mesh
 from rrl.retrieval.retriever import Retriever
-from rrl.rollout.automaton import compile_stops
+from rrl.rollout.automaton import StopSets, compile_sets
 from rrl.rollout.episodes import Request
 from rrl.rollout.exchange import Turns
 from rrl.rollout.host import Host
@@ -94,6 +94,7 @@ class Engine:
         self._hosts: list[Host] = []
         self._steps = 0
         self._told: set[type] = set()
+        self._stops: dict[tuple[tuple[str, ...], ...], StopSets] = {}
         self._built: dict[Any, Callable] = {}
 
     # -- public ------------------------------------------------------------------------------------------------------
@@ -134,7 +135,11 @@ class Engine:
             on_finish(done)
 
         shares = deal([request.prompt for request in requests], self.programs.shards)
-        hosts = [self._host([(i, requests[i]) for i in share], environment, retriever) for share in shares]
+        sets = [environment.stops if request.stops is None else request.stops for request in requests]
+        stops = self._compiled(sets or [environment.stops])
+        hosts = [
+            self._host([(i, requests[i]) for i in share], environment, stops, retriever) for share in shares
+        ]
         for host in hosts:
             host.on_finish = finish
         with self._measured(hosts):
@@ -166,7 +171,8 @@ class Engine:
             on_finish(done)
 
         numbered, shards = list(enumerate(workflows)), self.programs.shards
-        hosts = [self._host([], environment, retriever) for _ in range(shards)]
+        stops = self._compiled([(), *environment.stop_sets])
+        hosts = [self._host([], environment, stops, retriever) for _ in range(shards)]
         flows = [
             Flows(numbered[shard::shards], host, environment, host.encode_prompt, finish)
             for shard, host in enumerate(hosts)
@@ -181,11 +187,16 @@ class Engine:
     # -- the host ----------------------------------------------------------------------------------------------------
 
     def _host(
-        self, requests: Sequence[tuple[int, Request]], environment: Environment, retriever: Retriever | None
+        self,
+        requests: Sequence[tuple[int, Request]],
+        environment: Environment,
+        stops: StopSets,
+        retriever: Retriever | None,
     ) -> Host:
         return Host(
             requests,
             environment,
+            stops,
             self.programs.limits,
             encode=self.encode,
             decode=self.decode,
@@ -197,17 +208,24 @@ class Engine:
             told=self._told,
         )
 
+    def _compiled(self, sets: Sequence[tuple[str, ...]]) -> StopSets:
+        """The automata of these sets, compiled once."""
+        wanted = tuple(dict.fromkeys(sets))
+        if wanted not in self._stops:
+            self._stops[wanted] = compile_sets(wanted, self.bytes)
+        return self._stops[wanted]
+
     def _drive(
         self, hosts: list[Host], params: PyTree, environment: Environment, key: Key, reference: bool
     ) -> None:
         """Runs the loop until every host has switched its rows off; raises what one of them met."""
         self._hosts = hosts
-        automaton = compile_stops(environment.stops, self.bytes)
-        signature = (environment.turn_tokens, automaton.first_accept, reference)
+        stops = hosts[0].stops
+        signature = (environment.turn_tokens, stops.first_accept, reference)
         if signature not in self._built:
             build = self.programs.reference_loop if reference else self.programs.episode_loop
-            self._built[signature] = build(environment.turn_tokens, automaton.first_accept)
-        table = jnp.asarray(automaton.table)
+            self._built[signature] = build(environment.turn_tokens, stops.first_accept)
+        table = jnp.asarray(stops.table)
         with jax.set_mesh(self.mesh), Watchdog(self.config.stall_seconds, self._progress, self._stages):
             self._steps = int(self._built[signature](params, self.encoder_state, key, table))
         for host in hosts:

@@ -25,7 +25,7 @@ class Request:
     turn_tokens: int = 0
     """Most tokens of a turn, where that is less than the environment's; 0: the environment's."""
     stops: tuple[str, ...] | None = None
-    """Of the environment's stop strings those that end its turns; None: all."""
+    """The strings that end its turns; None: the environment's."""
 
 
 class Live:
@@ -36,9 +36,6 @@ class Live:
         self.episode = Episode(request.question)
         self.starts: list[int] = []
         self.length = 0
-        self.turn_text = ""
-        """What the policy has written in this turn."""
-        self.turn_length = 0
         self._ids: list[np.ndarray] = []
         self._roles: list[np.ndarray] = []
         self._logps: list[np.ndarray] = []
@@ -70,22 +67,16 @@ class Live:
     ) -> None:
         """The policy's turn."""
         self._add(ids, POLICY, text, logps, sampled)
-        self.turn_text += text
-        self.turn_length += len(ids)
 
     def answered(self, ids: Int[np.ndarray, "T"], text: str) -> None:
         """The environment's answer, which ends the turn."""
         self._add(ids, ENVIRONMENT, text, None, None)
-        self._next_turn()
+        self.episode.turn += 1
 
     def restarted(self, prompt: Int[np.ndarray, "T"], text: str) -> None:
         """The environment's answer is another context, which ends the turn."""
-        self._next_turn()
-        self._open(prompt, text)
-
-    def _next_turn(self) -> None:
         self.episode.turn += 1
-        self.turn_text, self.turn_length = "", 0
+        self._open(prompt, text)
 
     def _add(
         self,

@@ -27,6 +27,8 @@ class Feed(NamedTuple):
     request: Any
     offset: Any
     limit: Any
+    tag: Any
+    """Start state of its stop automaton."""
     temperature: Any
     """The bits of a float32."""
     source: Any

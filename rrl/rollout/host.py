@@ -11,6 +11,7 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from rrl.retrieval.retriever import Retriever
+from rrl.rollout.automaton import StopSets
 from rrl.rollout.episodes import Live, Request
 from rrl.rollout.exchange import (
     HEADER,
@@ -58,6 +59,7 @@ class Host:
         self,
         requests: Iterable[tuple[int, Request]],
         environment: Environment,
+        stops: StopSets,
         limits: Limits,
         *,
         encode: Callable[[str], np.ndarray],
@@ -71,7 +73,7 @@ class Host:
         told: set[type] | None = None,
     ) -> None:
         """`told` holds the kinds of search error that were logged already, and takes new ones."""
-        self.environment = environment
+        self.environment, self.stops = environment, stops
         self.limits = limits
         self.encode, self.decode, self.encode_prompt = encode, decode, encode_prompt
         self.searches = Searches(retriever, top_k, search_seconds, set() if told is None else told)
@@ -128,15 +130,10 @@ class Host:
             count = int(turns.length[row])
             ids = turns.ids[row, :count].copy()
             stop = int(turns.stop[row])
-            name = _STOP_NAMES[stop] if stop < 0 else self.environment.stops[stop]
-            logps, sampled = turns.logps[row, :count].copy(), turns.sampled_logps[row, :count].copy()
-            live.wrote(ids, self.decode(ids), logps, sampled)
-            if stop >= 0 and live.request.stops is not None and name not in live.request.stops:
-                if live.turn_length < self._turn_tokens(live):
-                    self.todo[row] = _Todo(live.last, live.used - 1)
-                    continue
-                name = TURN_TOKENS
-            self._act(row, live, self.environment.react(live.episode, live.turn_text, name))
+            name = _STOP_NAMES[stop] if stop < 0 else self.stops.strings[stop]
+            text = self.decode(ids)
+            live.wrote(ids, text, turns.logps[row, :count].copy(), turns.sampled_logps[row, :count].copy())
+            self._act(row, live, self.environment.react(live.episode, text, name))
 
     def _act(self, row: int, live: Live, action: Action) -> None:
         if isinstance(action, Finish):
@@ -176,9 +173,6 @@ class Host:
         self.indices[row], request = self.queue.popleft()
         self.rows[row] = Live(request, self.decode(request.prompt))
         self._open(row, request.prompt)
-
-    def _turn_tokens(self, live: Live) -> int:
-        return live.request.turn_tokens or self.environment.turn_tokens
 
     def _open(self, row: int, prompt: Int[np.ndarray, "T"]) -> None:
         self.todo[row] = _Todo(np.asarray(prompt, np.int32), 0)
@@ -280,7 +274,10 @@ class Host:
             begin=not len(todo.tokens),
             request=live.request.seed,
             offset=live.starts[-1],
-            limit=self._turn_tokens(live) - live.turn_length,
+            limit=live.request.turn_tokens or self.environment.turn_tokens,
+            tag=self.stops.starts[
+                self.environment.stops if live.request.stops is None else live.request.stops
+            ],
             temperature=np.float32(live.request.temperature).view(np.int32),
             source=source,
             copied=copied if source != row else 0,

@@ -21,7 +21,7 @@ from rrl.data.questions import Question
 from rrl.errors import UserError
 from rrl.rollout.episodes import Request
 from rrl.rollout.host import Host
-from rrl.rollout.protocol import EOS, Action, Episode, Finish
+from rrl.rollout.protocol import CONTEXT, EOS, TURN_TOKENS, Action, Episode, Finish
 from rrl.rollout.searches import Asker
 from rrl.rollout.trajectory import POLICY, Trajectory
 
@@ -33,7 +33,7 @@ class Generate:
     prompt: str | Int[np.ndarray, "T"]
     """The user's turn of the chat template, or token ids as they are."""
     stops: tuple[str, ...] = ()
-    """Strings to stop at, of those that the engine was told of."""
+    """Strings to stop at: one of the sets that the engine was told of."""
     tokens: int = 0
     """Most tokens; 0: as many as the engine was told."""
     temperature: float = 0.0
@@ -66,13 +66,18 @@ Workflow = Generator[Ask | Sequence[Ask], Any, Any]
 class Completion:
     """The environment of a `Generate`: one turn, to the end or to a stop string."""
 
-    stops: tuple[str, ...] = ()
-    """All that any `Generate` of the run stops at."""
+    stop_sets: tuple[tuple[str, ...], ...] = ()
+    """The sets of strings that a `Generate` of the run may stop at, beside none."""
     turn_tokens: int = 256
     observation_tokens: int = 0
 
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """Those of a request that names none."""
+        return ()
+
     def react(self, episode: Episode, text: str, stop: str) -> Action:
-        return Finish(stop if stop in self.stops else "eos" if stop == EOS else "length")
+        return Finish({EOS: "eos", TURN_TOKENS: "length", CONTEXT: "context_limit"}.get(stop, stop))
 
     def observe(self, episode: Episode, passages: Sequence[Passage] | None) -> Action:
         raise NotImplementedError("a completion never searches")
@@ -137,9 +142,10 @@ class Flows:
     def _generate(self, flow: int, place: int, ask: Generate) -> None:
         environment, context = self._environment, self._host.limits.context
         prompt = self._encode(ask.prompt) if isinstance(ask.prompt, str) else ask.prompt
-        if unknown := [stop for stop in ask.stops if stop not in environment.stops]:
+        if ask.stops and ask.stops not in environment.stop_sets:
             raise UserError(
-                f"workflow {flow} stops at {unknown}; name all stop strings of a run in its Completion"
+                f"workflow {flow} stops at {ask.stops}, which is none of {environment.stop_sets}: name all sets of stop "
+                "strings of a run in its Completion"
             )
         if not 0 <= ask.tokens <= environment.turn_tokens:
             raise UserError(
@@ -161,7 +167,8 @@ class Flows:
     def _generated(self, number: int, trajectory: Trajectory) -> None:
         written = "".join(text for role, text in trajectory.segments if role == POLICY)
         stop = trajectory.ended
-        text = written.partition(stop)[0] if stop in self._environment.stops else written
+        stopped = any(stop in strings for strings in self._environment.stop_sets)
+        text = written.partition(stop)[0] if stopped else written
         self._deliver(*self._places.pop(number), Generated(text, stop, trajectory))
 
     def _found(self, key: Asker, passages: list[Passage] | None) -> None:

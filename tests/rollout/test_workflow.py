@@ -13,7 +13,7 @@ from tests.rollout.world import make_world
 
 KEY = jax.random.key(5)
 CONFIG = EngineConfig(rows=4, context=160, feeds=2, feed_tokens=48, patience=4, top_k=2)
-ASKS = Completion(stops=("e", "o"), turn_tokens=10)
+ASKS = Completion(stop_sets=(("e",), ("e", "o")), turn_tokens=10)
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +50,7 @@ def test_results_come_back_in_their_places(engine):
         )
 
 
-def test_a_stop_string_that_was_not_asked_for_does_not_end_a_generation(engine):
+def test_a_generation_ends_at_its_own_stop_strings_only(engine):
     run, params, requests = engine
     text = requests[0].question.text
 
@@ -98,7 +98,7 @@ def test_what_a_workflow_raises_comes_out(engine):
 @pytest.mark.parametrize(
     ("asked", "words"),
     [
-        (Generate("a", stops=("z",)), r"stops at \['z'\]; name all stop strings"),
+        (Generate("a", stops=("z",)), r"stops at \('z',\), which is none of .*: name all sets"),
         (Generate("a", tokens=11), r"asks for 11 tokens; Completion.turn_tokens=10"),
         (Generate(np.zeros(200, np.int32)), r"a prompt of 200 tokens; the context holds 160"),
         ("text", r"yields a str; it may yield Generate, Retrieve"),
