@@ -7,15 +7,19 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from rrl.models.config import DecoderConfig
-from rrl.parallel.mesh import ROW_AXES
-from rrl.parallel.rules import constrain
+from rrl.parallel.mesh import ROW_AXES, data_shards
+from rrl.parallel.rules import constrain, fit
 
 BLOCK = 128
 """Slots in a block."""
+PLACE = (None, None, ROW_AXES, None, "tensor", None)
+"""Rows over the devices that decode them, kv heads over those that share a row."""
+Pair = tuple[Array, Array]
 
 
 @jax.tree_util.register_dataclass
@@ -67,7 +71,42 @@ class KVCache:
 
         return dataclasses.replace(self, k=put(self.k, k), v=put(self.v, v))
 
+    def copy_rows(
+        self, source: Int[Array, "P"], target: Int[Array, "P"], slots: Int[Array, "P"]
+    ) -> "KVCache":
+        """The cache with the first `slots` of row `source[p]` (and some more) in row `target[p]`; targets >= R are dropped.
+
+        Where rows are split over devices, the entries are too, and a row is copied from one on the same device.
+        """
+        mesh = jax.sharding.get_abstract_mesh()
+        if mesh.empty or mesh.size == 1:
+            k, v = _copied((self.k, self.v), source, target, slots, jnp.int32(0))
+            return dataclasses.replace(self, k=k, v=v)
+        spec = fit("cache", PartitionSpec(*PLACE), self.k.shape, mesh)
+        per_device = self.rows // data_shards(mesh)
+
+        def on_one(arrays: Pair, source: Array, target: Array, slots: Array) -> Pair:
+            return _copied(arrays, source, target, slots, jax.lax.axis_index(ROW_AXES) * per_device)
+
+        mapped = jax.shard_map(
+            on_one, in_specs=(spec, *[PartitionSpec(ROW_AXES)] * 3), out_specs=spec, check_vma=False
+        )
+        k, v = mapped((self.k, self.v), source, target, slots)
+        return dataclasses.replace(self, k=k, v=v)
+
+
+def _copied(arrays: Pair, source: Array, target: Array, slots: Array, first: Array) -> Pair:
+    """Block by block; `first` is the number of the first row here. A block is read before it is written."""
+    here = arrays[0].shape[2]
+
+    def one_block(block: Array, arrays: Pair) -> Pair:
+        wanted = (slots > block * BLOCK) & (target >= first) & (target < first + here)
+        to = jnp.where(wanted, target - first, here)
+        k, v = (a.at[:, block, to].set(a[:, block, source - first], mode="drop") for a in arrays)
+        return k, v
+
+    return jax.lax.fori_loop(0, (jnp.max(slots) + BLOCK - 1) // BLOCK, one_block, arrays)
+
 
 def _placed(array: Float[Array, "L blocks R slot K H"]) -> Float[Array, "L blocks R slot K H"]:
-    """Rows over the devices that decode them, kv heads over those that share a row."""
-    return constrain(array, None, None, ROW_AXES, None, "tensor", None)
+    return constrain(array, *PLACE)

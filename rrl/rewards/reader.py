@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from rrl.data.questions import Question
 from rrl.models.decoder import Decoder
 from rrl.rollout.engine import Engine, EngineConfig
-from rrl.rollout.host import Request
+from rrl.rollout.episodes import Request
 from rrl.rollout.protocol import SingleTurn
 from rrl.rollout.trajectory import POLICY
 from rrl.text.chat import chat_ids

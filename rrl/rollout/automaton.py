@@ -31,6 +31,42 @@ class StopAutomaton:
         return self.table.shape[0] - len(self.strings)
 
 
+@dataclasses.dataclass(frozen=True)
+class StopSets:
+    """Automata of several sets of stop strings in one table, each with a start of its own."""
+
+    strings: tuple[str, ...]
+    """All of them, each once."""
+    starts: dict[tuple[str, ...], int]
+    """The start state of each set."""
+    table: Int[np.ndarray, "states V"]
+    """As of a `StopAutomaton`, whose accepts are those of `strings`."""
+
+    @property
+    def first_accept(self) -> int:
+        """As of a `StopAutomaton`."""
+        return self.table.shape[0] - len(self.strings)
+
+
+def compile_sets(sets: Sequence[tuple[str, ...]], token_bytes: Sequence[bytes]) -> StopSets:
+    """Compiles sets of stop strings side by side; arguments and errors as for `compile_stops`."""
+    parts = [compile_stops(strings, token_bytes) for strings in sets]
+    strings = tuple(dict.fromkeys(string for part in parts for string in part.strings))
+    starts = np.cumsum([0, *(part.first_accept for part in parts)])
+    rows = []
+    for start, part in zip(starts, parts):
+        accepts = starts[-1] + np.array([strings.index(string) for string in part.strings], np.int32)
+        states = np.concatenate([start + np.arange(part.first_accept), accepts])
+        rows.append(states[part.table[: part.first_accept]])
+    last = starts[-1] + np.arange(len(strings))
+    rows.append(np.broadcast_to(last[:, None], (len(strings), len(token_bytes))))
+    return StopSets(
+        strings,
+        {tuple(part.strings): int(start) for start, part in zip(starts, parts)},
+        np.concatenate(rows).astype(np.int32),
+    )
+
+
 def compile_stops(strings: Sequence[str], token_bytes: Sequence[bytes]) -> StopAutomaton:
     """Compiles `strings` for a vocabulary given as the exact bytes of each token id.
 

@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from rrl.models.cache import KVCache
 from rrl.models.decoder import Decoder
-from rrl.rollout.host import HEADER, OFF, RUN, STOP_CONTEXT, STOP_EOS, STOP_TURN, WAIT
+from rrl.rollout.exchange import HEADER, HELD, RUN, STOP_CONTEXT, STOP_EOS, STOP_TURN, WAIT, Feed
 from rrl.rollout.sampling import row_keys, sample
 
 
@@ -19,16 +19,20 @@ class Rows(NamedTuple):
     """State of every row; R rows, at most A tokens a turn."""
 
     status: Int[Array, "R"]
-    """RUN, WAIT or OFF."""
+    """RUN, WAIT, HELD or OFF."""
     stop: Int[Array, "R"]
     """Why the row pauses: index of the stop string, or a STOP_* code."""
     position: Int[Array, "R"]
     """Position of `pending`: the slot it will be written to."""
     pending: Int[Array, "R"]
-    """The last sampled token; not yet in the cache."""
+    """The last token of what was fed or sampled; not yet in the cache."""
     tag: Int[Array, "R"]
     """State of the stop automaton within this turn."""
     request: Int[Array, "R"]
+    offset: Int[Array, "R"]
+    """Tokens of the trajectory before this context: where its position 0 is."""
+    limit: Int[Array, "R"]
+    """Most tokens of a turn, at most A."""
     temperature: Float[Array, "R"]
     ids: Int[Array, "R A"]
     """What the policy wrote in this turn, with both log-probabilities."""
@@ -48,6 +52,8 @@ class Rows(NamedTuple):
             pending=zeros,
             tag=zeros,
             request=zeros,
+            offset=zeros,
+            limit=zeros,
             temperature=jnp.ones(rows, jnp.float32),
             ids=jnp.zeros(turn, jnp.int32),
             logps=jnp.zeros(turn, jnp.float32),
@@ -71,17 +77,16 @@ def emit(
     rows: Rows, logits: Float[Array, "R V"], mask: Bool[Array, "R"], sampler: Sampler, context: int
 ) -> Rows:
     """Samples one token for the rows in `mask`, appends it to their turn, and pauses those that must stop."""
-    keys = row_keys(sampler.key, rows.request, rows.position + 1)
+    keys = row_keys(sampler.key, rows.request, rows.offset + rows.position + 1)
     ids, full, drawn = sample(logits, keys, rows.temperature, top_p=sampler.top_p, top_k=sampler.top_k)
-    turn_tokens = rows.ids.shape[1]
-    column = jnp.where(mask, rows.length, turn_tokens)
+    column = jnp.where(mask, rows.length, rows.ids.shape[1])
     index = (jnp.arange(rows.length.shape[0]), column)
     tag = sampler.table[rows.tag, ids]
     length = rows.length + 1
     position = rows.position + 1
     is_eos = jnp.any(ids[:, None] == sampler.eos[None, :], axis=-1)
     accepted = tag >= sampler.first_accept
-    full_turn, full_context = length >= turn_tokens, position + 1 >= context
+    full_turn, full_context = length >= rows.limit, position + 1 >= context
     stops = accepted | is_eos | full_turn | full_context
     stop = jnp.select(
         [accepted, is_eos, full_turn], [tag - sampler.first_accept, STOP_EOS, STOP_TURN], STOP_CONTEXT
@@ -105,14 +110,17 @@ def emit(
 
 def decode_until(
     model: Decoder, rows: Rows, cache: KVCache, sampler: Sampler, *, context: int, enough: int, patience: int
-) -> tuple[Rows, KVCache]:
-    """Decodes until `enough` rows wait, or some have waited for `patience` steps, or no row runs."""
+) -> tuple[Rows, KVCache, Int[Array, ""]]:
+    """Decodes until `enough` rows wait, or some have waited or been held for `patience` steps, or no row runs.
+
+    Returns also how many steps it took.
+    """
 
     def going(state: tuple[Rows, KVCache, Array]) -> Array:
         rows, _, steps = state
         waiting = jnp.sum(rows.status == WAIT)
-        wanted = (waiting == 0) | ((waiting < enough) & (steps < patience))
-        return jnp.any(rows.status == RUN) & wanted
+        nobody = jnp.all((rows.status != WAIT) & (rows.status != HELD))
+        return jnp.any(rows.status == RUN) & (nobody | ((waiting < enough) & (steps < patience)))
 
     def step(state: tuple[Rows, KVCache, Array]) -> tuple[Rows, KVCache, Array]:
         rows, cache, steps = state
@@ -121,47 +129,59 @@ def decode_until(
         hidden, cache = model.extend(rows.pending[:, None], positions=slots[:, None], cache=cache)
         return emit(rows, model.unembed(hidden[:, 0]), running, sampler, context), cache, steps + 1
 
-    rows, cache, _ = jax.lax.while_loop(going, step, (rows, cache, jnp.int32(0)))
-    return rows, cache
+    return jax.lax.while_loop(going, step, (rows, cache, jnp.int32(0)))
 
 
 def feed(
     model: Decoder,
     rows: Rows,
     cache: KVCache,
-    feeds: Int[Array, "P words"],
-    off: Bool[Array, "R"],
-    sampler: Sampler,
+    feeds: Int[Array, "shards P words"],
+    marks: Int[Array, "R"],
     *,
     context: int,
+    buckets: tuple[int, ...],
 ) -> tuple[Rows, KVCache]:
-    """Prefills what the host sent and samples the first token of the turns that begin.
+    """Does what the host sent (`rrl.rollout.exchange.Feed`): copies prefixes, prefills tokens, begins turns, marks rows.
 
-    `feeds[p]` is (row, start, length, begin, request, temperature bits, tokens ...), with global row numbers; a row
-    number of R is no row.
+    Row numbers are global, R is no row; on each shard, entries with tokens come first, and of these as many are prefilled
+    as the smallest of `buckets` holds. What begins a turn is left pending, so that its logits come from decoding
+    whether its past was prefilled here or copied.
     """
-    count = rows.status.shape[0]
-    row, start, length, begin, request = (feeds[:, i] for i in range(5))
-    temperature = jax.lax.bitcast_convert_type(feeds[:, 5], jnp.float32)
-    tokens = feeds[:, HEADER:]
-    offsets = jnp.arange(tokens.shape[1])[None, :]
-    slots = jnp.where(offsets < length[:, None], start[:, None] + offsets, context)
-    hidden, cache = model.extend(tokens, positions=slots, cache=cache, rows=row)
-    last = jnp.maximum(length - 1, 0)
-    logits = model.unembed(jnp.take_along_axis(hidden, last[:, None, None], axis=1)[:, 0])
-    target = jnp.where(begin > 0, row, count)
+    count, shards = rows.status.shape[0], feeds.shape[0]
+    entry = Feed(*(feeds[..., i].reshape(-1) for i in range(HEADER)))
+    cache = cache.copy_rows(entry.source, entry.row, entry.copied)
+    busy = jnp.max(jnp.sum(feeds[..., Feed._fields.index("length")] > 0, axis=1))
+
+    def prefill(bucket: int) -> KVCache:
+        if not bucket:
+            return cache
+        part = feeds[:, :bucket].reshape(shards * bucket, -1)
+        row, start, length = (part[:, i] for i in range(3))
+        tokens = part[:, HEADER:]
+        offsets = jnp.arange(tokens.shape[1])[None, :]
+        slots = jnp.where(offsets < length[:, None], start[:, None] + offsets, context)
+        return model.extend(tokens, positions=slots, cache=cache, rows=row)[1]
+
+    sizes = (0, *buckets)
+    which = jnp.sum(busy > jnp.array(sizes[:-1]))
+    cache = jax.lax.switch(which, [lambda size=size: prefill(size) for size in sizes])
+    target = jnp.where(entry.begin > 0, entry.row, count)
 
     def put(old: Array, new: Array | int) -> Array:
         return old.at[target].set(new, mode="drop")
 
     rows = rows._replace(
-        position=put(rows.position, start + last),
-        tag=put(rows.tag, 0),
-        request=put(rows.request, request),
-        temperature=put(rows.temperature, temperature),
+        status=put(jnp.where(marks > 0, marks - 1, rows.status), RUN),
+        position=put(rows.position, entry.start + entry.length),
+        pending=put(rows.pending, entry.pending),
+        tag=put(rows.tag, entry.tag),
+        request=put(rows.request, entry.request),
+        offset=put(rows.offset, entry.offset),
+        limit=put(rows.limit, entry.limit),
+        temperature=put(
+            rows.temperature, jax.lax.bitcast_convert_type(entry.temperature.astype(jnp.int32), jnp.float32)
+        ),
         length=put(rows.length, 0),
     )
-    begun = put(jnp.zeros(count, bool), True)
-    row_logits = jnp.zeros((count, logits.shape[-1]), logits.dtype).at[target].set(logits, mode="drop")
-    rows = emit(rows, row_logits, begun, sampler, context)
-    return rows._replace(status=jnp.where(off, OFF, rows.status)), cache
+    return rows, cache

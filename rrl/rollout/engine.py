@@ -5,9 +5,10 @@ through `io_callback` inside a fully manual `shard_map`, so that every data shar
 drives the same jitted steps from Python: it is what the loop is tested against.
 """
 
+import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -15,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
-from jaxtyping import Key, PyTree
+from jaxtyping import Int, Key, PyTree
 from transformers import PreTrainedTokenizerBase
 
 from rrl.data.tokenizer import check_tokenizer, token_bytes
@@ -23,11 +24,16 @@ from rrl.errors import UserError
 from rrl.models.decoder import Decoder
 from rrl.parallel.mesh import make_mesh
 from rrl.retrieval.retriever import Retriever
-from rrl.rollout.automaton import compile_stops
-from rrl.rollout.host import Host, Request, Turns
+from rrl.rollout.automaton import StopSets, compile_sets
+from rrl.rollout.episodes import Request
+from rrl.rollout.exchange import Turns
+from rrl.rollout.host import Host
 from rrl.rollout.loop import EngineConfig, Programs, QueryEncoder
 from rrl.rollout.protocol import Environment
 from rrl.rollout.trajectory import Trajectory
+from rrl.rollout.watchdog import Watchdog
+from rrl.rollout.workflow import Completion, Flows, Workflow
+from rrl.text.chat import chat_ids
 
 
 @dataclasses.dataclass(slots=True)
@@ -37,6 +43,10 @@ class RolloutStats:
     seconds: float = 0.0
     retrieval_seconds: float = 0.0
     policy_tokens: int = 0
+    decode_steps: int = 0
+    """Each of which could have written a token in every row."""
+    prefilled_tokens: int = 0
+    """Of prompts and observations; a group's prompt counts once."""
     searches_failed: int = 0
 
 
@@ -82,7 +92,9 @@ class Engine:
         )
         self.stats = RolloutStats()
         self._hosts: list[Host] = []
+        self._steps = 0
         self._told: set[type] = set()
+        self._stops: dict[tuple[tuple[str, ...], ...], StopSets] = {}
         self._built: dict[Any, Callable] = {}
 
     # -- public ------------------------------------------------------------------------------------------------------
@@ -112,65 +124,164 @@ class Engine:
         corpus behind the same encoder). `reference` runs the host-driven loop. Raises what the environment raised, and
         UserError for a prompt that does not fit the context.
         """
-        self._check(requests)
-        start = time.perf_counter()
+        self._check(requests, environment)
+        done = 0
+        finished: dict[int, Trajectory] = {}
+
+        def finish(index: int, trajectory: Trajectory) -> None:
+            nonlocal done
+            finished[index] = trajectory
+            done += 1
+            on_finish(done)
+
+        shares = deal([request.prompt for request in requests], self.programs.shards)
+        sets = [environment.stops if request.stops is None else request.stops for request in requests]
+        stops = self._compiled(sets or [environment.stops])
+        hosts = [
+            self._host([(i, requests[i]) for i in share], environment, stops, retriever) for share in shares
+        ]
+        for host in hosts:
+            host.on_finish = finish
+        with self._measured(hosts):
+            self._drive(hosts, params, environment, key, reference)
+        trajectories = [finished[index] for index in range(len(requests))]
+        self.stats.policy_tokens = sum(trajectory.policy_tokens for trajectory in trajectories)
+        return trajectories
+
+    def run_workflows(
+        self,
+        params: PyTree,
+        workflows: Sequence[Workflow],
+        environment: Completion,
+        key: Key,
+        *,
+        retriever: Retriever | None = None,
+        on_finish: Callable[[int], None] = lambda done: None,
+        reference: bool = False,
+    ) -> list[Any]:
+        """Runs generator functions (see `rrl.rollout.workflow`) side by side; returns what each returned.
+
+        `environment` names all stop strings and the most tokens of one generation. Raises what a workflow raises.
+        """
         done = 0
 
-        def finished(index: int, trajectory: Trajectory) -> None:
+        def finish(index: int) -> None:
             nonlocal done
             done += 1
             on_finish(done)
 
-        indexed = list(enumerate(requests))
-        self._hosts = [
-            Host(
-                indexed[shard :: self.programs.shards],
-                environment,
-                self.programs.limits,
-                encode=self.encode,
-                decode=self.decode,
-                retriever=retriever or self.retriever,
-                top_k=self.config.top_k,
-                on_finish=finished,
-                told=self._told,
-            )
-            for shard in range(self.programs.shards)
+        numbered, shards = list(enumerate(workflows)), self.programs.shards
+        stops = self._compiled([(), *environment.stop_sets])
+        hosts = [self._host([], environment, stops, retriever) for _ in range(shards)]
+        flows = [
+            Flows(numbered[shard::shards], host, environment, host.encode_prompt, finish)
+            for shard, host in enumerate(hosts)
         ]
-        automaton = compile_stops(environment.stops, self.bytes)
-        signature = (environment.turn_tokens, automaton.first_accept, reference)
-        if signature not in self._built:
-            build = self.programs.reference_loop if reference else self.programs.episode_loop
-            self._built[signature] = build(environment.turn_tokens, automaton.first_accept)
-        table = jnp.asarray(automaton.table)
-        with jax.set_mesh(self.mesh):
-            jax.block_until_ready(self._built[signature](params, self.encoder_state, key, table))
-        for host in self._hosts:
-            if host.error is not None:
-                raise host.error
-        results = {index: value for host in self._hosts for index, value in host.finished.items()}
-        trajectories = [results[index] for index in range(len(requests))]
-        self.stats = RolloutStats(
-            seconds=time.perf_counter() - start,
-            retrieval_seconds=max(host.retrieval_seconds for host in self._hosts),
-            policy_tokens=sum(trajectory.policy_tokens for trajectory in trajectories),
-            searches_failed=sum(host.searches_failed for host in self._hosts),
-        )
-        return trajectories
+        for flow in flows:
+            flow.start()
+        with self._measured(hosts):
+            self._drive(hosts, params, environment, key, reference)
+        results = {index: value for flow in flows for index, value in flow.results.items()}
+        return [results[index] for index in range(len(workflows))]
 
     # -- the host ----------------------------------------------------------------------------------------------------
+
+    def _host(
+        self,
+        requests: Sequence[tuple[int, Request]],
+        environment: Environment,
+        stops: StopSets,
+        retriever: Retriever | None,
+    ) -> Host:
+        return Host(
+            requests,
+            environment,
+            stops,
+            self.programs.limits,
+            encode=self.encode,
+            decode=self.decode,
+            encode_prompt=lambda text: chat_ids(self.tokenizer, text),
+            retriever=retriever or self.retriever,
+            top_k=self.config.top_k,
+            search_seconds=self.config.search_seconds,
+            share_prompts=self.config.share_prompts,
+            told=self._told,
+        )
+
+    def _compiled(self, sets: Sequence[tuple[str, ...]]) -> StopSets:
+        """The automata of these sets, compiled once."""
+        wanted = tuple(dict.fromkeys(sets))
+        if wanted not in self._stops:
+            self._stops[wanted] = compile_sets(wanted, self.bytes)
+        return self._stops[wanted]
+
+    def _drive(
+        self, hosts: list[Host], params: PyTree, environment: Environment, key: Key, reference: bool
+    ) -> None:
+        """Runs the loop until every host has switched its rows off; raises what one of them met."""
+        self._hosts = hosts
+        stops = hosts[0].stops
+        signature = (environment.turn_tokens, stops.first_accept, reference)
+        if signature not in self._built:
+            build = self.programs.reference_loop if reference else self.programs.episode_loop
+            self._built[signature] = build(environment.turn_tokens, stops.first_accept)
+        table = jnp.asarray(stops.table)
+        with jax.set_mesh(self.mesh), Watchdog(self.config.stall_seconds, self._progress, self._stages):
+            self._steps = int(self._built[signature](params, self.encoder_state, key, table))
+        for host in hosts:
+            if host.error is not None:
+                raise host.error
+
+    @contextlib.contextmanager
+    def _measured(self, hosts: Sequence[Host]) -> Iterator[None]:
+        """Fills `stats` for what its block does."""
+        start = time.perf_counter()
+        yield
+        self.stats = RolloutStats(
+            seconds=time.perf_counter() - start,
+            retrieval_seconds=max(host.searches.seconds for host in hosts),
+            decode_steps=self._steps,
+            prefilled_tokens=sum(host.prefilled for host in hosts),
+            searches_failed=sum(host.searches.failed for host in hosts),
+        )
 
     def _answer(self, shard: Any, *report: Any) -> np.ndarray:
         """The callback: NumPy in, NumPy out."""
         *turn, embeddings = (np.asarray(part) for part in report)
         return self._hosts[int(shard)].exchange(Turns(*turn), embeddings)
 
-    def _check(self, requests: Sequence[Request]) -> None:
+    def _progress(self) -> int:
+        return sum(host.exchanges for host in self._hosts)
+
+    def _stages(self) -> str:
+        return "; ".join(
+            f"host {number} {host.stage}, after {host.exchanges} exchanges"
+            for number, host in enumerate(self._hosts)
+        )
+
+    def _check(self, requests: Sequence[Request], environment: Environment) -> None:
         for request in requests:
             if len(request.prompt) + 2 > self.config.context:
                 raise UserError(
                     f"the prompt of question {request.question.id!r} has {len(request.prompt)} tokens, the context "
                     f"holds {self.config.context}: raise rollout.context or shorten the prompt"
                 )
+            if not 0 <= request.turn_tokens <= environment.turn_tokens:
+                raise UserError(
+                    f"turn_tokens={request.turn_tokens} of question {request.question.id!r} must be 0 to "
+                    f"{environment.turn_tokens}, the environment's"
+                )
+
+
+def deal(prompts: Sequence[Int[np.ndarray, "T"]], shards: int) -> list[list[int]]:
+    """Which requests each data shard runs: those of one prompt together, as far as there are prompts enough."""
+    groups: dict[bytes, list[int]] = {}
+    for index, prompt in enumerate(prompts):
+        groups.setdefault(np.asarray(prompt, np.int32).tobytes(), []).append(index)
+    if len(groups) < shards:
+        return [list(range(shard, len(prompts), shards)) for shard in range(shards)]
+    places = list(groups.values())
+    return [sorted(i for group in places[shard::shards] for i in group) for shard in range(shards)]
 
 
 def _eos_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:

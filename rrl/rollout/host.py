@@ -5,131 +5,51 @@ calls JAX and never raises (an exception is kept in `error`, every row is switch
 """
 
 import collections
-import dataclasses
-import logging
-import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 
 import numpy as np
 from jaxtyping import Float, Int
 
-from rrl.data.questions import Question
 from rrl.retrieval.retriever import Retriever
+from rrl.rollout.automaton import StopSets
+from rrl.rollout.episodes import Live, Request
+from rrl.rollout.exchange import (
+    HEADER,
+    HELD,
+    OFF,
+    RUN,
+    STOP_CONTEXT,
+    STOP_EOS,
+    STOP_TURN,
+    WAIT,
+    Feed,
+    Limits,
+    Turns,
+)
+from rrl.rollout.prefixes import Prefixes
 from rrl.rollout.protocol import (
     CONTEXT,
     EOS,
     TURN_TOKENS,
+    Action,
     Append,
     Environment,
-    Episode,
     Finish,
-    SearchFor,
+    Restart,
     message_ids,
 )
-from rrl.rollout.trajectory import ENVIRONMENT, POLICY, PROMPT, Search, Trajectory
+from rrl.rollout.searches import Asker, Found, Searches
+from rrl.rollout.trajectory import Search, Trajectory
 
-RUN, WAIT, OFF = 0, 1, 2
-"""Status of a row: decoding; paused, the host has yet to answer; nothing left to do."""
-
-HEADER = 6
-"""Words before the tokens of a feed: row, start, length, begin, request, temperature (float32 bits)."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Request:
-    """One episode to run."""
-
-    question: Question
-    prompt: Int[np.ndarray, "T"]
-    """Token ids of the prompt."""
-    seed: int
-    """Folded into the sampling key; the same seed gives the same trajectory."""
-    group: int = 0
-    temperature: float = 1.0
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Limits:
-    """Static sizes of the exchange between device and host, for one data shard."""
-
-    rows: int
-    context: int
-    """Cache slots of a row: no trajectory is longer."""
-    feeds: int
-    """Rows that are prefilled together."""
-    feed_tokens: int
-    """Tokens a prefilled row takes at a time; longer texts go in chunks."""
-    query_tokens: int
-    """Width of the query encoder's input; 0 without an encoder."""
-
-
-@dataclasses.dataclass(slots=True)
-class Turns:
-    """What the device reports: one entry a row."""
-
-    status: Int[np.ndarray, "R"]
-    stop: Int[np.ndarray, "R"]
-    """Index of the stop string, or one of the STOP_* codes."""
-    ids: Int[np.ndarray, "R A"]
-    logps: Float[np.ndarray, "R A"]
-    sampled_logps: Float[np.ndarray, "R A"]
-    length: Int[np.ndarray, "R"]
-
-
-STOP_EOS, STOP_TURN, STOP_CONTEXT = -1, -2, -3
 _STOP_NAMES = {STOP_EOS: EOS, STOP_TURN: TURN_TOKENS, STOP_CONTEXT: CONTEXT}
 
 
-class _Row:
-    """One episode in flight."""
+class _Todo:
+    """What a row is to be fed before its turn begins."""
 
-    def __init__(self, request: Request) -> None:
-        self.request = request
-        self.episode = Episode(request.question)
-        self.ids: list[np.ndarray] = []
-        self.roles: list[np.ndarray] = []
-        self.logps: list[np.ndarray] = []
-        self.sampled: list[np.ndarray] = []
-        self.turns: list[np.ndarray] = []
-        self.segments: list[tuple[int, str]] = []
-        self.length = 0
-        self.feed = np.asarray(request.prompt, np.int32)
-        self.fed = 0
-        """Tokens that are in the cache already."""
-
-    def record(
-        self,
-        ids: np.ndarray,
-        role: int,
-        text: str,
-        logps: np.ndarray | None = None,
-        sampled: np.ndarray | None = None,
-    ) -> None:
-        zeros = np.zeros(len(ids), np.float32)
-        self.ids.append(np.asarray(ids, np.int32))
-        self.roles.append(np.full(len(ids), role, np.int8))
-        self.logps.append(zeros if logps is None else logps)
-        self.sampled.append(zeros if sampled is None else sampled)
-        self.turns.append(np.full(len(ids), self.episode.turn, np.int16))
-        if self.segments and self.segments[-1][0] == role:
-            text = self.segments.pop()[1] + text
-        self.segments.append((role, text))
-        self.length += len(ids)
-
-    def trajectory(self, ended: str) -> Trajectory:
-        return Trajectory(
-            question=self.request.question,
-            request=self.request.seed,
-            group=self.request.group,
-            tokens=np.concatenate(self.ids),
-            roles=np.concatenate(self.roles),
-            logps=np.concatenate(self.logps).astype(np.float32),
-            sampled_logps=np.concatenate(self.sampled).astype(np.float32),
-            turns=np.concatenate(self.turns),
-            segments=self.segments,
-            searches=list(self.episode.searches),
-            ended=ended,
-        )
+    def __init__(self, tokens: Int[np.ndarray, "T"], start: int) -> None:
+        """`tokens` go to the slots from `start` on, but for the last of them, which stays pending."""
+        self.tokens, self.pending, self.slot = tokens[:-1], int(tokens[-1]), start
 
 
 class Host:
@@ -139,186 +59,240 @@ class Host:
         self,
         requests: Iterable[tuple[int, Request]],
         environment: Environment,
+        stops: StopSets,
         limits: Limits,
         *,
         encode: Callable[[str], np.ndarray],
         decode: Callable[[np.ndarray], str],
+        encode_prompt: Callable[[str], np.ndarray],
         retriever: Retriever | None = None,
         top_k: int = 3,
+        search_seconds: float = 60.0,
+        share_prompts: bool = True,
         on_finish: Callable[[int, Trajectory], None] = lambda index, trajectory: None,
         told: set[type] | None = None,
     ) -> None:
         """`told` holds the kinds of search error that were logged already, and takes new ones."""
-        self.environment = environment
+        self.environment, self.stops = environment, stops
         self.limits = limits
-        self.encode, self.decode = encode, decode
-        self.retriever, self.top_k = retriever, top_k
+        self.encode, self.decode, self.encode_prompt = encode, decode, encode_prompt
+        self.searches = Searches(retriever, top_k, search_seconds, set() if told is None else told)
         self.on_finish = on_finish
-        self.told = set() if told is None else told
+        self.on_found: Callable[[Asker, Found], None] = lambda key, found: None
         self.queue = collections.deque(requests)
-        self.rows: list[_Row | None] = [None] * limits.rows
+        self.more_may_come = False
+        """Whether the queue, once empty, may fill again: then idle rows wait instead of ending."""
+        self.rows: list[Live | None] = [None] * limits.rows
         self.indices: list[int] = [-1] * limits.rows
-        self.to_feed: collections.deque[int] = collections.deque()
-        self.to_encode: collections.deque[tuple[int, str]] = collections.deque()
-        self.encoding: list[tuple[int, str]] = []
-        self.off = np.zeros(limits.rows, bool)
-        self.finished: dict[int, Trajectory] = {}
+        self.prefixes = Prefixes(limits.rows, limits.feed_tokens) if share_prompts else None
+        self.todo: dict[int, _Todo] = {}
+        """Rows to be fed, first come, first served."""
+        self.to_encode: collections.deque[tuple[Asker, str]] = collections.deque()
+        self.encoding: list[tuple[Asker, str]] = []
+        self.stage = "has not been asked yet"
+        """What it is doing, for who wonders why nothing happens."""
+        self.exchanges = 0
+        self.prefilled = 0
+        """Tokens that were fed; a prompt that is copied from another row is not."""
         self.error: BaseException | None = None
-        self.retrieval_seconds = 0.0
-        self.searches_failed = 0
         for row in range(limits.rows):
             self._admit(row)
 
     def exchange(self, turns: Turns, embeddings: Float[np.ndarray, "P E"]) -> Int[np.ndarray, "words"]:
-        """Takes what the device has done and returns the next feeds, packed (see `pack_width`)."""
+        """Takes what the device has done and returns the next feeds, queries and marks (see `Limits.words`)."""
+        self.exchanges += 1
         try:
             if self.error is None:
+                self.stage = "reading what the policy wrote"
                 self._read(turns)
-                self._search(embeddings)
-                return self._pack()
+                self._search(turns, embeddings)
+                self.stage = "packing what the rows are fed"
+                for row in range(self.limits.rows):
+                    if self.rows[row] is None:
+                        self._admit(row)
+                words = self._pack()
+                self.stage = "waiting for the device"
+                return words
         except BaseException as error:  # raised again by the engine, outside the callback
             self.error = error
-        self.off[:] = True
-        return self._pack(feed=False)
+        self.stage = "ended by an error"
+        return _packed(*self._blank(), np.full(self.limits.rows, OFF + 1, np.int32))
 
     # -- what the device has done ------------------------------------------------------------------------------------
 
     def _read(self, turns: Turns) -> None:
-        fed = set(self.to_feed)
-        blocked = {row for row, _ in self.to_encode} | {row for row, _ in self.encoding} | fed
+        busy = self._searching() | self.todo.keys()
         for index in np.flatnonzero(turns.status == WAIT):
             row = int(index)
-            episode_row = self.rows[row]
-            if episode_row is None or row in blocked:
+            live = self.rows[row]
+            if live is None or row in busy:
                 continue
             count = int(turns.length[row])
             ids = turns.ids[row, :count].copy()
             stop = int(turns.stop[row])
-            name = _STOP_NAMES[stop] if stop < 0 else self.environment.stops[stop]
+            name = _STOP_NAMES[stop] if stop < 0 else self.stops.strings[stop]
             text = self.decode(ids)
-            episode_row.record(
-                ids, POLICY, text, turns.logps[row, :count].copy(), turns.sampled_logps[row, :count].copy()
-            )
-            action = self.environment.react(episode_row.episode, text, name)
-            self._act(row, action)
+            live.wrote(ids, text, turns.logps[row, :count].copy(), turns.sampled_logps[row, :count].copy())
+            self._act(row, live, self.environment.react(live.episode, text, name))
 
-    def _act(self, row: int, action: SearchFor | Append | Finish) -> None:
-        episode_row = self.rows[row]
-        assert episode_row is not None
+    def _act(self, row: int, live: Live, action: Action) -> None:
         if isinstance(action, Finish):
-            self._finish(row, action.reason)
+            self._finish(row, live, action.reason)
         elif isinstance(action, Append):
-            self._append(row, action)
+            self._append(row, live, action)
+        elif isinstance(action, Restart):
+            self._restart(row, live, action)
         else:
             self.to_encode.append((row, action.query))
 
-    def _append(self, row: int, message: Append) -> None:
-        episode_row = self.rows[row]
-        assert episode_row is not None
+    def _append(self, row: int, live: Live, message: Append) -> None:
         ids = message_ids(message, self.encode, self.environment.observation_tokens)
-        if episode_row.length + len(ids) >= self.limits.context:
-            self._finish(row, "context_limit")
+        if live.used + len(ids) >= self.limits.context:
+            self._finish(row, live, "context_limit")
             return
-        last = episode_row.ids[-1][-1:]  # sampled, but not yet in the cache
-        episode_row.fed = episode_row.length - 1
-        episode_row.record(ids, ENVIRONMENT, self.decode(ids))
-        episode_row.episode.turn += 1
-        episode_row.feed = np.concatenate([last, ids])
-        self.to_feed.append(row)
+        # The last sampled token is not in the cache yet.
+        self.todo[row] = _Todo(np.concatenate([live.last, ids]), live.used - 1)
+        live.answered(ids, self.decode(ids))
 
-    def _finish(self, row: int, reason: str) -> None:
-        episode_row = self.rows[row]
-        assert episode_row is not None
-        trajectory = episode_row.trajectory(reason)
-        self.finished[self.indices[row]] = trajectory
-        self.on_finish(self.indices[row], trajectory)
+    def _restart(self, row: int, live: Live, action: Restart) -> None:
+        prompt = self.encode_prompt(action.prompt) if isinstance(action.prompt, str) else action.prompt
+        if len(prompt) + 2 > self.limits.context:
+            self._finish(row, live, "context_limit")
+            return
+        live.restarted(prompt, self.decode(prompt))
+        self._open(row, prompt)
+
+    def _finish(self, row: int, live: Live, reason: str) -> None:
         self.rows[row] = None
+        self.on_finish(self.indices[row], live.trajectory(reason))
         self._admit(row)
 
     def _admit(self, row: int) -> None:
         if not self.queue:
-            self.off[row] = True
             return
         self.indices[row], request = self.queue.popleft()
-        self.rows[row] = episode_row = _Row(request)
-        episode_row.record(request.prompt, PROMPT, self.decode(request.prompt))
-        self.to_feed.append(row)
+        self.rows[row] = Live(request, self.decode(request.prompt))
+        self._open(row, request.prompt)
+
+    def _open(self, row: int, prompt: Int[np.ndarray, "T"]) -> None:
+        self.todo[row] = _Todo(np.asarray(prompt, np.int32), 0)
 
     # -- retrieval ---------------------------------------------------------------------------------------------------
 
-    def _search(self, embeddings: Float[np.ndarray, "P E"]) -> None:
-        if self.retriever is not None and self.retriever.needs_embeddings:
+    def look_up(self, key: Asker, query: str) -> None:
+        """Searches for someone who is no row; `on_found` gets the passages."""
+        self.to_encode.append((key, query))
+
+    def _searching(self) -> set[Asker]:
+        """Rows that wait for passages."""
+        return {key for key, _ in (*self.to_encode, *self.encoding)} | self.searches.keys
+
+    def _search(self, turns: Turns, embeddings: Float[np.ndarray, "P E"]) -> None:
+        if self._needs_embeddings:
             ready, self.encoding = self.encoding, []
             vectors = embeddings[: len(ready)]
         else:
             ready, vectors = list(self.to_encode), None
             self.to_encode.clear()
-        if not ready:
-            return
-        start = time.perf_counter()
-        queries = [query for _, query in ready]
-        passages = self._retrieve(queries, vectors)
-        self.retrieval_seconds += time.perf_counter() - start
-        for (row, query), found in zip(ready, passages, strict=True):
-            episode_row = self.rows[row]
-            assert episode_row is not None
-            titles = tuple(passage.title for passage in found or ())
-            episode_row.episode.searches.append(
-                Search(episode_row.episode.turn, query, titles, failed=found is None)
-            )
-            self._append(row, self.environment.observe(episode_row.episode, found))
+        if ready:
+            self.stage = f"searching for {len(ready)} queries"
+            self.searches.submit([key for key, _ in ready], [query for _, query in ready], vectors)
+        nothing_else = not (self.todo or self.to_encode or (turns.status == RUN).any())
+        if nothing_else and len(self.searches):
+            self.stage = "waiting for searches"
+        for key, query, passages in self.searches.done(wait=nothing_else):
+            if not isinstance(key, int):
+                self.on_found(key, passages)
+                continue
+            live = self.rows[key]
+            assert live is not None
+            titles = tuple(passage.title for passage in passages or ())
+            live.episode.searches.append(Search(live.episode.turn, query, titles, failed=passages is None))
+            self._act(key, live, self.environment.observe(live.episode, passages))
 
-    def _retrieve(self, queries: list[str], vectors: np.ndarray | None) -> Sequence[list | None]:
-        if self.retriever is None:
-            return [[] for _ in queries]
-        try:
-            hits = self.retriever.search(queries, self.top_k, vectors)
-        except Exception as error:  # the policy is told that its search failed; the batch goes on
-            self.searches_failed += len(queries)
-            if type(error) not in self.told:
-                self.told.add(type(error))
-                logging.getLogger(__name__).warning(
-                    "search failed for %d queries, the first of which is %r: %r (told once for each kind of error; "
-                    "train/searches_failed counts them)",
-                    len(queries),
-                    queries[0],
-                    error,
-                )
-            return [None] * len(queries)
-        return [[hit.passage for hit in found] for found in hits]
+    @property
+    def _needs_embeddings(self) -> bool:
+        return self.searches.retriever is not None and self.searches.retriever.needs_embeddings
 
     # -- what the device does next -----------------------------------------------------------------------------------
 
-    def _pack(self, feed: bool = True) -> Int[np.ndarray, "words"]:
+    def _blank(self) -> tuple[np.ndarray, np.ndarray]:
         limits = self.limits
         feeds = np.zeros((limits.feeds, HEADER + limits.feed_tokens), np.int32)
         feeds[:, 0] = limits.rows  # no row
-        queries = np.zeros((limits.feeds, limits.query_tokens), np.int32)
-        if feed:
-            for slot in range(min(limits.feeds, len(self.to_feed))):
-                self._feed(self.to_feed.popleft(), feeds[slot])
-            if self.to_encode and limits.query_tokens:
-                assert self.retriever is not None
-                count = min(limits.feeds, len(self.to_encode))
-                self.encoding = [self.to_encode.popleft() for _ in range(count)]
-                ids = self.retriever.tokenize([query for _, query in self.encoding])
-                queries[:count] = ids[:, : limits.query_tokens]
-        return np.concatenate([feeds.ravel(), queries.ravel(), self.off.astype(np.int32)])
+        return feeds, np.zeros((limits.feeds, limits.query_tokens), np.int32)
 
-    def _feed(self, row: int, out: Int[np.ndarray, "words"]) -> None:
-        episode_row = self.rows[row]
-        assert episode_row is not None
-        chunk = episode_row.feed[: self.limits.feed_tokens]
-        episode_row.feed = episode_row.feed[len(chunk) :]
-        begin = len(episode_row.feed) == 0
-        temperature = np.float32(episode_row.request.temperature).view(np.int32)
-        out[:HEADER] = (row, episode_row.fed, len(chunk), begin, episode_row.request.seed, temperature)
+    def _pack(self) -> Int[np.ndarray, "words"]:
+        feeds, queries = self._blank()
+        entries: list[np.ndarray] = []
+        if self.prefixes is not None:
+            self.prefixes.settle()
+        for row in list(self.todo):
+            if len(entries) == self.limits.feeds:
+                break
+            if (entry := self._feed(row)) is not None:
+                entries.append(entry)
+        entries.sort(key=lambda entry: entry[2] == 0)  # those with tokens first
+        for at, entry in enumerate(entries):
+            feeds[at] = entry
+        if self.to_encode and self._needs_embeddings:
+            assert self.searches.retriever is not None
+            count = min(self.limits.feeds, len(self.to_encode))
+            self.encoding = [self.to_encode.popleft() for _ in range(count)]
+            ids = self.searches.retriever.tokenize([query for _, query in self.encoding])
+            queries[:count] = ids[:, : self.limits.query_tokens]
+        marks = np.zeros(self.limits.rows, np.int32)
+        idle = HELD if self.more_may_come else OFF
+        for row, live in enumerate(self.rows):
+            if live is None:
+                marks[row] = idle + 1
+            elif row in self.todo:
+                marks[row] = WAIT + 1
+        for key in self.searches.keys:
+            if isinstance(key, int):
+                marks[key] = HELD + 1
+        return _packed(feeds, queries, marks)
+
+    def _feed(self, row: int) -> Int[np.ndarray, "words"] | None:
+        """The next of what a row is fed; None where it waits for another row's prompt."""
+        live, todo = self.rows[row], self.todo[row]
+        assert live is not None
+        source = copied = 0
+        if self.prefixes is not None and todo.slot == 0 and len(todo.tokens):
+            source, copied, there = self.prefixes.find(row, todo.tokens)
+            if not there:
+                return None
+            self.prefixes.opens(row, todo.tokens)
+            todo.tokens, todo.slot = todo.tokens[copied:], copied
+        chunk = todo.tokens[: self.limits.feed_tokens]
+        todo.tokens = todo.tokens[len(chunk) :]
+        out = np.zeros(HEADER + self.limits.feed_tokens, np.int32)
+        out[:HEADER] = Feed(
+            row=row,
+            start=todo.slot,
+            length=len(chunk),
+            begin=not len(todo.tokens),
+            request=live.request.seed,
+            offset=live.starts[-1],
+            limit=live.request.turn_tokens or self.environment.turn_tokens,
+            tag=self.stops.starts[
+                self.environment.stops if live.request.stops is None else live.request.stops
+            ],
+            temperature=np.float32(live.request.temperature).view(np.int32),
+            source=source,
+            copied=copied if source != row else 0,
+            pending=todo.pending,
+        )
         out[HEADER : HEADER + len(chunk)] = chunk
-        episode_row.fed += len(chunk)
-        if not begin:
-            self.to_feed.append(row)
+        todo.slot += len(chunk)
+        self.prefilled += len(chunk)
+        if self.prefixes is not None:
+            self.prefixes.filled(row, todo.slot)
+        del self.todo[row]
+        if len(todo.tokens):
+            self.todo[row] = todo  # at the end
+        return out
 
 
-def pack_width(limits: Limits) -> int:
-    """Length of the array that `Host.exchange` returns."""
-    return limits.feeds * (HEADER + limits.feed_tokens + limits.query_tokens) + limits.rows
+def _packed(*parts: np.ndarray) -> Int[np.ndarray, "words"]:
+    return np.concatenate([part.ravel() for part in parts])

@@ -22,7 +22,7 @@ from rrl.models.config import DecoderConfig
 from rrl.models.decoder import Decoder, computed
 from rrl.parallel.mesh import ROW_AXES, data_shards
 from rrl.rollout.device import Rows, Sampler, decode_until, feed
-from rrl.rollout.host import HEADER, OFF, Limits, pack_width
+from rrl.rollout.exchange import HEADER, OFF, Feed, Limits
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,10 +44,16 @@ class EngineConfig:
     top_p: float = 1.0
     sample_top_k: int = 0
     """Sampling among the k likeliest tokens; 0 is off."""
+    share_prompts: bool = True
+    """Whether rows copy the beginning of a prompt from rows that hold it, instead of prefilling it again."""
+    search_seconds: float = 60.0
+    """A search that takes longer is given up: the policy is told that it failed."""
+    stall_seconds: float = 300.0
+    """Without a word from the device for so long, the log says what everything is waiting for."""
 
     def __post_init__(self) -> None:
         at_least(1, self, "rows", "context", "feeds", "feed_tokens", "patience", "top_k")
-        at_least(0, self, "sample_top_k")
+        at_least(0, self, "sample_top_k", "search_seconds", "stall_seconds")
         if not 0 < self.top_p <= 1:
             raise UserError(f"top_p={self.top_p} must lie above 0 and not above 1")
 
@@ -97,9 +103,10 @@ class Programs:
             feed_tokens=config.feed_tokens,
             query_tokens=encoder.query_tokens if encoder else 0,
         )
+        self.buckets = tuple(sorted({max(1, self.limits.feeds // 4), self.limits.feeds}))
 
     def episode_loop(self, turn_tokens: int, first_accept: int) -> Callable:
-        """The jitted program (params, encoder state, key, stop table) -> status; the host has the episodes."""
+        """The jitted program (params, encoder state, key, stop table) -> decode steps; the host has the episodes."""
 
         @jax.jit
         def episode_loop(params: PyTree, encoder_state: PyTree, key: Key, table: jax.Array) -> jax.Array:
@@ -111,19 +118,17 @@ class Programs:
                 return jnp.any(state[0].status != OFF)
 
             def body(state: tuple) -> tuple:
-                rows, cache, embeddings = state
+                rows, cache, embeddings, steps = state
                 with jax.named_scope(DECODE):
-                    rows, cache = self._decode(model, rows, cache, sampler)
-                feeds, queries, off = self._unpack(self._ask(rows, embeddings))
+                    rows, cache, more = self._decode(model, rows, cache, sampler)
+                feeds, queries, marks = self._unpack(self._ask(rows, embeddings))
                 with jax.named_scope(PREFILL):
                     prefilling = nnx.merge(self.graph, self._unhoisted(params, feeds))
-                    rows, cache = feed(
-                        prefilling, rows, cache, feeds, off, sampler, context=self.config.context
-                    )
-                return rows, cache, self._embed(encoder_state, queries)
+                    rows, cache = self._feed(prefilling, rows, cache, feeds, marks)
+                return rows, cache, self._embed(encoder_state, queries), steps + more
 
-            rows, cache, embeddings = self._start(model, turn_tokens)
-            return jax.lax.while_loop(going, body, (rows, cache, embeddings))[0].status
+            start = (*self._start(model, turn_tokens), jnp.int32(0))
+            return jax.lax.while_loop(going, body, start)[-1]
 
         return episode_loop
 
@@ -141,31 +146,29 @@ class Programs:
             rows: Rows,
             cache: KVCache,
             feeds: jax.Array,
-            off: jax.Array,
-            key: Key,
-            table: jax.Array,
+            marks: jax.Array,
         ) -> tuple:
-            sampler = self._sampler(key, table, first_accept)
-            model = nnx.merge(self.graph, params)
-            return feed(model, rows, cache, feeds, off, sampler, context=self.config.context)
+            return self._feed(nnx.merge(self.graph, params), rows, cache, feeds, marks)
 
         embed = jax.jit(self._embed)
         per_shard = self.limits.rows
 
         def drive(params: PyTree, encoder_state: PyTree, key: Key, table: jax.Array) -> jax.Array:
             rows, cache, embeddings = self._start(nnx.merge(self.graph, params), turn_tokens)
+            steps = jnp.int32(0)
             while np.any(np.asarray(rows.status) != OFF):
-                rows, cache = decode_step(params, rows, cache, key, table)
+                rows, cache, more = decode_step(params, rows, cache, key, table)
+                steps += more
                 report = [np.asarray(part) for part in _report(rows, embeddings)]
                 words = []
                 for shard in range(self.shards):
                     turn = [part[shard * per_shard : (shard + 1) * per_shard] for part in report[:-1]]
                     count = self.limits.feeds
                     words.append(self.answer(shard, *turn, report[-1][shard * count : (shard + 1) * count]))
-                feeds, queries, off = self._unpack(jnp.asarray(np.stack(words)))
-                rows, cache = feed_step(params, rows, cache, feeds, off, key, table)
+                feeds, queries, marks = self._unpack(jnp.asarray(np.stack(words)))
+                rows, cache = feed_step(params, rows, cache, feeds, marks)
                 embeddings = embed(encoder_state, queries)
-            return rows.status
+            return steps
 
         return drive
 
@@ -186,7 +189,9 @@ class Programs:
     def _sampler(self, key: Key, table: jax.Array, first_accept: int) -> Sampler:
         return Sampler(key, table, self.eos, first_accept, self.config.top_p, self.config.sample_top_k)
 
-    def _decode(self, model: Decoder, rows: Rows, cache: KVCache, sampler: Sampler) -> tuple[Rows, KVCache]:
+    def _decode(
+        self, model: Decoder, rows: Rows, cache: KVCache, sampler: Sampler
+    ) -> tuple[Rows, KVCache, jax.Array]:
         return decode_until(
             model,
             rows,
@@ -197,6 +202,11 @@ class Programs:
             patience=self.config.patience,
         )
 
+    def _feed(
+        self, model: Decoder, rows: Rows, cache: KVCache, feeds: jax.Array, marks: jax.Array
+    ) -> tuple[Rows, KVCache]:
+        return feed(model, rows, cache, feeds, marks, context=self.config.context, buckets=self.buckets)
+
     def _embed(self, encoder_state: PyTree, queries: jax.Array) -> jax.Array:
         if self.encoder is None:
             return jnp.zeros((queries.shape[0], 0), jnp.float32)
@@ -204,21 +214,23 @@ class Programs:
         return encoder.embed(queries, queries != self.encoder.pad_token_id)
 
     def _unpack(self, words: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Splits the hosts' answers [shards, words] into feeds (with global row numbers), queries and off."""
+        """Splits the hosts' answers [shards, words] into feeds (with global row numbers), queries and marks."""
         limits = self.limits
         feed_words = limits.feeds * (HEADER + limits.feed_tokens)
         query_words = limits.feeds * limits.query_tokens
         feeds = words[:, :feed_words].reshape(self.shards, limits.feeds, -1)
         first_row = (jnp.arange(self.shards, dtype=jnp.int32) * limits.rows)[:, None]
-        row = jnp.where(feeds[..., 0] < limits.rows, feeds[..., 0] + first_row, self.config.rows)
-        feeds = feeds.at[..., 0].set(row).reshape(self.shards * limits.feeds, -1)
+        row, source = (feeds[..., Feed._fields.index(name)] for name in ("row", "source"))
+        row = jnp.where(row < limits.rows, row + first_row, self.config.rows)
+        feeds = feeds.at[..., Feed._fields.index("row")].set(row)
+        feeds = feeds.at[..., Feed._fields.index("source")].set(source + first_row)
         queries = words[:, feed_words : feed_words + query_words]
-        off = words[:, feed_words + query_words :].reshape(-1) > 0
-        return feeds, queries.reshape(self.shards * limits.feeds, limits.query_tokens), off
+        marks = words[:, feed_words + query_words :].reshape(-1)
+        return feeds, queries.reshape(self.shards * limits.feeds, limits.query_tokens), marks
 
     def _ask(self, rows: Rows, embeddings: jax.Array) -> jax.Array:
         """Calls every data shard's host once; tensor ranks other than 0 get the answer by a sum."""
-        width = pack_width(self.limits)
+        width = self.limits.words
 
         def per_device(*report: jax.Array) -> jax.Array:
             shard = jax.lax.axis_index(ROW_AXES)

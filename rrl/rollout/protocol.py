@@ -44,13 +44,21 @@ class Append:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Restart:
+    """Action: the context is cleared and the policy is asked anew; the episode goes on (R3-RAG's steps)."""
+
+    prompt: str | Int[np.ndarray, "T"]
+    """The user's turn of the chat template, or token ids as they are."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Finish:
     """Action: the episode is over, and why."""
 
     reason: str
 
 
-Action = SearchFor | Append | Finish
+Action = SearchFor | Append | Restart | Finish
 
 
 class Environment(Protocol):
@@ -71,8 +79,8 @@ class Environment(Protocol):
     def react(self, episode: Episode, text: str, stop: str) -> Action:
         """Answers a paused turn whose text is `text`; `stop` is a stop string, EOS, TURN_TOKENS or CONTEXT."""
 
-    def observe(self, episode: Episode, passages: Sequence[Passage] | None) -> Append:
-        """Words an observation; `passages` is None when the search failed."""
+    def observe(self, episode: Episode, passages: Sequence[Passage] | None) -> Action:
+        """Answers a search; `passages` is None when it failed."""
 
 
 def message_ids(

@@ -1,6 +1,7 @@
 """What one episode leaves behind: token ids, a role for each, and what the environment did."""
 
 import dataclasses
+import itertools
 
 import numpy as np
 from jaxtyping import Float, Int
@@ -47,6 +48,8 @@ class Trajectory:
     searches: list[Search]
     ended: str
     """Why the episode ended: "answer", "turn_limit", "context_limit", ..."""
+    starts: tuple[int, ...] = (0,)
+    """Where each context begins: what the policy saw when it wrote a token is what lies between the last start and it."""
     rewards: dict[str, float] = dataclasses.field(default_factory=dict)
     """Reward by component, and "total"."""
     metrics: dict[str, float] = dataclasses.field(default_factory=dict)
@@ -55,6 +58,11 @@ class Trajectory:
     evidence: str = ""
     reader_answer: str = ""
     """What the cross-family reader answered from the evidence (R-Search, Eq. 4)."""
+
+    @property
+    def contexts(self) -> list[slice]:
+        """The tokens of each context."""
+        return [slice(*ends) for ends in itertools.pairwise((*self.starts, len(self.tokens)))]
 
     @property
     def policy_tokens(self) -> int:

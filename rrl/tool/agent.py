@@ -22,7 +22,7 @@ from rrl.retrieval.index import open_index
 from rrl.retrieval.retriever import Retriever
 from rrl.rewards.reader import Reader
 from rrl.rollout.engine import Engine, EngineConfig
-from rrl.rollout.host import Request
+from rrl.rollout.episodes import Request
 from rrl.rollout.trajectory import Trajectory
 from rrl.text.chat import chat_ids
 from rrl.tool.events import Event, Watched

@@ -4,9 +4,9 @@ import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from rrl.data.passages import Passage
+from rrl.data.passages import Passage, render
 from rrl.eval.pieces import policy_pieces
-from rrl.rollout.protocol import Action, Append, Environment, Episode
+from rrl.rollout.protocol import Action, Append, Environment, Episode, Restart
 from rrl.rollout.trajectory import Trajectory
 
 
@@ -50,10 +50,13 @@ class Watched:
         action = self._inner.react(episode, text, stop)
         if isinstance(action, Append):
             self._tell(Event("message", f"{action.prefix}{action.body}{action.suffix}".strip()))
+        elif isinstance(action, Restart) and isinstance(action.prompt, str):
+            self._tell(Event("message", action.prompt))
         return action
 
-    def observe(self, episode: Episode, passages: Sequence[Passage] | None) -> Append:
+    def observe(self, episode: Episode, passages: Sequence[Passage] | None) -> Action:
         """Tells what was found."""
-        message = self._inner.observe(episode, passages)
-        self._tell(Event("observation", message.body, tuple(p.title for p in passages or ())))
-        return message
+        action = self._inner.observe(episode, passages)
+        text = action.body if isinstance(action, Append) else render(passages or ())
+        self._tell(Event("observation", text, tuple(p.title for p in passages or ())))
+        return action

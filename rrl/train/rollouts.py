@@ -11,7 +11,7 @@ from rrl.data.questions import Question
 from rrl.recipes.base import Answers, Recipe
 from rrl.retrieval.retriever import Retriever
 from rrl.rollout.engine import Engine
-from rrl.rollout.host import Request
+from rrl.rollout.episodes import Request
 from rrl.rollout.trajectory import ENVIRONMENT, POLICY, PROMPT, Trajectory
 from rrl.text.chat import chat_ids
 

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rrl.errors import UserError
-from rrl.rollout.automaton import compile_stops
+from rrl.rollout.automaton import compile_sets, compile_stops
 
 
 def scan(strings: list[str], vocabulary: list[bytes], ids: list[int]) -> tuple[int, int] | None:
@@ -61,3 +61,29 @@ def test_no_stop_strings_never_accept():
 def test_empty_or_repeated_stop_strings_are_refused(strings):
     with pytest.raises(UserError, match="stop strings"):
         compile_stops(strings, [b"a"])
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    sets=st.lists(
+        st.lists(st.text("ab<", min_size=1, max_size=3), max_size=3, unique=True).map(tuple),
+        min_size=1,
+        max_size=3,
+        unique=True,
+    ),
+    vocabulary=st.lists(
+        st.binary(max_size=4).map(lambda b: bytes(b"ab<"[x % 3] for x in b)), min_size=1, max_size=8
+    ),
+    data=st.data(),
+)
+def test_sets_side_by_side_stop_where_each_alone_does(sets, vocabulary, data):
+    ids = data.draw(st.lists(st.integers(0, len(vocabulary) - 1), max_size=12))
+    joined = compile_sets(sets, vocabulary)
+    for strings in sets:
+        state, found = joined.starts[strings], None
+        for place, token in enumerate(ids):
+            state = int(joined.table[state, token])
+            if state >= joined.first_accept:
+                found = place, strings.index(joined.strings[state - joined.first_accept])
+                break
+        assert found == walk(list(strings), vocabulary, ids)

@@ -8,20 +8,16 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from rrl.data.miniwiki import generate
-from rrl.data.tokenizer import train_tokenizer
 from rrl.errors import UserError
-from rrl.models.config import DecoderConfig
 from rrl.models.decoder import Decoder
 from rrl.parallel.mesh import make_mesh
-from rrl.retrieval.index import make_retriever
 from rrl.rl.logprobs import token_logprobs
 from rrl.rollout.engine import Engine, EngineConfig
-from rrl.rollout.host import Request
+from rrl.rollout.episodes import Request
 from rrl.rollout.protocol import Append, Finish, SearchFor, SingleTurn, Stream
 from rrl.rollout.trajectory import ENVIRONMENT, POLICY, PROMPT
-from rrl.text.chat import chat_ids
 from rrl.train.pack import pack
+from tests.rollout.world import make_world
 
 KEY = jax.random.key(3)
 CONFIG = EngineConfig(rows=8, context=192, feeds=4, feed_tokens=48, patience=8, top_k=2)
@@ -45,29 +41,7 @@ ENVIRONMENT_ = Scripted(turn_tokens=12, observation_tokens=60)
 
 @pytest.fixture(scope="module")
 def world():
-    wiki = generate("train", 0, 100)
-    questions = [item.question for item in wiki.questions("one_hop", 20, 0)]
-    texts = [p.text for p in wiki.passages] + [q.text for q in questions]
-    tokenizer = train_tokenizer(texts, 400)
-    config = DecoderConfig.from_hf(
-        {
-            "model_type": "qwen2",
-            "vocab_size": 416,
-            "hidden_size": 32,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "intermediate_size": 64,
-            "rope_theta": 10000.0,
-            "rms_norm_eps": 1e-6,
-            "tie_word_embeddings": True,
-            "max_position_embeddings": 512,
-        }
-    )
-    decoder = Decoder(config, rngs=nnx.Rngs(1))
-    retriever = make_retriever(wiki.passages, "bm25")
-    requests = [Request(q, chat_ids(tokenizer, q.text), seed, seed) for seed, q in enumerate(questions)]
-    return decoder, tokenizer, retriever, requests
+    return make_world()
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,284 @@
+"""Rollout speed: `python -m benchmarks.rollout [--only=NAME] [--rounds=5] [--hf_python=PYTHON]`, rows go to RESULTS.md.
+
+Every comparison runs both sides in turn, on the same random Qwen2-shaped model, with lengths fixed by forbidding the end of
+sequence. Compilation is in the first round, which is not counted.
+"""
+
+import argparse
+import dataclasses
+import functools
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from benchmarks.measure import Peer, Row, alternate, imports, seconds, write
+from rrl.data.questions import Question
+from rrl.data.tokenizer import load_tokenizer
+from rrl.models.config import DecoderConfig
+from rrl.models.decoder import Decoder
+from rrl.models.hf import save_decoder
+from rrl.models.weights import read_config
+from rrl.rollout.engine import Engine, EngineConfig
+from rrl.rollout.episodes import Request
+from rrl.rollout.protocol import Append, Finish, Restart, SearchFor, SingleTurn
+
+SHAPE = "assets/miniwiki-policy"
+KEY = jax.random.key(0)
+NO_QUESTION = Question("", "", ())
+
+
+@functools.cache
+def model() -> tuple[Decoder, Any]:
+    """A model of the shipped policy's shape with random weights, and its tokenizer."""
+    config = dataclasses.replace(DecoderConfig.from_hf(read_config(SHAPE)), max_positions=8192)
+    return Decoder(config, rngs=nnx.Rngs(0)), load_tokenizer(SHAPE)
+
+
+def engine(config: EngineConfig, retriever: Any = None) -> Engine:
+    """An engine that never ends a sequence of itself."""
+    decoder, tokenizer = model()
+    made = Engine(decoder, tokenizer, config, retriever=retriever)
+    made.programs.eos = jnp.full(1, -1, jnp.int32)
+    return made
+
+
+def requests(count: int, length: int, *, samples: int = 1, temperature: float = 1.0) -> list[Request]:
+    """Random prompts, `samples` of each."""
+    draws = np.random.default_rng(0).integers(0, model()[0].config.vocab_size, (count, length))
+    return [
+        Request(NO_QUESTION, prompt.astype(np.int32), number * samples + sample, number, temperature)
+        for number, prompt in enumerate(draws)
+        for sample in range(samples)
+    ]
+
+
+def timed(
+    made: Engine, asked: Sequence[Request], environment: Any, tokens: int | None = None
+) -> Callable[[], float]:
+    """Seconds of a run, which must write `tokens` in all."""
+    params = nnx.state(model()[0])
+
+    def run() -> float:
+        took = seconds(lambda: made.run(params, asked, environment, KEY))
+        assert tokens is None or made.stats.policy_tokens == tokens, made.stats
+        return took
+
+    return run
+
+
+def single_turn(args: argparse.Namespace) -> list[Row]:
+    """One turn, against Hugging Face's generate."""
+    batch, prompt, new = args.batch, 256, 256
+    what = f"one turn, batch {batch}, {prompt} prompt and {new} new tokens, tokens/s"
+    if not imports(args.hf_python, "torch"):
+        return [
+            Row(what, "", "", f"not measured: {args.hf_python} has no torch; give --hf_python", "1.5x HF")
+        ]
+    made = engine(EngineConfig(rows=batch, context=prompt + new, feeds=batch, feed_tokens=prompt))
+    environment = SingleTurn(turn_tokens=new)
+    with tempfile.TemporaryDirectory() as folder:
+        save_decoder(folder, *model())
+        peer = Peer(args.hf_python, "hf_generate.py", folder, str(batch), str(prompt), str(new))
+        greedy = made.run(nnx.state(model()[0]), requests(batch, prompt, temperature=0.0), environment, KEY)
+        theirs = np.array(peer.ask("greedy")["tokens"])
+        same = np.mean([t.tokens[prompt:] == other for t, other in zip(greedy, theirs, strict=True)])
+        print(f"greedy tokens equal to theirs: {100 * same:.1f} %", file=sys.stderr)
+        sides = {
+            "ours": timed(made, requests(batch, prompt), environment, batch * new),
+            "Hugging Face": lambda: peer.ask("sample")["seconds"],
+        }
+        found = alternate(sides, args.rounds)
+        peer.close()
+    rates = {name: batch * new / value for name, value in found.items()}
+    return [
+        Row(
+            what,
+            f"{rates['ours']:.0f}",
+            f"HF generate {rates['Hugging Face']:.0f} ({peer.says['versions']})",
+            f"{rates['ours'] / rates['Hugging Face']:.2f}x",
+            "1.5x",
+        ),
+        Row(f"the same, greedy: equal tokens of {batch * new}", f"{100 * same:.1f} %", "HF", "", "100 %"),
+    ]
+
+
+@dataclasses.dataclass(frozen=True)
+class Turns:
+    """Search episodes of fixed lengths; `again` clears the context at each turn and prefills all of it once more."""
+
+    searches: int
+    again: bool = False
+    turn_tokens: int = 64
+    observation_tokens: int = 384
+    prompt: int = 128
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        return ()
+
+    def react(self, episode: Any, text: str, stop: str) -> Any:
+        return SearchFor("query") if episode.turn < self.searches else Finish("done")
+
+    def observe(self, episode: Any, passages: Any) -> Any:
+        if not self.again:
+            return Append(body="a b " * self.observation_tokens)
+        turn = self.turn_tokens + self.observation_tokens
+        length = self.prompt + (episode.turn + 1) * turn
+        draw = np.random.default_rng((int(episode.question.id or 0), episode.turn))
+        return Restart(draw.integers(0, 1000, length).astype(np.int32))
+
+
+def episodes(args: argparse.Namespace) -> list[Row]:
+    """Search episodes, against the way that prefills the whole history at every turn."""
+    rows = []
+    for searches in (2, 4, 8):
+        config = EngineConfig(
+            rows=args.batch,
+            context=(searches + 1) * 448 + 256,
+            feeds=16,
+            feed_tokens=128,
+            share_prompts=False,
+        )
+        live, again = Turns(searches), Turns(searches, again=True)
+        asked = requests(args.batch, live.prompt)
+        tokens = args.batch * (searches + 1) * live.turn_tokens
+        sides = {
+            "ours": timed(engine(config), asked, live, tokens),
+            "again": timed(engine(config), asked, again, tokens),
+        }
+        found = alternate(sides, args.rounds)
+        rows.append(
+            Row(
+                f"episodes of {searches} searches (64 written, 384 read a turn), batch {args.batch}, seconds",
+                f"{found['ours']:.2f}",
+                f"all history prefilled again {found['again']:.2f}",
+                f"{found['again'] / found['ours']:.2f}x",
+                "4x at 4 turns, growing" if searches == 4 else "",
+            )
+        )
+    return rows
+
+
+def group(args: argparse.Namespace) -> list[Row]:
+    """The prefill of eight samples of a prompt, against one sample's."""
+    config = EngineConfig(rows=8, context=1100, feeds=8, feed_tokens=256)
+    environment, params = SingleTurn(turn_tokens=1), nnx.state(model()[0])
+    sides = {}
+    for samples in (1, 8):
+        made, asked = engine(config), requests(1, 1024, samples=samples)
+
+        def run(made: Engine = made, asked: list[Request] = asked) -> float:
+            began = time.perf_counter()
+            for _ in range(5):
+                made.run(params, asked, environment, KEY)
+            return (time.perf_counter() - began) / 5
+
+        sides[f"{samples} samples"] = run
+    found = alternate(sides, args.rounds)
+    one, eight = found["1 samples"], found["8 samples"]
+    return [
+        Row(
+            "8 samples of a prompt of 1,024 tokens, one token each, seconds",
+            f"{eight:.3f}",
+            f"1 sample {one:.3f}",
+            f"{eight / one:.2f}x",
+            "at most 1.2x",
+        )
+    ]
+
+
+class Delayed:
+    """A retriever that takes its time."""
+
+    needs_embeddings = False
+
+    def __init__(self, delay: float) -> None:
+        self.delay = delay
+
+    def search(self, queries: Sequence[str], k: int, embeddings: Any = None) -> list[list[Any]]:
+        time.sleep(self.delay)
+        return [[] for _ in queries]
+
+
+def latency(args: argparse.Namespace) -> list[Row]:
+    """Searches of 50 ms, against searches of no time."""
+    config = EngineConfig(rows=args.batch, context=1600, feeds=16, feed_tokens=128)
+
+    @dataclasses.dataclass(frozen=True)
+    class Varied(Turns):
+        """Turns of different lengths, as real ones are, so that not all rows search at once."""
+
+        stops: tuple[str, ...] = ("e",)  # type: ignore[misc]
+
+    environment, asked = Varied(4, observation_tokens=128), requests(4 * args.batch, 128)
+    sides = {
+        f"{1000 * delay:.0f} ms": timed(engine(config, Delayed(delay)), asked, environment)
+        for delay in (0.0, 0.05)
+    }
+    found = alternate(sides, args.rounds)
+    return [
+        Row(
+            f"{4 * args.batch} episodes of 4 searches over {args.batch} rows, seconds by search latency",
+            f"50 ms {found['50 ms']:.2f}",
+            f"0 ms {found['0 ms']:.2f}",
+            f"{100 * (found['50 ms'] / found['0 ms'] - 1):+.1f} %",
+            "at most +5 %",
+        )
+    ]
+
+
+def mixed(args: argparse.Namespace) -> list[Row]:
+    """How many slots write, where lengths are geometric, ten to one."""
+    config = EngineConfig(rows=args.batch, context=640, feeds=16, feed_tokens=128)
+    draws = np.random.default_rng(0).geometric(1 / 100, 8 * args.batch).clip(20, 200)
+    asked = [
+        dataclasses.replace(request, turn_tokens=int(length))
+        for request, length in zip(requests(8 * args.batch, 64), draws, strict=True)
+    ]
+    made = engine(config)
+    run = timed(made, asked, SingleTurn(turn_tokens=200), int(draws.sum()))
+    found = alternate({"ours": run}, 1)["ours"]
+    busy = made.stats.policy_tokens / (made.stats.decode_steps * args.batch)
+    return [
+        Row(
+            f"{8 * args.batch} requests of 20 to 200 tokens over {args.batch} slots: slots that write",
+            f"{100 * busy:.1f} % ({found:.2f} s)",
+            "",
+            "",
+            "at least 85 %",
+        )
+    ]
+
+
+SECTIONS: dict[str, Callable[[argparse.Namespace], list[Row]]] = {
+    section.__name__: section for section in (single_turn, episodes, group, latency, mixed)
+}
+
+
+def main() -> None:
+    """Measures what is asked for."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", choices=SECTIONS)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--hf_python", default=sys.executable)
+    args = parser.parse_args()
+    for name, section in SECTIONS.items():
+        if args.only in (None, name):
+            write(
+                f"Rollout: {name.replace('_', ' ')}",
+                f"python -m benchmarks.rollout --only={name}",
+                section(args),
+                [],
+            )
+
+
+if __name__ == "__main__":
+    main()

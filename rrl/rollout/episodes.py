@@ -1,0 +1,120 @@
+"""An episode in flight: what was asked for, and what has been written so far."""
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+from jaxtyping import Float, Int
+
+from rrl.data.questions import Question
+from rrl.rollout.protocol import Episode
+from rrl.rollout.trajectory import ENVIRONMENT, POLICY, PROMPT, Trajectory
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Request:
+    """One episode to run."""
+
+    question: Question
+    prompt: Int[np.ndarray, "T"]
+    """Token ids of the prompt."""
+    seed: int
+    """Folded into the sampling key; the same seed gives the same trajectory."""
+    group: int = 0
+    temperature: float = 1.0
+    turn_tokens: int = 0
+    """Most tokens of a turn, where that is less than the environment's; 0: the environment's."""
+    stops: tuple[str, ...] | None = None
+    """The strings that end its turns; None: the environment's."""
+
+
+class Live:
+    """One episode in flight. A context is what the policy sees at a time; a restart opens another."""
+
+    def __init__(self, request: Request, text: str) -> None:
+        self.request = request
+        self.episode = Episode(request.question)
+        self.starts: list[int] = []
+        self.length = 0
+        self._ids: list[np.ndarray] = []
+        self._roles: list[np.ndarray] = []
+        self._logps: list[np.ndarray] = []
+        self._sampled: list[np.ndarray] = []
+        self._turns: list[np.ndarray] = []
+        self._segments: list[tuple[int, str]] = []
+        self._open(request.prompt, text)
+
+    @property
+    def used(self) -> int:
+        """Tokens of the present context."""
+        return self.length - self.starts[-1]
+
+    @property
+    def last(self) -> Int[np.ndarray, "1"]:
+        """The last token."""
+        return self._ids[-1][-1:]
+
+    def _open(self, prompt: Int[np.ndarray, "T"], text: str) -> None:
+        self.starts.append(self.length)
+        self._add(prompt, PROMPT, text, None, None)
+
+    def wrote(
+        self,
+        ids: Int[np.ndarray, "T"],
+        text: str,
+        logps: Float[np.ndarray, "T"],
+        sampled: Float[np.ndarray, "T"],
+    ) -> None:
+        """The policy's turn."""
+        self._add(ids, POLICY, text, logps, sampled)
+
+    def answered(self, ids: Int[np.ndarray, "T"], text: str) -> None:
+        """The environment's answer, which ends the turn."""
+        self._add(ids, ENVIRONMENT, text, None, None)
+        self.episode.turn += 1
+
+    def restarted(self, prompt: Int[np.ndarray, "T"], text: str) -> None:
+        """The environment's answer is another context, which ends the turn."""
+        self.episode.turn += 1
+        self._open(prompt, text)
+
+    def _add(
+        self,
+        ids: np.ndarray,
+        role: int,
+        text: str,
+        logps: np.ndarray | None,
+        sampled: np.ndarray | None,
+    ) -> None:
+        zeros = np.zeros(len(ids), np.float32)
+        self._ids.append(np.asarray(ids, np.int32))
+        self._roles.append(np.full(len(ids), role, np.int8))
+        self._logps.append(zeros if logps is None else logps)
+        self._sampled.append(zeros if sampled is None else sampled)
+        self._turns.append(np.full(len(ids), self.episode.turn, np.int16))
+        if self._segments and self._segments[-1][0] == role:
+            text = self._segments.pop()[1] + text
+        if text:
+            self._segments.append((role, text))
+        self.length += len(ids)
+
+    def trajectory(self, ended: str) -> Trajectory:
+        """What it leaves behind."""
+
+        def joined(parts: Sequence[np.ndarray], dtype: type) -> np.ndarray:
+            return np.concatenate(parts).astype(dtype, copy=False)
+
+        return Trajectory(
+            question=self.request.question,
+            request=self.request.seed,
+            group=self.request.group,
+            tokens=joined(self._ids, np.int32),
+            roles=joined(self._roles, np.int8),
+            logps=joined(self._logps, np.float32),
+            sampled_logps=joined(self._sampled, np.float32),
+            turns=joined(self._turns, np.int16),
+            segments=self._segments,
+            searches=list(self.episode.searches),
+            ended=ended,
+            starts=tuple(self.starts),
+        )

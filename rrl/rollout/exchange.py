@@ -1,0 +1,74 @@
+"""The words that device and host exchange: the state of rows one way, feeds and marks the other."""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import Float, Int
+
+RUN, WAIT, HELD, OFF = 0, 1, 2, 3
+"""Status of a row: decoding; paused, the host has something to do for it; paused, the host waits for others (a search, the
+next request); nothing left to do."""
+
+STOP_EOS, STOP_TURN, STOP_CONTEXT = -1, -2, -3
+"""Why a row paused, where it was not one of the stop strings."""
+
+
+class Feed(NamedTuple):
+    """What the host sends for one row; the tokens follow."""
+
+    row: Any
+    start: Any
+    """Slot of the first token."""
+    length: Any
+    """Number of tokens to be prefilled."""
+    begin: Any
+    """1: then the policy's turn begins."""
+    request: Any
+    offset: Any
+    limit: Any
+    tag: Any
+    """Start state of its stop automaton."""
+    temperature: Any
+    """The bits of a float32."""
+    source: Any
+    """A row whose first `copied` slots hold what this row's are to hold."""
+    copied: Any
+    pending: Any
+    """The token after these: the turn begins with what follows it."""
+
+
+HEADER = len(Feed._fields)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Limits:
+    """Static sizes of the exchange between device and host, for one data shard."""
+
+    rows: int
+    context: int
+    """Cache slots of a row: no context is longer."""
+    feeds: int
+    """Rows that are fed together."""
+    feed_tokens: int
+    """Tokens a fed row takes at a time; longer texts go in chunks."""
+    query_tokens: int
+    """Width of the query encoder's input; 0 without an encoder."""
+
+    @property
+    def words(self) -> int:
+        """Length of the array that the host returns: feeds, queries, marks."""
+        return self.feeds * (HEADER + self.feed_tokens + self.query_tokens) + self.rows
+
+
+@dataclasses.dataclass(slots=True)
+class Turns:
+    """What the device reports: one entry a row."""
+
+    status: Int[np.ndarray, "R"]
+    stop: Int[np.ndarray, "R"]
+    """Index of the stop string, or one of the STOP_* codes."""
+    ids: Int[np.ndarray, "R A"]
+    logps: Float[np.ndarray, "R A"]
+    sampled_logps: Float[np.ndarray, "R A"]
+    length: Int[np.ndarray, "R"]

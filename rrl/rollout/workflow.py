@@ -1,0 +1,183 @@
+"""Prompted workflows: generator functions that ask for text and passages, thousands of them batched by one engine.
+
+    def workflow(question):
+        passages = yield Retrieve(question)
+        thought = yield Generate(prompt(question, passages), stops=(".",), tokens=64)
+        return thought.text
+
+A workflow may also yield a list, whose parts run side by side, and gets the list of their results.
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Generator, Sequence
+from typing import Any
+
+import numpy as np
+from jaxtyping import Int
+
+from rrl.data.passages import Passage
+from rrl.data.questions import Question
+from rrl.errors import UserError
+from rrl.rollout.episodes import Request
+from rrl.rollout.host import Host
+from rrl.rollout.protocol import CONTEXT, EOS, TURN_TOKENS, Action, Episode, Finish
+from rrl.rollout.searches import Asker
+from rrl.rollout.trajectory import POLICY, Trajectory
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Generate:
+    """Asks for what the policy writes after a prompt."""
+
+    prompt: str | Int[np.ndarray, "T"]
+    """The user's turn of the chat template, or token ids as they are."""
+    stops: tuple[str, ...] = ()
+    """Strings to stop at: one of the sets that the engine was told of."""
+    tokens: int = 0
+    """Most tokens; 0: as many as the engine was told."""
+    temperature: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Retrieve:
+    """Asks for passages; the result is a list of them, None where the search failed."""
+
+    query: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Generated:
+    """What came of a `Generate`."""
+
+    text: str
+    """Up to the stop string, without it."""
+    stop: str
+    """The stop string, or "eos", "length", "context_limit"."""
+    trajectory: Trajectory
+    """Tokens and log-probabilities."""
+
+
+Ask = Generate | Retrieve
+Workflow = Generator[Ask | Sequence[Ask], Any, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Completion:
+    """The environment of a `Generate`: one turn, to the end or to a stop string."""
+
+    stop_sets: tuple[tuple[str, ...], ...] = ()
+    """The sets of strings that a `Generate` of the run may stop at, beside none."""
+    turn_tokens: int = 256
+    observation_tokens: int = 0
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """Those of a request that names none."""
+        return ()
+
+    def react(self, episode: Episode, text: str, stop: str) -> Action:
+        return Finish({EOS: "eos", TURN_TOKENS: "length", CONTEXT: "context_limit"}.get(stop, stop))
+
+    def observe(self, episode: Episode, passages: Sequence[Passage] | None) -> Action:
+        raise NotImplementedError("a completion never searches")
+
+
+class Flows:
+    """The workflows of one host, each advanced as soon as what it asked for is there."""
+
+    def __init__(
+        self,
+        workflows: Sequence[tuple[int, Workflow]],
+        host: Host,
+        environment: Completion,
+        encode_prompt: Callable[[str], Int[np.ndarray, "T"]],
+        on_finish: Callable[[int], None] = lambda index: None,
+    ) -> None:
+        """`workflows` are numbered; the number is their seed."""
+        self.results: dict[int, Any] = {}
+        self._host, self._environment, self._encode = host, environment, encode_prompt
+        self._on_finish = on_finish
+        self._flows = dict(workflows)
+        self._waiting: dict[int, list[Any]] = {}
+        self._missing: dict[int, int] = {}
+        self._single: dict[int, bool] = {}
+        self._asked: dict[int, int] = dict.fromkeys(self._flows, 0)
+        self._places: dict[int, tuple[int, int]] = {}
+        self._numbers = itertools.count()
+        host.on_finish, host.on_found = self._generated, self._found
+        host.more_may_come = bool(self._flows)
+
+    def start(self) -> None:
+        """Runs all workflows up to the first thing that they ask for."""
+        for flow in list(self._flows):
+            self._advance(flow, None)
+
+    def _advance(self, flow: int, value: Any) -> None:
+        while True:
+            try:
+                asked = self._flows[flow].send(value)
+            except StopIteration as end:
+                self.results[flow] = end.value
+                del self._flows[flow]
+                self._host.more_may_come = bool(self._flows)
+                self._on_finish(flow)
+                return
+            self._single[flow] = isinstance(asked, Ask)
+            parts: list[Ask] = [asked] if isinstance(asked, Ask) else list(asked)
+            if parts:
+                break
+            value = []
+        self._waiting[flow], self._missing[flow] = [None] * len(parts), len(parts)
+        for place, part in enumerate(parts):
+            if isinstance(part, Retrieve):
+                self._host.look_up((flow, place), part.query)
+            elif isinstance(part, Generate):
+                self._generate(flow, place, part)
+            else:
+                raise UserError(
+                    f"workflow {flow} yields a {type(part).__name__}; it may yield Generate, Retrieve, or lists of them"
+                )
+
+    def _generate(self, flow: int, place: int, ask: Generate) -> None:
+        environment, context = self._environment, self._host.limits.context
+        prompt = self._encode(ask.prompt) if isinstance(ask.prompt, str) else ask.prompt
+        if ask.stops and ask.stops not in environment.stop_sets:
+            raise UserError(
+                f"workflow {flow} stops at {ask.stops}, which is none of {environment.stop_sets}: name all sets of stop "
+                "strings of a run in its Completion"
+            )
+        if not 0 <= ask.tokens <= environment.turn_tokens:
+            raise UserError(
+                f"workflow {flow} asks for {ask.tokens} tokens; Completion.turn_tokens={environment.turn_tokens}"
+            )
+        if not 0 < len(prompt) <= context - 2:
+            raise UserError(
+                f"workflow {flow}: a prompt of {len(prompt)} tokens; the context holds {context}: raise rollout.context "
+                "or shorten it"
+            )
+        number = next(self._numbers)
+        self._places[number] = (flow, place)
+        seed = (flow << 12 ^ self._asked[flow]) & 0x7FFFFFFF
+        self._asked[flow] += 1
+        question = Question(f"{flow}.{number}", "", ())
+        request = Request(question, prompt, seed, flow, ask.temperature, ask.tokens, ask.stops)
+        self._host.queue.append((number, request))
+
+    def _generated(self, number: int, trajectory: Trajectory) -> None:
+        written = "".join(text for role, text in trajectory.segments if role == POLICY)
+        stop = trajectory.ended
+        stopped = any(stop in strings for strings in self._environment.stop_sets)
+        text = written.partition(stop)[0] if stopped else written
+        self._deliver(*self._places.pop(number), Generated(text, stop, trajectory))
+
+    def _found(self, key: Asker, passages: list[Passage] | None) -> None:
+        assert isinstance(key, tuple)
+        self._deliver(*key, passages)
+
+    def _deliver(self, flow: int, place: int, result: Any) -> None:
+        results = self._waiting[flow]
+        results[place] = result
+        self._missing[flow] -= 1
+        if not self._missing[flow]:
+            self._advance(flow, results[0] if self._single[flow] else results)

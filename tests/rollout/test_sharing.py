@@ -1,0 +1,174 @@
+"""What rows share and how contexts change leaves every trajectory as it would be alone."""
+
+import dataclasses
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from rrl.errors import UserError
+from rrl.parallel.mesh import make_mesh
+from rrl.rl.logprobs import token_logprobs
+from rrl.rollout.engine import Engine, EngineConfig, deal
+from rrl.rollout.protocol import Finish, Restart, SearchFor, SingleTurn, Stream
+from rrl.rollout.trajectory import POLICY, PROMPT
+from rrl.text.chat import chat_ids
+from rrl.train.pack import pack
+from tests.rollout.world import make_world
+
+KEY = jax.random.key(3)
+CONFIG = EngineConfig(rows=8, context=192, feeds=4, feed_tokens=16, patience=8, top_k=2)
+ONE_TURN = SingleTurn(turn_tokens=12)
+
+
+@pytest.fixture(scope="module")
+def world():
+    return make_world()
+
+
+def group(requests, samples=6):
+    """Samples of the first two questions."""
+    return [
+        dataclasses.replace(request, seed=10 * number + sample, group=number)
+        for number, request in enumerate(requests[:2])
+        for sample in range(samples)
+    ]
+
+
+def same(first, second, tolerance=0.0):
+    for one, other in zip(first, second, strict=True):
+        np.testing.assert_array_equal(one.tokens, other.tokens)
+        np.testing.assert_allclose(one.logps, other.logps, atol=tolerance)
+
+
+@pytest.fixture(scope="module")
+def grouped(world):
+    decoder, tokenizer, _, requests = world
+    engine = Engine(decoder, tokenizer, CONFIG)
+    found = engine.run(nnx.state(decoder), group(requests), ONE_TURN, KEY)
+    return found, engine.stats.prefilled_tokens
+
+
+def test_the_prompt_of_a_group_is_prefilled_once(world, grouped):
+    requests = world[3]
+    head = 0
+    while requests[0].prompt[head] == requests[1].prompt[head]:
+        head += 1
+    first, second = (len(request.prompt) - 1 for request in requests[:2])
+    assert grouped[1] in (first + second, first + second - head)  # the second may begin like the first
+
+
+def test_a_sample_of_a_group_has_the_bits_of_one_alone(world, grouped):
+    decoder, tokenizer, _, requests = world
+    engine = Engine(decoder, tokenizer, CONFIG)
+    asked = group(requests)
+    for index in (0, 3, 9):
+        same(engine.run(nnx.state(decoder), [asked[index]], ONE_TURN, KEY), [grouped[0][index]])
+
+
+def test_the_reference_loop_and_a_mesh_share_prompts_too(world, grouped):
+    decoder, tokenizer, _, requests = world
+    engine = Engine(decoder, tokenizer, CONFIG)
+    same(engine.run(nnx.state(decoder), group(requests), ONE_TURN, KEY, reference=True), grouped[0])
+    for sizes in ((2, 2, 2), (1, 2, 4)):
+        spread = Engine(decoder, tokenizer, CONFIG, mesh=make_mesh(*sizes))
+        same(spread.run(nnx.state(decoder), group(requests), ONE_TURN, KEY), grouped[0], 1e-5)
+
+
+def test_samples_of_a_prompt_go_to_one_shard_where_there_are_prompts_enough():
+    prompts = [np.array([n // 4]) for n in range(16)]
+    assert deal(prompts, 2) == [[*range(4), *range(8, 12)], [*range(4, 8), *range(12, 16)]]
+    assert deal(prompts[:4], 2) == [[0, 2], [1, 3]]
+
+
+class Steps(Stream):
+    """Every turn begins a new context, after a search where it wrote an e."""
+
+    def react(self, episode, text, stop):
+        if episode.turn == 3:
+            return Finish("done")
+        return SearchFor(episode.question.text) if stop == "e" else self.again(episode)
+
+    def observe(self, episode, passages):
+        return self.again(episode, "".join(passage.title for passage in passages or ()))
+
+    def again(self, episode, found=""):
+        return Restart(f"{episode.question.text} {episode.turn} {found}")
+
+    @property
+    def stops(self):
+        return ("e",)
+
+
+STEPS = Steps(turn_tokens=12)
+
+
+@pytest.fixture(scope="module")
+def stepped(world):
+    decoder, tokenizer, retriever, requests = world
+    engine = Engine(decoder, tokenizer, CONFIG, retriever=retriever)
+    return engine.run(nnx.state(decoder), requests[:10], STEPS, KEY)
+
+
+def test_a_restart_opens_a_context_with_a_prompt_of_its_own(world, stepped):
+    tokenizer, requests = world[1], world[3]
+    for found, request in zip(stepped, requests, strict=False):
+        assert len(found.contexts) == 4 and found.ended == "done"
+        for turn, context in enumerate(found.contexts):
+            assert (found.turns[context] == turn).all()
+            roles = found.roles[context]
+            prompt = int((roles == PROMPT).sum())
+            assert (roles[:prompt] == PROMPT).all() and (roles[prompt:] == POLICY).all()
+            if turn and not any(search.turn == turn - 1 for search in found.searches):
+                again = chat_ids(tokenizer, f"{request.question.text} {turn - 1} ")
+                np.testing.assert_array_equal(found.tokens[context][:prompt], again)
+    assert any(found.searches for found in stepped)
+
+
+def test_each_context_has_the_log_probabilities_of_training(world, stepped):
+    contexts = [(found, part) for found in stepped for part in found.contexts]
+    packed = pack([t.tokens[c] for t, c in contexts], [t.roles[c] == POLICY for t, c in contexts], 192)
+    batch = jax.tree.map(jnp.asarray, packed.batch)
+    scores = np.asarray(jax.jit(lambda b: token_logprobs(world[0], b).logp)(batch))
+    for score, (found, context) in zip(
+        packed.unpack(scores, [c.stop - c.start for _, c in contexts]), contexts, strict=True
+    ):
+        np.testing.assert_allclose(score, found.logps[context], atol=1e-5)
+
+
+def test_the_same_prompt_again_is_another_draw(world):
+    class Again(Steps):
+        def again(self, episode, found=""):
+            return Restart(episode.question.text)
+
+    decoder, tokenizer, retriever, requests = world
+    engine = Engine(decoder, tokenizer, CONFIG, retriever=retriever)
+    found = engine.run(nnx.state(decoder), requests[:4], Again(turn_tokens=12), KEY)
+    written = [t.tokens[c][t.roles[c] == POLICY].tolist() for t in found for c in t.contexts]
+    assert len({tuple(tokens) for tokens in written}) > len(found)
+
+
+def test_slow_searches_change_nothing_but_the_time(world, stepped):
+    decoder, tokenizer, retriever, requests = world
+
+    class Slow:
+        needs_embeddings = False
+
+        def search(self, queries, k, embeddings=None):
+            time.sleep(0.03)
+            return retriever.search(queries, k)
+
+    engine = Engine(decoder, tokenizer, CONFIG, retriever=Slow())
+    same(engine.run(nnx.state(decoder), requests[:10], STEPS, KEY), stepped)
+
+
+def test_a_request_may_be_shorter_than_the_environment_allows_but_not_longer(world):
+    decoder, tokenizer, _, requests = world
+    engine = Engine(decoder, tokenizer, CONFIG)
+    short = [dataclasses.replace(request, turn_tokens=5) for request in requests[:3]]
+    assert all(t.policy_tokens <= 5 for t in engine.run(nnx.state(decoder), short, ONE_TURN, KEY))
+    with pytest.raises(UserError, match=r"turn_tokens=13 .* must be 0 to 12"):
+        engine.run(nnx.state(decoder), [dataclasses.replace(short[0], turn_tokens=13)], ONE_TURN, KEY)

@@ -1,0 +1,114 @@
+"""Workflows: what they ask for comes back to them, whatever else runs, and does not depend on it."""
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+from rrl.errors import UserError
+from rrl.rollout.engine import Engine, EngineConfig
+from rrl.rollout.trajectory import POLICY
+from rrl.rollout.workflow import Completion, Generate, Retrieve
+from tests.rollout.world import make_world
+
+KEY = jax.random.key(5)
+CONFIG = EngineConfig(rows=4, context=160, feeds=2, feed_tokens=48, patience=4, top_k=2)
+ASKS = Completion(stop_sets=(("e",), ("e", "o")), turn_tokens=10)
+
+
+@pytest.fixture(scope="module")
+def engine():
+    decoder, tokenizer, retriever, requests = make_world()
+    return Engine(decoder, tokenizer, CONFIG, retriever=retriever), nnx.state(decoder), requests
+
+
+def hops(question, temperature=1.0):
+    """Retrieves, writes, retrieves with what it wrote, and writes two continuations side by side."""
+    passages = yield Retrieve(question)
+    thought = yield Generate(question, stops=("e",), temperature=temperature)
+    both = yield [Retrieve(thought.text or "x"), Generate(question + thought.text, temperature=temperature)]
+    nothing = yield []
+    last = yield [Generate(question, tokens=3, temperature=temperature) for _ in range(2)]
+    return passages, thought, both, nothing, last
+
+
+def test_results_come_back_in_their_places(engine):
+    run, params, requests = engine
+    texts = [request.question.text for request in requests[:6]]
+    done = []
+    found = run.run_workflows(params, [hops(text) for text in texts], ASKS, KEY, on_finish=done.append)
+    assert done == list(range(1, 7))
+    for text, (passages, thought, both, nothing, last) in zip(texts, found, strict=True):
+        assert [p.title for p in passages] == [h.passage.title for h in run.retriever.search([text], 2)[0]]
+        assert thought.stop in ("e", "eos", "length") and "e" not in thought.text
+        assert isinstance(both[0], list) and both[1].trajectory.policy_tokens >= 1
+        assert nothing == []
+        assert all((part.trajectory.roles == POLICY).sum() <= 3 for part in last)
+        assert (
+            not np.array_equal(last[0].trajectory.tokens, last[1].trajectory.tokens)
+            or last[0].text == last[1].text
+        )
+
+
+def test_a_generation_ends_at_its_own_stop_strings_only(engine):
+    run, params, requests = engine
+    text = requests[0].question.text
+
+    def until(stops):
+        def flow():
+            return (yield Generate(text, stops=stops, temperature=1.0))
+
+        return flow()
+
+    free, at_e, at_both = (
+        run.run_workflows(params, [until(stops)], ASKS, KEY)[0] for stops in ((), ("e",), ("e", "o"))
+    )
+    whole = "".join(t for role, t in free.trajectory.segments if role == POLICY)
+    assert free.stop in ("length", "eos")
+    assert free.trajectory.policy_tokens <= 10
+    assert at_e.text == whole.partition("e")[0]
+    assert at_both.text == whole.partition("e")[0].partition("o")[0]
+    assert "e" in whole or "o" in whole  # the test says something
+
+
+def test_a_workflow_does_not_depend_on_the_others_nor_on_the_loop(engine):
+    run, params, requests = engine
+    texts = [request.question.text for request in requests[:3]]
+
+    def tokens(found):
+        return [[part.trajectory.tokens.tolist() for part in (f[1], f[2][1], *f[4])] for f in found]
+
+    all_of_them = tokens(run.run_workflows(params, [hops(text) for text in texts], ASKS, KEY))
+    alone = tokens(run.run_workflows(params, [hops(texts[0])], ASKS, KEY))
+    driven = tokens(run.run_workflows(params, [hops(t) for t in texts], ASKS, KEY, reference=True))
+    assert all_of_them[:1] == alone and all_of_them == driven
+
+
+def test_what_a_workflow_raises_comes_out(engine):
+    run, params, _ = engine
+
+    def faulty():
+        yield Generate("a question")
+        raise RuntimeError("no such step")
+
+    with pytest.raises(RuntimeError, match="no such step"):
+        run.run_workflows(params, [faulty()], ASKS, KEY)
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        (Generate("a", stops=("z",)), r"stops at \('z',\), which is none of .*: name all sets"),
+        (Generate("a", tokens=11), r"asks for 11 tokens; Completion.turn_tokens=10"),
+        (Generate(np.zeros(200, np.int32)), r"a prompt of 200 tokens; the context holds 160"),
+        ("text", r"yields a str; it may yield Generate, Retrieve"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_by_name(engine, asked, words):
+    run, params, _ = engine
+
+    def flow():
+        yield asked
+
+    with pytest.raises(UserError, match=words):
+        run.run_workflows(params, [flow()], ASKS, KEY)
