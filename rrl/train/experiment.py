@@ -37,9 +37,9 @@ from rrl.train.export import write_model_files
 from rrl.train.fields import build, fill, only
 from rrl.train.hardware import ComputeConfig, MeshConfig
 from rrl.train.metrics import read_metrics
+from rrl.train.objective import ObjectiveConfig
 from rrl.train.rl import MAY_DIFFER, Outcome, RLConfig, Task, train
 from rrl.train.tasks import DataConfig, RetrieverConfig, load_corpora
-from rrl.train.update import ObjectiveConfig
 
 SECTIONS = {
     "train": RLConfig,
@@ -108,8 +108,9 @@ class Settings:
         values = config.to_dict() if hasattr(config, "to_dict") else dict(config)
         only([*SECTIONS, "recipe", "name", "policy", "reader", "reference"], values, "config")
         steps = values["train"]["steps"]
-        optim = build(OptimConfig, values["optim"], "optim", total_steps=max(steps, 1))
         objective = build(ObjectiveConfig, values["objective"], "objective")
+        total = max(steps, 1) * objective.optimizer_steps
+        optim = build(OptimConfig, values["optim"], "optim", total_steps=total)
         recipe_values = dict(values["recipe"])
         name, environment = recipe_values.pop("name"), recipe_values.pop("environment", {})
         rollout = build(EngineConfig, values["rollout"], "rollout")

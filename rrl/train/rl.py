@@ -30,9 +30,10 @@ from rrl.rollout.engine import Engine
 from rrl.rollout.trajectory import Trajectory
 from rrl.train.checkpoints import Checkpoints, stop_requested
 from rrl.train.metrics import MetricsWriter, read_metrics
+from rrl.train.objective import ObjectiveConfig
 from rrl.train.progress import Progress
 from rrl.train.rollouts import describe, evaluate, run_questions
-from rrl.train.update import ObjectiveConfig, Updater
+from rrl.train.update import Updater
 
 
 @dataclasses.dataclass(frozen=True)
@@ -219,9 +220,9 @@ def train(
             left_out = config.objective.left_out(sampled)
             used = np.flatnonzero(~left_out)
             if len(used):
-                params, opt_state, update = updater(
-                    params, opt_state, reference, fixed, [sampled[i] for i in used], advantages[used]
-                )
+                learned_from = [sampled[i] for i in used]
+                credit = updater.credit(reference, fixed, learned_from, advantages[used])
+                params, opt_state, update = updater(params, opt_state, reference, fixed, learned_from, credit)
                 metrics |= {f"train/{name}": value for name, value in update.items()}
             step += 1
             if average is not None:
@@ -229,7 +230,7 @@ def train(
             done = time.perf_counter()
             extra["seconds"] += done - began
             metrics |= {
-                "train/lr": float(rate(step - 1)),
+                "train/lr": float(rate(step * config.objective.optimizer_steps - 1)),
                 "train/zero_spread": float(low_spread(totals, groups).mean()),
                 "train/left_out": float(left_out.mean()),
                 "train/advantage_std": float(advantages.std()),

@@ -15,7 +15,7 @@ from rrl.recipes.rsearch import RSearch
 from rrl.rl.optim import OptimConfig
 from rrl.train.experiment import SECTIONS, Settings, shown_with_sources
 from rrl.train.fields import DERIVED, fill
-from rrl.train.update import ObjectiveConfig
+from rrl.train.objective import ObjectiveConfig
 from tests.eval.fakes import many
 
 ROOT = pathlib.Path(__file__).parents[2]

@@ -24,9 +24,9 @@ from rrl.rollout.protocol import Stream
 from rrl.rollout.trajectory import POLICY
 from rrl.train import rl
 from rrl.train.metrics import read_metrics
+from rrl.train.objective import ObjectiveConfig
 from rrl.train.rl import RLConfig, Task, permute_rewards, question_order, train
 from rrl.train.rollouts import run_questions
-from rrl.train.update import ObjectiveConfig
 
 STEPS = 4
 

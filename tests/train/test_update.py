@@ -20,8 +20,9 @@ from rrl.parallel.rules import shard, shardings
 from rrl.rl.logprobs import token_logprobs
 from rrl.rl.optim import OptimConfig, make_optimizer, split_trained
 from rrl.rollout.trajectory import ENVIRONMENT, POLICY, PROMPT, Trajectory
+from rrl.train.objective import ObjectiveConfig
 from rrl.train.pack import pack
-from rrl.train.update import ObjectiveConfig, Updater, microbatches
+from rrl.train.update import Updater, microbatches
 
 CONFIG = DecoderConfig.from_hf(
     {
