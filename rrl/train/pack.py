@@ -147,7 +147,7 @@ class Buckets:
 
     batches: list[Batch]
     batch: Int[np.ndarray, "N"]
-    """Index of each sequence's batch."""
+    """Index of each sequence's batch; -1 where it is longer than every length."""
     row: Int[np.ndarray, "N"]
     """Its row there."""
     start: Int[np.ndarray, "N"]
@@ -178,12 +178,13 @@ def pack_buckets(
     for place, (length, count) in enumerate(zip(lengths, rows, strict=True)):
         low = lengths[place - 1] if place else 0
         waiting = np.append(waiting, np.flatnonzero((sizes > low) & (sizes <= length)))
+        chosen = waiting.tolist()
         packed = pack(
-            [tokens[i] for i in waiting],
-            [loss[i] for i in waiting],
+            [tokens[i] for i in chosen],
+            [loss[i] for i in chosen],
             length,
             multiple=count,
-            extras={name: [parts[i] for i in waiting] for name, parts in (extras or {}).items()},
+            extras={name: [parts[i] for i in chosen] for name, parts in (extras or {}).items()},
         )
         used = int(packed.row.max(initial=-1)) + 1
         full = used // count if place < len(lengths) - 1 else -(-used // count)

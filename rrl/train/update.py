@@ -102,18 +102,21 @@ class Updater:
         """What each token is learned from, given the recipe's advantages: less the KL still to come where the objective has
         it in the reward, whitened where it asks for that; else they stay as they are."""
         config = self.config
-        if not (config.kl_in_reward or config.whiten):
+        penalties = self.kl_penalties(reference, fixed, trajectories)
+        if penalties is None and not config.whiten:
             return advantages
-        if config.kl_in_reward:
-            tokens = penalized(advantages, self.kl_penalties(reference, fixed, trajectories))
-        else:
-            tokens = [np.full(len(t.tokens), a, np.float32) for a, t in zip(advantages, trajectories)]
+        if penalties is None:
+            penalties = [np.zeros(len(t.tokens), np.float32) for t in trajectories]
+        tokens = penalized(advantages, penalties)
         return whiten(tokens, [t.roles == POLICY for t in trajectories]) if config.whiten else tokens
 
     def kl_penalties(
         self, reference: PyTree, fixed: PyTree, trajectories: Sequence[Trajectory]
-    ) -> list[Float[np.ndarray, "T"]]:
-        """kl_coef times the estimate at each policy token, between the sampler and the reference; 0 elsewhere."""
+    ) -> list[Float[np.ndarray, "T"]] | None:
+        """kl_coef times the estimate at each policy token, between the sampler and the reference, 0 elsewhere; None where
+        the reward pays for no KL."""
+        if not self.config.kl_in_reward:
+            return None
         extras = {"old_logp": [t.logps for t in trajectories]}
         return self.penalty(reference, fixed, trajectories, extras)["kl"]
 

@@ -93,7 +93,9 @@ def test_nothing_outside_the_policys_tokens_is_read(name):
     mask = np.arange(LENGTH) % 2 == np.zeros((ROWS, 1))
     moved = {n: np.where(mask, x, 3.0).astype(np.float32) for n, x in values.items()}
     for one, two in zip(
-        jax.tree.leaves(loss_of(config, values, mask)), jax.tree.leaves(loss_of(config, moved, mask)), strict=True
+        jax.tree.leaves(loss_of(config, values, mask)),
+        jax.tree.leaves(loss_of(config, moved, mask)),
+        strict=True,
     ):
         np.testing.assert_array_equal(one, two)
 
