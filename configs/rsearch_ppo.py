@@ -17,11 +17,12 @@ from ml_collections import ConfigDict
 
 def get_config(arg: str = "") -> ConfigDict:
     """The config of `--config=configs/rsearch_ppo.py:ARG`."""
+    config = _grpo(arg)
     from rrl.train.experiment import with_defaults
 
-    config = _grpo(arg)
-    tiny = config.name.startswith("rsearch_grpo_tiny")
-    ours = tiny and config.rollout.context <= 1024
+    ours = (
+        config.rollout.context <= 1024
+    )  # the built-in world's cold-started policy, as rsearch_grpo.py knows it
     config.name = config.name.replace("rsearch_grpo", "rsearch_ppo", 1)
     config.objective.kl_estimator = "k1"
     config.objective.kl_in = "reward"

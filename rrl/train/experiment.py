@@ -54,21 +54,19 @@ SECTIONS = {
     "lora": LoraConfig,
     "mesh": MeshConfig,
     "compute": ComputeConfig,
-    "critic": CriticConfig,
-    "critic_optim": OptimConfig,
 }
 """The dataclass behind each section of a config, but for `recipe`."""
-CRITIC = ("critic", "critic_optim")
-"""Sections of PPO alone."""
+CRITIC = {"critic": CriticConfig, "critic_optim": OptimConfig}
+"""The same of the sections that make it PPO."""
 SHOWN = 60
 """Trajectories on the page."""
 
 
 def with_defaults(config: ConfigDict) -> ConfigDict:
     """A config of this form (see configs/rsearch_grpo.py) with every field there is, so that each can be overridden."""
-    for name, kind in SECTIONS.items():
-        if name in config or name not in CRITIC:
-            fill(config[name], kind)
+    critic = CRITIC if "critic" in config else {}
+    for name, kind in {**SECTIONS, **critic}.items():
+        fill(config[name], kind)
     recipe = make_recipe(config.recipe.name)
     fill(config.recipe, type(recipe))
     fill(config.recipe.environment, type(recipe.environment))
@@ -113,7 +111,7 @@ class Settings:
     def parse(cls, config: Mapping[str, Any]) -> "Settings":
         """Checks a config's fields alone."""
         values = config.to_dict() if hasattr(config, "to_dict") else dict(config)
-        only([*SECTIONS, "recipe", "name", "policy", "reader", "reference"], values, "config")
+        only([*SECTIONS, *CRITIC, "recipe", "name", "policy", "reader", "reference"], values, "config")
         steps = values["train"]["steps"]
         objective = build(ObjectiveConfig, values["objective"], "objective")
         critic = _critic(values, steps)
