@@ -139,10 +139,10 @@ class Updater:
         sampler), importance (where it is weighed).
         """
         config = self.config
+        old = [t.logps for t in trajectories]
+        if config.importance_cap is not None:
+            old = self.logps(params, fixed, trajectories)["logp"]
         with use_mesh(self.mesh):
-            old = [t.logps for t in trajectories]
-            if config.importance_cap is not None:
-                old = self.logps(params, fixed, trajectories)["logp"]
             groups = np.array([t.group for t in trajectories])
             names = np.unique(groups)
             packed = []
