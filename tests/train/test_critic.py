@@ -45,7 +45,8 @@ def alone():
     """The value after each token of each trajectory, unpacked."""
     width = max(len(t.tokens) for t in TRAJECTORIES)
     tokens = np.array([np.pad(t.tokens, (0, width - len(t.tokens))) for t in TRAJECTORIES])
-    return np.asarray(model().values(tokens, positions=jnp.broadcast_to(jnp.arange(width), tokens.shape)))
+    positions = jnp.broadcast_to(jnp.arange(width), tokens.shape)
+    return np.asarray(nnx.jit(lambda critic: critic.values(tokens, positions=positions))(model()))
 
 
 @pytest.mark.parametrize("objective", [OBJECTIVE, SPLIT], ids=["one length", "two lengths"])
