@@ -157,6 +157,8 @@ def test_with_a_critic_the_policy_waits_for_it_and_a_run_that_died_continues_to_
     assert first["train/lr"] == 0 < second["train/lr"]
     assert first["critic/explained_variance"] == pytest.approx(0, abs=1e-5)  # its output starts at 0
     assert all(np.isfinite(line["critic/loss"]) for line in (first, second, third))
+    _, waiting = run(parts, tmp_path / "one", dataclasses.replace(config, steps=1), value_model=values())
+    jax.tree.map(np.testing.assert_array_equal, waiting, nnx.state(fresh()))
 
 
 def test_a_critic_without_a_value_model_is_refused(parts, tmp_path):
