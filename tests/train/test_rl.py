@@ -151,9 +151,7 @@ def test_with_a_critic_the_policy_waits_for_it_and_a_run_that_died_continues_to_
     jax.tree.map(np.testing.assert_array_equal, params, other)
     assert lines(tmp_path / "whole") == lines(tmp_path / "died")
     first, second, third = (line for line in lines(tmp_path / "whole") if "reward/total" in line)
-    assert (
-        "train/kl" not in first and second["train/kl"] == pytest.approx(0, abs=1e-3) and "train/kl" in third
-    )
+    assert "train/kl" not in first and "train/kl" in second and "train/kl" in third
     assert first["train/lr"] == 0 < second["train/lr"]
     assert first["critic/explained_variance"] == pytest.approx(0, abs=1e-5)  # its output starts at 0
     assert all(np.isfinite(line["critic/loss"]) for line in (first, second, third))
