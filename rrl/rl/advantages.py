@@ -1,4 +1,6 @@
-"""Advantages from rewards: pure functions on the host, one number a trajectory."""
+"""Advantages without a critic: pure functions on the host, one number a trajectory or one a token."""
+
+from collections.abc import Sequence
 
 import numpy as np
 from jaxtyping import Bool, Float, Int
@@ -19,18 +21,67 @@ def group_normalize(
       groups: samples of one question share a number.
       epsilon: added to the standard deviation.
       unbiased: divide by n - 1 in the standard deviation (as released R-Search does); a group of one has std 0.
-      scale: False leaves the division out (Dr. GRPO).
+      scale: False leaves the division out (Dr. GRPO: Liu et al. 2025, section 3.2), which also is what the group-baseline
+        form of REINFORCE++ whitens over the batch (Hu et al. 2025).
     """
-    _, index = np.unique(groups, return_inverse=True)
     rewards = np.asarray(rewards, np.float64)
-    count = np.bincount(index)
-    mean = np.bincount(index, rewards) / count
+    index, count, mean = _of_groups(rewards, groups)
     centred = rewards - mean[index]
     if scale:
         freedom = np.maximum(count - 1, 1) if unbiased else count
         deviation = np.sqrt(np.bincount(index, centred**2) / freedom)
         centred = centred / (deviation[index] + epsilon)
     return centred.astype(np.float32)
+
+
+def leave_one_out(rewards: Float[np.ndarray, "N"], groups: Int[np.ndarray, "N"]) -> Float[np.ndarray, "N"]:
+    """r - mean of the others of its group: RLOO (Ahmadian et al. 2024, Eq. 8); 0 in a group of one, which has no others."""
+    rewards = np.asarray(rewards, np.float64)
+    index, count, mean = _of_groups(rewards, groups)
+    return ((rewards - mean[index]) * (count / np.maximum(count - 1, 1))[index]).astype(np.float32)
+
+
+def penalized(
+    advantages: Float[np.ndarray, "N"], penalties: Sequence[Float[np.ndarray, "T"]]
+) -> list[Float[np.ndarray, "T"]]:
+    """A - (sum of the penalties from the token to the end), for every token of every trajectory.
+
+    With penalties beta·k1 this is the undiscounted return of a reward that the KL is part of (REINFORCE++, Hu et al. 2025,
+    section 3.1; InstructGPT, Eq. 2); whitened, it is REINFORCE++'s advantage.
+
+    Args:
+      advantages: one a trajectory: the reward, or the reward less a baseline that is the same for all its tokens.
+      penalties: of the tokens of each trajectory; 0 where the policy did not write.
+    """
+    return [
+        (advantage - np.cumsum(penalty[::-1], dtype=np.float64)[::-1]).astype(np.float32)
+        for advantage, penalty in zip(advantages, penalties, strict=True)
+    ]
+
+
+def whiten(
+    values: Sequence[Float[np.ndarray, "T"]],
+    masks: Sequence[Bool[np.ndarray, "T"]],
+    *,
+    center: bool = True,
+    epsilon: float = 1e-8,
+) -> list[Float[np.ndarray, "T"]]:
+    """(A - mean) / (std + epsilon) with mean and std over the policy tokens of the whole batch; 0 on all other tokens.
+
+    REINFORCE++ (Hu et al. 2025, section 3.1) and PPO as commonly run. Environment tokens enter neither moment (SPEC: the
+    released R-Search forgets that).
+
+    Args:
+      values: one array a trajectory.
+      masks: True on its policy tokens.
+      center: False divides only.
+    """
+    chosen = np.concatenate([np.asarray(v, np.float64)[m] for v, m in zip(values, masks, strict=True)])
+    mean, deviation = (chosen.mean(), chosen.std()) if len(chosen) else (0.0, 1.0)
+    return [
+        np.where(m, (v - (mean if center else 0.0)) / (deviation + epsilon), 0.0).astype(np.float32)
+        for v, m in zip(values, masks, strict=True)
+    ]
 
 
 def low_spread(
@@ -47,3 +98,12 @@ def low_spread(
     np.maximum.at(high, index, rewards)
     np.minimum.at(low, index, rewards)
     return (high - low)[index] <= most + 1e-8
+
+
+def _of_groups(
+    rewards: Float[np.ndarray, "N"], groups: Int[np.ndarray, "N"]
+) -> tuple[Int[np.ndarray, "N"], Int[np.ndarray, "G"], Float[np.ndarray, "G"]]:
+    """The index of each trajectory's group, and the sizes and means of the groups."""
+    _, index = np.unique(groups, return_inverse=True)
+    count = np.bincount(index)
+    return index, count, np.bincount(index, rewards) / count

@@ -88,7 +88,8 @@ def costs(
     prefills = fed / (settings.rollout.feed_tokens * min(settings.rollout.feeds * shards, rows))
     rate = {name: sum(kind.bytes for kind in kinds.values()) for name, kinds in traffic.items()}
     length = settings.train.objective.lengths[-1]
-    batches = max(1.0, tokens / (settings.train.objective.rows(length, shards) * length))
+    objective = settings.train.objective
+    batches = objective.epochs * max(1.0, tokens / (objective.rows(length, shards) * length))
     forward = forward_flops(config, tokens, mean_keys, written)
     # Forward, twice that back (once where weights are frozen), with remat forward again; and the reference.
     passes = {"none": 3, "dots": 3, "full": 4}[remat] + 1 - (settings.lora.rank > 0)
@@ -99,14 +100,14 @@ def costs(
             rate.get("decode", 0.0) * steps + rate.get("prefill", 0.0) * prefills,
         ),
         "update": Cost(
-            passes * forward,
+            objective.epochs * passes * forward,
             batches * passes * F32 / BF16 * weights,
             rate.get("update", 0.0) * batches,
         ),
         "optimiser step": Cost(
-            12.0 * trained,
-            settings.train.objective.minibatches * 7 * F32 * trained,  # reads p, g, m, v; writes p, m, v
-            rate.get("optimiser step", 0.0) * settings.train.objective.minibatches,
+            objective.optimizer_steps * 12.0 * trained,
+            objective.optimizer_steps * 7 * F32 * trained,  # reads p, g, m, v; writes p, m, v
+            rate.get("optimiser step", 0.0) * objective.optimizer_steps,
         ),
     }
 

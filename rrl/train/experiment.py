@@ -21,7 +21,8 @@ from rrl.eval.curves import plot_training
 from rrl.eval.summary import summary
 from rrl.eval.trajectories_html import write_html
 from rrl.models.decoder import Decoder
-from rrl.models.hf import folder_hash, load_language_model, save_decoder
+from rrl.models.heads import ValueModel
+from rrl.models.hf import folder_hash, load_language_model, load_value_model, save_decoder
 from rrl.models.lora import LoraConfig, add_lora
 from rrl.parallel.rules import shard
 from rrl.parallel.runtime import enable_compilation_cache
@@ -33,13 +34,14 @@ from rrl.rl.optim import OptimConfig
 from rrl.rollout.engine import Engine, EngineConfig
 from rrl.rollout.trajectory import Trajectory
 from rrl.train.checkpoints import refuse_other_config
+from rrl.train.critic import CriticConfig
 from rrl.train.export import write_model_files
 from rrl.train.fields import build, fill, only
 from rrl.train.hardware import ComputeConfig, MeshConfig
 from rrl.train.metrics import read_metrics
+from rrl.train.objective import ObjectiveConfig
 from rrl.train.rl import MAY_DIFFER, Outcome, RLConfig, Task, train
 from rrl.train.tasks import DataConfig, RetrieverConfig, load_corpora
-from rrl.train.update import ObjectiveConfig
 
 SECTIONS = {
     "train": RLConfig,
@@ -54,13 +56,16 @@ SECTIONS = {
     "compute": ComputeConfig,
 }
 """The dataclass behind each section of a config, but for `recipe`."""
+CRITIC = {"critic": CriticConfig, "critic_optim": OptimConfig}
+"""The same of the sections that make it PPO."""
 SHOWN = 60
 """Trajectories on the page."""
 
 
 def with_defaults(config: ConfigDict) -> ConfigDict:
     """A config of this form (see configs/rsearch_grpo.py) with every field there is, so that each can be overridden."""
-    for name, kind in SECTIONS.items():
+    critic = CRITIC if "critic" in config else {}
+    for name, kind in {**SECTIONS, **critic}.items():
         fill(config[name], kind)
     recipe = make_recipe(config.recipe.name)
     fill(config.recipe, type(recipe))
@@ -106,10 +111,13 @@ class Settings:
     def parse(cls, config: Mapping[str, Any]) -> "Settings":
         """Checks a config's fields alone."""
         values = config.to_dict() if hasattr(config, "to_dict") else dict(config)
-        only([*SECTIONS, "recipe", "name", "policy", "reader", "reference"], values, "config")
+        only([*SECTIONS, *CRITIC, "recipe", "name", "policy", "reader", "reference"], values, "config")
         steps = values["train"]["steps"]
-        optim = build(OptimConfig, values["optim"], "optim", total_steps=max(steps, 1))
         objective = build(ObjectiveConfig, values["objective"], "objective")
+        critic = _critic(values, steps)
+        waits = critic.warmup_steps if critic else 0
+        total = max(steps - waits, 1) * objective.optimizer_steps
+        optim = build(OptimConfig, values["optim"], "optim", total_steps=total)
         recipe_values = dict(values["recipe"])
         name, environment = recipe_values.pop("name"), recipe_values.pop("environment", {})
         rollout = build(EngineConfig, values["rollout"], "rollout")
@@ -121,7 +129,7 @@ class Settings:
             name=values["name"],
             policy=values["policy"],
             reader=values["reader"],
-            train=build(RLConfig, values["train"], "train", optim=optim, objective=objective),
+            train=build(RLConfig, values["train"], "train", optim=optim, objective=objective, critic=critic),
             rollout=rollout,
             data=build(DataConfig, values["data"], "data"),
             retriever=build(RetrieverConfig, values["retriever"], "retriever"),
@@ -134,6 +142,17 @@ class Settings:
         )
 
 
+def _critic(values: Mapping[str, Any], steps: int) -> CriticConfig | None:
+    """PPO's critic, where the config has its sections."""
+    if not any(name in values for name in CRITIC):
+        return None
+    sections = {name: values.get(name, {}) for name in CRITIC}
+    config = build(CriticConfig, sections["critic"], "critic", optim=OptimConfig())
+    total = max(steps, 1) * config.optimizer_steps
+    optim = build(OptimConfig, sections["critic_optim"], "critic_optim", total_steps=total)
+    return dataclasses.replace(config, optim=optim)
+
+
 @dataclasses.dataclass(frozen=True)
 class Loaded:
     """Everything a run needs in memory."""
@@ -143,6 +162,8 @@ class Loaded:
     engine: Engine
     reader: Reader | None
     task: Task
+    value_model: ValueModel | None = None
+    """Where PPO's critic starts: the policy's body, with a new output that says 0."""
 
 
 class Clock:
@@ -175,6 +196,16 @@ def load(settings: Settings, say: Clock) -> Loaded:
         attention=backend,
         remat=compute.remat,
     )
+    value_model = None
+    if settings.train.critic is not None:
+        value_model = load_value_model(
+            settings.policy,
+            dtype=jnp.dtype(compute.dtype),
+            param_dtype=jnp.dtype(compute.param_dtype),
+            mesh=mesh if mesh.size > 1 else None,
+            attention=backend,
+            remat=compute.remat,
+        )
     add_lora(decoder, settings.lora, rngs=nnx.Rngs(settings.train.seed))
     if mesh.size > 1:
         nnx.update(decoder, shard(nnx.state(decoder), mesh))
@@ -192,7 +223,7 @@ def load(settings: Settings, say: Clock) -> Loaded:
     train_side, held_out = load_corpora(settings.data, settings.retriever, say)
     engine = Engine(decoder, tokenizer, settings.rollout, retriever=train_side.retriever, mesh=mesh)
     task = Task(train_side.questions, held_out.questions, held_out.retriever)
-    return Loaded(decoder, tokenizer, engine, reader, task)
+    return Loaded(decoder, tokenizer, engine, reader, task, value_model)
 
 
 def run(config: Mapping[str, Any], workdir: str | pathlib.Path) -> Outcome:
@@ -219,6 +250,7 @@ def run(config: Mapping[str, Any], workdir: str | pathlib.Path) -> Outcome:
         workdir,
         reader=loaded.reader.answers if loaded.reader else None,
         identity=identity,
+        value_model=loaded.value_model,
     )
     report(settings, loaded, outcome, workdir, say)
     if outcome.stopped == "signal":

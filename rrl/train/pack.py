@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Mapping, Sequence
 
+import jax
 import numpy as np
 from jaxtyping import Bool, Int, Shaped
 
@@ -138,6 +139,64 @@ def pack(
         extras={name: scatter(parts, 0) for name, parts in (extras or {}).items()},
     )
     return Packed(batch, row, start)
+
+
+@dataclasses.dataclass(frozen=True)
+class Buckets:
+    """Batches of few shapes, and where each sequence went."""
+
+    batches: list[Batch]
+    batch: Int[np.ndarray, "N"]
+    """Index of each sequence's batch; -1 where it is longer than every length."""
+    row: Int[np.ndarray, "N"]
+    """Its row there."""
+    start: Int[np.ndarray, "N"]
+    """Its first column."""
+
+    def unpack(self, values: Sequence[Shaped[np.ndarray, "B T"]], lengths: Sequence[int]) -> list[np.ndarray]:
+        """Per-token values of each sequence, in the order in which the sequences were given, from those of the batches."""
+        places = zip(self.batch, self.row, self.start, lengths, strict=True)
+        return [values[batch][row, start : start + length] for batch, row, start, length in places]
+
+
+def pack_buckets(
+    tokens: Sequence[Int[np.ndarray, "T"]],
+    loss: Sequence[Bool[np.ndarray, "T"]],
+    lengths: Sequence[int],
+    rows: Sequence[int],
+    *,
+    extras: Mapping[str, Sequence[np.ndarray]] | None = None,
+) -> Buckets:
+    """Packs sequences into batches of `rows[i]` rows of `lengths[i]` tokens (increasing), each sequence in the shortest.
+
+    Those that do not fill a batch of their length move up to the next one, so that only the last is padded.
+    """
+    sizes = np.array([len(t) for t in tokens])
+    batches: list[Batch] = []
+    batch_of, row_of, start_of = (np.full(len(tokens), -1, np.int64) for _ in range(3))
+    waiting = np.zeros(0, np.int64)
+    for place, (length, count) in enumerate(zip(lengths, rows, strict=True)):
+        low = lengths[place - 1] if place else 0
+        waiting = np.append(waiting, np.flatnonzero((sizes > low) & (sizes <= length)))
+        chosen = waiting.tolist()
+        packed = pack(
+            [tokens[i] for i in chosen],
+            [loss[i] for i in chosen],
+            length,
+            multiple=count,
+            extras={name: [parts[i] for i in chosen] for name, parts in (extras or {}).items()},
+        )
+        used = int(packed.row.max(initial=-1)) + 1
+        full = used // count if place < len(lengths) - 1 else -(-used // count)
+        ready = packed.row < full * count
+        done = waiting[ready]
+        batch_of[done] = len(batches) + packed.row[ready] // count
+        row_of[done], start_of[done] = packed.row[ready] % count, packed.start[ready]
+        for index in range(full):
+            span = slice(index * count, (index + 1) * count)
+            batches.append(jax.tree.map(lambda x, span=span: x[span], packed.batch))
+        waiting = waiting[~ready]
+    return Buckets(batches, batch_of, row_of, start_of)
 
 
 def take_rows(batch: Batch, rows: Int[np.ndarray, "B"]) -> Batch:

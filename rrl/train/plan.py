@@ -109,6 +109,10 @@ def plan(
         UserError: no such topology, libtpu is missing, sizes that do not multiply to the chips, no shape for the policy.
     """
     settings = Settings.parse(config)
+    if settings.train.critic is not None:
+        raise UserError(
+            "config.critic: a plan counts no critic yet; plan the config without it, and leave room for another model"
+        )
     shape, source = policy_shape(settings.policy)
     slice_ = open_topology(topology)
     sizes = dataclasses.asdict(settings.mesh)

@@ -30,7 +30,7 @@ from rrl.rollout.automaton import compile_stops
 from rrl.rollout.loop import DECODE, PREFILL, Programs
 from rrl.train.experiment import Settings
 from rrl.train.hlo import Traffic, collectives
-from rrl.train.update import SUMS, Updater
+from rrl.train.update import Updater
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,11 +126,12 @@ def accumulate(settings: Settings, model: Model, mesh: Mesh) -> Program:
     def side(dtype: DTypeLike) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((rows, length), dtype, sharding=split)
 
-    extras = {name: side(jnp.float32) for name in ("old_logp", "advantage", "weight")}
+    extras = {name: side(jnp.float32) for name in settings.train.objective.extras}
     batch = Batch(side(jnp.int32), side(jnp.int32), side(jnp.int32), side(jnp.bool_), extras)
-    sums = {name: _whole((), jnp.float32, mesh) for name in SUMS}
-    shapes = (model.params, model.reference, model.fixed, model.params, sums, batch)
-    return _compile("update", _updater(settings, model).accumulate, shapes, mesh)
+    descent = _updater(settings, model).descent
+    sums = {name: _whole((), jnp.float32, mesh) for name in descent.sums}
+    shapes = (model.params, (model.reference, model.fixed), model.params, sums, batch)
+    return _compile("update", descent.accumulate, shapes, mesh)
 
 
 def apply(settings: Settings, model: Model, mesh: Mesh) -> Program:
@@ -141,7 +142,7 @@ def apply(settings: Settings, model: Model, mesh: Mesh) -> Program:
         model.params,
         _whole((), jnp.float32, mesh),
     )
-    return _compile("optimiser step", _updater(settings, model).apply, shapes, mesh)
+    return _compile("optimiser step", _updater(settings, model).descent.apply, shapes, mesh)
 
 
 def optimizer_state(settings: Settings, model: Model, mesh: Mesh | AbstractMesh) -> PyTree:

@@ -15,6 +15,7 @@ from jaxtyping import PyTree
 from rrl.data.questions import Question
 from rrl.errors import UserError, at_least
 from rrl.models.decoder import Decoder, computed
+from rrl.models.heads import ValueModel
 from rrl.recipes.base import Answers, Recipe
 from rrl.retrieval.retriever import Retriever
 from rrl.rl.advantages import low_spread
@@ -29,10 +30,12 @@ from rrl.rl.optim import (
 from rrl.rollout.engine import Engine
 from rrl.rollout.trajectory import Trajectory
 from rrl.train.checkpoints import Checkpoints, stop_requested
+from rrl.train.critic import CriticConfig, State, make_critic
 from rrl.train.metrics import MetricsWriter, read_metrics
+from rrl.train.objective import ObjectiveConfig
 from rrl.train.progress import Progress
 from rrl.train.rollouts import describe, evaluate, run_questions
-from rrl.train.update import ObjectiveConfig, Updater
+from rrl.train.update import Updater
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,6 +46,8 @@ class RLConfig:
     """Updates; 0 only evaluates."""
     optim: OptimConfig
     objective: ObjectiveConfig
+    critic: CriticConfig | None = None
+    """PPO: advantages come from a critic by GAE, and the recipe's own are not used; None: they are."""
     questions: int = 256
     """Questions a step."""
     samples: int = 5
@@ -66,6 +71,11 @@ class RLConfig:
             raise UserError(
                 f"train.average_last={self.average_last} must lie in 0..1, a share of the updates."
             )
+
+    @property
+    def waits(self) -> int:
+        """Updates at the start in which only the critic learns."""
+        return self.critic.warmup_steps if self.critic else 0
 
     @property
     def averaged_from(self) -> int:
@@ -128,13 +138,17 @@ def train(
     *,
     reader: Answers | None = None,
     identity: Mapping[str, Any] | None = None,
+    value_model: ValueModel | None = None,
 ) -> Outcome:
     """Trains `decoder` in place, continuing what the workdir holds; the start is the frozen reference.
 
-    With `average_last` the decoder ends as the mean of the last updates' parameters.
+    `value_model` is where the critic starts (with `config.critic`). With `average_last` the decoder ends as the mean of the
+    last updates' parameters.
 
     Raises UserError when the workdir belongs to another config.
     """
+    if (config.critic is None) != (value_model is None):
+        raise UserError("train.critic and a value model go together; give both or neither")
     settings = dataclasses.asdict(config) | {"run": dict(identity or {})}
     graph, params, fixed = split_trained(decoder, config.optim.frozen)
     fixed = computed(fixed, decoder.dtype)
@@ -144,9 +158,13 @@ def train(
     rate = make_schedule(config.optim)
     opt_state = init_optimizer(optimizer, params, engine.mesh)
     average = jax.tree.map(lambda x: x.copy(), params) if config.average_last else None
+    critic = None
+    values: list[State] = []  # the critic's, where there is one: a checkpoint without holds nothing of it
+    if config.critic is not None and value_model is not None:
+        critic, *values = make_critic(value_model, config.critic, config.objective, engine.mesh)
     # What a checkpoint gives back is bound to its device; so is this, or a continued run would compile its update anew.
-    params, opt_state, average = jax.tree.map(
-        lambda x: jax.device_put(x, x.sharding), (params, opt_state, average)
+    params, opt_state, average, *values = jax.tree.map(
+        lambda x: jax.device_put(x, x.sharding), (params, opt_state, average, *values)
     )
     updater = Updater(graph, optimizer, config.objective, engine.mesh)
     base = jax.random.key(config.seed)
@@ -185,7 +203,9 @@ def train(
         stop = stack.enter_context(stop_requested())
         start = 0
         if checkpoints.latest is not None:
-            (params, opt_state, average), extra = checkpoints.restore((params, opt_state, average))
+            (params, opt_state, average, *values), extra = checkpoints.restore(
+                (params, opt_state, average, *values)
+            )
             start = int(extra["step"])
         writer = stack.enter_context(MetricsWriter(workdir, start))
         recorded = {line["step"]: line for line in read_metrics(writer.path) if "eval/em" in line}
@@ -219,17 +239,28 @@ def train(
             left_out = config.objective.left_out(sampled)
             used = np.flatnonzero(~left_out)
             if len(used):
-                params, opt_state, update = updater(
-                    params, opt_state, reference, fixed, [sampled[i] for i in used], advantages[used]
-                )
-                metrics |= {f"train/{name}": value for name, value in update.items()}
+                learned_from = [sampled[i] for i in used]
+                if critic is None:
+                    credit = updater.credit(reference, fixed, learned_from, advantages[used])
+                else:
+                    penalties = updater.kl_penalties(reference, fixed, learned_from)
+                    estimate = critic.estimate(values[0], learned_from, penalties)
+                    credit = estimate.advantages
+                    values[0], lesson = critic.learn(values[0], learned_from, estimate)
+                    metrics |= {f"critic/{name}": value for name, value in lesson.items()}
+                if step >= config.waits:
+                    params, opt_state, update = updater(
+                        params, opt_state, reference, fixed, learned_from, credit
+                    )
+                    metrics |= {f"train/{name}": value for name, value in update.items()}
             step += 1
             if average is not None:
                 average = running_mean(average, params, max(1, step - config.averaged_from))
+            steps_taken = max(step - config.waits, 0) * config.objective.optimizer_steps
             done = time.perf_counter()
             extra["seconds"] += done - began
             metrics |= {
-                "train/lr": float(rate(step - 1)),
+                "train/lr": float(rate(steps_taken - 1)) if steps_taken else 0.0,
                 "train/zero_spread": float(low_spread(totals, groups).mean()),
                 "train/left_out": float(left_out.mean()),
                 "train/advantage_std": float(advantages.std()),
@@ -254,13 +285,13 @@ def train(
             last = None
             if stop:
                 stopped = "signal" if step < config.steps else "done"
-                checkpoints.save(step, (params, opt_state, average), extra | {"step": step})
+                checkpoints.save(step, (params, opt_state, average, *values), extra | {"step": step})
                 break
             if config.eval_every and step % config.eval_every == 0 and step < config.steps and task.held_out:
                 with progress.paused():
                     last = measure(step)
             if step % config.checkpoint_every == 0 or step == config.steps:
-                checkpoints.save(step, (params, opt_state, average), extra | {"step": step})
+                checkpoints.save(step, (params, opt_state, average, *values), extra | {"step": step})
         if stopped == "done" and last is None and task.held_out:
             last = measure(step)
     nnx.update(decoder, learned())

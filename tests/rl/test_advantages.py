@@ -1,11 +1,14 @@
-"""Group-normalised advantages against hand calculation and an independent implementation."""
+"""Advantages without a critic against hand calculation and independent implementations."""
 
+import functools
 import statistics
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from rrl.rl.advantages import group_normalize, low_spread
+from rrl.rl.advantages import group_normalize, leave_one_out, low_spread, penalized, whiten
 
 
 def test_equals_python_statistics_group_by_group():
@@ -38,3 +41,74 @@ def test_low_spread_is_told_group_by_group(most, low):
     groups = np.array([3, 5, 3, 5, 7, 7])
     found = low_spread(np.array([1.0, 0.0, 1.0, 1.0, 0.2, 0.6]), groups, most)
     assert found.tolist() == np.isin(groups, low).tolist()
+
+
+numbers = st.floats(-10, 10, width=32)
+
+
+def drawn(seed, count=12):
+    rng = np.random.default_rng(seed)
+    return rng.normal(size=count), rng.integers(0, 4, count)
+
+
+@given(st.integers(0, 2**31))
+def test_leave_one_out_is_a_loop_over_the_others(seed):
+    rewards, groups = drawn(seed)
+    for i, found in enumerate(leave_one_out(rewards, groups)):
+        others = [r for j, r in enumerate(rewards) if groups[j] == groups[i] and j != i]
+        wanted = rewards[i] - statistics.mean(others) if others else 0.0
+        np.testing.assert_allclose(found, wanted, atol=1e-5)
+
+
+@given(st.integers(0, 2**31), numbers)
+def test_baselines_of_a_group_do_not_see_what_is_added_to_all_of_it(seed, shift):
+    rewards, groups = drawn(seed)
+    for estimate in (leave_one_out, functools.partial(group_normalize, scale=False)):
+        np.testing.assert_allclose(
+            estimate(rewards + shift * (groups == 1), groups), estimate(rewards, groups), atol=1e-5
+        )
+
+
+def test_dr_grpo_and_leave_one_out_differ_by_n_over_n_minus_1():
+    # Liu et al. 2025, appendix A: RLOO's advantage is Dr. GRPO's times G / (G - 1).
+    rewards, groups = np.random.default_rng(0).normal(size=20), np.repeat(np.arange(4), 5)
+    dr_grpo = group_normalize(rewards, groups, scale=False)
+    np.testing.assert_allclose(leave_one_out(rewards, groups), dr_grpo * 5 / 4, rtol=1e-5)
+
+
+@given(st.integers(0, 2**31))
+def test_penalties_count_from_the_token_to_the_end_of_its_own_trajectory(seed):
+    rng = np.random.default_rng(seed)
+    penalties = [rng.normal(size=n) for n in (3, 1, 5)]
+    rewards = rng.normal(size=3)
+    for reward, penalty, found in zip(rewards, penalties, penalized(rewards, penalties), strict=True):
+        wanted = [reward - sum(penalty.tolist()[t:]) for t in range(len(penalty))]
+        np.testing.assert_allclose(found, wanted, atol=1e-5)
+
+
+@given(st.integers(0, 2**31), st.floats(-100, 100))
+def test_whitened_policy_tokens_have_mean_0_and_deviation_1_whatever_stands_elsewhere(seed, noise):
+    rng = np.random.default_rng(seed)
+    masks = [np.array([False, True, True, False]), np.array([True, True])]
+    values = [rng.normal(size=4), rng.normal(size=2)]
+    moved = [v + noise * ~m for v, m in zip(values, masks, strict=True)]
+    chosen = [float(x) for v, m in zip(values, masks, strict=True) for x in v[m]]
+    mean, std = statistics.mean(chosen), statistics.pstdev(chosen)
+    for value, mask, found, other in zip(
+        values, masks, whiten(values, masks), whiten(moved, masks), strict=True
+    ):
+        np.testing.assert_allclose(found[mask], [(x - mean) / std for x in value[mask]], rtol=1e-4, atol=1e-5)
+        assert not found[~mask].any()
+        np.testing.assert_array_equal(found, other)
+
+
+def test_whitening_may_keep_the_mean():
+    found = whiten([np.array([1.0, 3.0])], [np.array([True, True])], center=False)
+    np.testing.assert_allclose(found[0], [1, 3], rtol=1e-6)
+
+
+def test_reinforce_plus_plus_is_the_whitened_return_of_rewards_less_kl():
+    # Two trajectories, rewards 1 and 0, beta·k1 of 0.1 a policy token: returns 0.8, 0.9 and -0.1; mean 0.5333.
+    masks = [np.array([False, True, True]), np.array([False, True])]
+    found = whiten(penalized(np.array([1.0, 0.0]), [0.1 * m for m in masks]), masks)
+    np.testing.assert_allclose(np.concatenate(found), [0, 0.59299945, 0.81537425, 0, -1.4083737], rtol=1e-5)

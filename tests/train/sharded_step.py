@@ -17,7 +17,8 @@ from rrl.parallel.mesh import make_mesh
 from rrl.parallel.rules import shard
 from rrl.rl.optim import OptimConfig, init_optimizer, make_optimizer, split_trained
 from rrl.rollout.trajectory import ENVIRONMENT, POLICY, PROMPT, Trajectory
-from rrl.train.update import ObjectiveConfig, Updater
+from rrl.train.objective import ObjectiveConfig
+from rrl.train.update import Updater
 
 # 97 tokens, 2 kv heads: sizes that some meshes do not divide.
 SHAPE = DecoderConfig(vocab_size=97, hidden=16, layers=2, heads=4, kv_heads=2, head_dim=8, mlp=24)

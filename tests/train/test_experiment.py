@@ -15,14 +15,14 @@ from rrl.recipes.rsearch import RSearch
 from rrl.rl.optim import OptimConfig
 from rrl.train.experiment import SECTIONS, Settings, shown_with_sources
 from rrl.train.fields import DERIVED, fill
-from rrl.train.update import ObjectiveConfig
+from rrl.train.objective import ObjectiveConfig
 from tests.eval.fakes import many
 
 ROOT = pathlib.Path(__file__).parents[2]
 
 
-def config(arg: str = ""):
-    spec = importlib.util.spec_from_file_location("rsearch_grpo", ROOT / "configs" / "rsearch_grpo.py")
+def config(arg: str = "", name: str = "rsearch_grpo"):
+    spec = importlib.util.spec_from_file_location(name, ROOT / "configs" / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module.get_config(arg)
@@ -62,6 +62,27 @@ def test_the_large_sizes_hold_the_papers_settings(folders):
     )
     assert (settings.recipe.answer_weight, settings.recipe.evidence_weight) == (0.2, 0.2)
     assert "</search>" in settings.recipe.instruction
+
+
+def test_ppo_has_a_critic_and_the_kl_in_the_reward_and_is_else_grpo(folders):
+    paper = "size=7b,data=.,reader=assets/miniwiki-reader"
+    settings, grpo = (Settings.of(config(paper, name)) for name in ("rsearch_ppo", "rsearch_grpo"))
+    critic, objective = settings.train.critic, settings.train.objective
+    assert (critic.optim.lr, critic.discount, critic.trace, critic.optim.total_steps) == (1e-5, 1, 1, 195)
+    assert (objective.kl_coef, objective.kl_estimator, objective.kl_in) == (0.001, "k1", "reward")
+    assert objective.whiten and grpo.train.critic is None
+    same = dataclasses.replace(settings.train, critic=None, objective=grpo.train.objective)
+    assert same == grpo.train and settings.recipe == grpo.recipe
+
+
+def test_schedules_count_the_optimisers_steps(folders):
+    changed = config("steps=20", "rsearch_ppo")
+    changed.objective.epochs, changed.critic.minibatches, changed.critic.warmup_steps = 3, 2, 4
+    train = Settings.of(changed).train
+    assert (train.optim.total_steps, train.critic.optim.total_steps) == (16 * 3, 20 * 2)
+    changed.critic.trace = 2.0
+    with pytest.raises(UserError, match=r"critic\.trace=2.0 must lie in 0\.\.1"):
+        Settings.of(changed)
 
 
 def test_groups_that_only_format_and_reader_tell_apart_are_left_out_of_the_default_run(folders):
@@ -105,7 +126,7 @@ def test_steps_are_those_given(steps):
 def test_a_config_holds_every_field_with_its_default():
     filled = config()
     for name, kind in SECTIONS.items():
-        own = {"optim", "objective"} if name == "train" else set(DERIVED)
+        own = {"optim", "objective", "critic"} if name == "train" else set(DERIVED)
         assert set(filled[name]) == {field.name for field in dataclasses.fields(kind)} - own
     assert (filled.train.checkpoint_every, filled.objective.minibatches, filled.optim.b1) == (20, 1, 0.9)
     assert (filled.optim.adam_lr, filled.optim.get_type("adam_lr")) == (None, float)

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rrl.errors import UserError
-from rrl.train.pack import first_fit_decreasing, pack, take_rows
+from rrl.train.pack import first_fit_decreasing, pack, pack_buckets, take_rows
 
 LENGTH = 24
 lengths = st.lists(st.integers(1, LENGTH), min_size=1, max_size=40)
@@ -100,3 +100,16 @@ def test_taking_row_minus_one_gives_padding():
     tokens, loss, values = sequences([24, 20])
     batch = take_rows(pack(tokens, loss, LENGTH, extras={"a": values}).batch, np.array([1, -1]))
     assert batch.tokens[0].any() and not batch.segment_ids[1].any() and not batch.extras["a"][1].any()
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(st.integers(1, 24), min_size=1, max_size=30))
+def test_buckets_hold_every_sequence_once_and_give_its_values_back(sizes):
+    tokens, loss, values = sequences(sizes)
+    buckets = pack_buckets(tokens, loss, (6, 12, 24), (4, 2, 1), extras={"advantage": values})
+    assert {b.tokens.shape for b in buckets.batches} <= {(4, 6), (2, 12), (1, 24)}
+    assert sum(int((b.segment_ids > 0).sum()) for b in buckets.batches) == sum(sizes)
+    for name, wanted in (("tokens", tokens), ("advantage", values)):
+        held = [b.tokens if name == "tokens" else b.extras[name] for b in buckets.batches]
+        for found, one in zip(buckets.unpack(held, sizes), wanted, strict=True):
+            np.testing.assert_array_equal(found, one)

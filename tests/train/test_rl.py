@@ -13,6 +13,7 @@ from rrl.data.tokenizer import train_tokenizer
 from rrl.errors import UserError
 from rrl.models.config import DecoderConfig
 from rrl.models.decoder import Decoder
+from rrl.models.heads import ValueModel
 from rrl.models.lora import LoraConfig, add_lora
 from rrl.parallel.mesh import make_mesh
 from rrl.parallel.rules import shard
@@ -23,10 +24,11 @@ from rrl.rollout.engine import Engine, EngineConfig
 from rrl.rollout.protocol import Stream
 from rrl.rollout.trajectory import POLICY
 from rrl.train import rl
+from rrl.train.critic import CriticConfig
 from rrl.train.metrics import read_metrics
+from rrl.train.objective import ObjectiveConfig
 from rrl.train.rl import RLConfig, Task, permute_rewards, question_order, train
 from rrl.train.rollouts import run_questions
-from rrl.train.update import ObjectiveConfig
 
 STEPS = 4
 
@@ -61,7 +63,7 @@ def fresh() -> Decoder:
     return Decoder(config, rngs=nnx.Rngs(0))
 
 
-def run(parts, workdir, config, die_at: int | None = None, decoder=None):
+def run(parts, workdir, config, die_at: int | None = None, decoder=None, value_model=None):
     questions, engine, recipe = parts
     decoder = decoder or fresh()
     calls = 0
@@ -80,7 +82,8 @@ def run(parts, workdir, config, die_at: int | None = None, decoder=None):
 
     recipe = Scored(**{f.name: getattr(recipe, f.name) for f in dataclasses.fields(recipe)})
     task = Task(questions[:8], questions[8:])
-    return train(config, recipe, task, engine, decoder, workdir), nnx.state(decoder)
+    outcome = train(config, recipe, task, engine, decoder, workdir, value_model=value_model)
+    return outcome, nnx.state(decoder)
 
 
 CONFIG = RLConfig(
@@ -125,6 +128,41 @@ def test_the_mean_of_the_last_parameters_is_what_a_run_learned(parts, whole, tmp
     sampled = [line["reward/total"] for line in lines(tmp_path / "mean") if "reward/total" in line]
     assert sampled == [line["reward/total"] for line in lines(whole[0]) if "reward/total" in line]
     assert outcome.after["eval/f1"] == lines(tmp_path / "mean")[-1]["eval/f1"]
+
+
+def test_with_a_critic_the_policy_waits_for_it_and_a_run_that_died_continues_to_the_same_numbers(
+    parts, tmp_path
+):
+    critic = CriticConfig(OptimConfig(lr=1e-2, total_steps=3), warmup_steps=1)
+    objective = dataclasses.replace(
+        CONFIG.objective, kl_in="reward", kl_estimator="k1", whiten=True, epochs=2
+    )
+    config = dataclasses.replace(
+        CONFIG, steps=3, eval_every=0, checkpoint_every=2, objective=objective, critic=critic
+    )
+
+    def values():
+        return ValueModel(fresh().config, rngs=nnx.Rngs(1))
+
+    _, params = run(parts, tmp_path / "whole", config, value_model=values())
+    with pytest.raises(ConnectionError):
+        run(parts, tmp_path / "died", config, die_at=3, value_model=values())  # evaluation, 2 steps
+    _, other = run(parts, tmp_path / "died", config, value_model=values())
+    jax.tree.map(np.testing.assert_array_equal, params, other)
+    assert lines(tmp_path / "whole") == lines(tmp_path / "died")
+    first, second, third = (line for line in lines(tmp_path / "whole") if "reward/total" in line)
+    assert "train/kl" not in first and "train/kl" in second and "train/kl" in third
+    assert first["train/lr"] == 0 < second["train/lr"]
+    assert first["critic/explained_variance"] == pytest.approx(0, abs=1e-5)  # its output starts at 0
+    assert all(np.isfinite(line["critic/loss"]) for line in (first, second, third))
+    _, waiting = run(parts, tmp_path / "one", dataclasses.replace(config, steps=1), value_model=values())
+    jax.tree.map(np.testing.assert_array_equal, waiting, nnx.state(fresh()))
+
+
+def test_a_critic_without_a_value_model_is_refused(parts, tmp_path):
+    config = dataclasses.replace(CONFIG, critic=CriticConfig(OptimConfig()))
+    with pytest.raises(UserError, match=r"train\.critic and a value model"):
+        run(parts, tmp_path, config)
 
 
 @pytest.mark.slow

@@ -20,8 +20,9 @@ from rrl.parallel.rules import shard, shardings
 from rrl.rl.logprobs import token_logprobs
 from rrl.rl.optim import OptimConfig, make_optimizer, split_trained
 from rrl.rollout.trajectory import ENVIRONMENT, POLICY, PROMPT, Trajectory
+from rrl.train.objective import ObjectiveConfig
 from rrl.train.pack import pack
-from rrl.train.update import ObjectiveConfig, Updater, microbatches
+from rrl.train.update import Updater, microbatches
 
 CONFIG = DecoderConfig.from_hf(
     {
@@ -68,34 +69,139 @@ TRAJECTORIES = [make(seed, 5 + 7 * (seed % 6), seed // 4) for seed in range(16)]
 ADVANTAGES = np.random.default_rng(9).normal(size=16).astype(np.float32)
 
 
-def step(
-    objective: ObjectiveConfig,
-    trajectories=TRAJECTORIES,
-    advantages=ADVANTAGES,
-    decoder=None,
-    frozen=(),
-    place=lambda x: x,
-):
+def made(objective: ObjectiveConfig, decoder=None, frozen=(), place=lambda x: x):
+    """An updater; parameters, reference and fixed parameters; the optimiser."""
     graph, params, fixed = split_trained(decoder or fresh(), frozen)
-    params, reference, fixed = place(params), place(jax.tree.map(lambda x: x * 1.05, params)), place(fixed)
+    reference = place(jax.tree.map(lambda x: x * 1.05, params))
     optimizer = make_optimizer(OptimConfig(name="sgd", lr=0.1, b1=0.0, clip_norm=None, total_steps=10))
-    updater = Updater(graph, optimizer, objective)
-    new, state, metrics = updater(params, optimizer.init(params), reference, fixed, trajectories, advantages)
-    return new, metrics | {"steps": int(optax.tree_utils.tree_get(state, "count"))}
+    return Updater(graph, optimizer, objective), (place(params), reference, place(fixed)), optimizer
+
+
+def step(objective: ObjectiveConfig, trajectories=TRAJECTORIES, advantages=ADVANTAGES, calls=1, **how):
+    updater, (params, reference, fixed), optimizer = made(objective, **how)
+    state = optimizer.init(params)
+    for _ in range(calls):
+        params, state, metrics = updater(params, state, reference, fixed, trajectories, advantages)
+    return params, metrics | {"steps": int(optax.tree_utils.tree_get(state, "count"))}
 
 
 def close(first, second, tolerance=1e-6):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=tolerance), first, second)
 
 
-@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean"])
-def test_any_split_into_microbatches_gives_the_same_step(aggregation):
-    whole = ObjectiveConfig(kl_coef=0.1, lengths=(64,), microbatch_tokens=4096, aggregation=aggregation)
-    split = dataclasses.replace(whole, lengths=(16, 32, 64), microbatch_tokens=64)
-    (one, first), (other, second) = step(whole), step(split)
+TOKENS = [np.random.default_rng(t.request).normal(size=len(t.tokens)) for t in TRAJECTORIES]
+"""An advantage for every token, as GAE gives it."""
+
+SPLITS = {
+    "token_mean": (ObjectiveConfig(kl_coef=0.1), ADVANTAGES),
+    "sequence_mean": (ObjectiveConfig(kl_coef=0.1, aggregation="sequence_mean"), ADVANTAGES),
+    "a number a token, every option": (
+        ObjectiveConfig(
+            kl_coef=0.1,
+            kl_estimator="k2",
+            dual_clip=1.5,
+            entropy_coef=0.1,
+            importance_cap=1.1,
+            aggregation="group_token_mean",
+        ),
+        TOKENS,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SPLITS)
+def test_any_split_into_microbatches_and_any_packing_gives_the_same_step(name):
+    # Plain steps at rate 0.1: gradients agree to 1e-5.
+    objective, advantages = SPLITS[name]
+    whole = dataclasses.replace(objective, lengths=(64,), microbatch_tokens=4096)
+    split = dataclasses.replace(objective, lengths=(16, 32, 64), microbatch_tokens=64)
+    (one, first), (other, second) = step(whole, advantages=advantages), step(split, advantages=advantages)
     close(one, other)
-    for name, value in first.items():
-        np.testing.assert_allclose(value, second[name], rtol=1e-4, atol=1e-6)
+    for metric, value in first.items():
+        np.testing.assert_allclose(value, second[metric], rtol=1e-4, atol=1e-6)
+
+
+def test_the_gradient_is_that_of_whole_logits_of_each_trajectory_by_itself():
+    """An independent implementation: no packing, no chunks, no microbatches, the formulas of GRPO with k3."""
+    width = max(len(t.tokens) for t in TRAJECTORIES)
+    tokens, mask, old = (np.zeros((len(TRAJECTORIES), width), d) for d in (np.int32, np.float32, np.float32))
+    for row, t in enumerate(TRAJECTORIES):
+        tokens[row, : len(t.tokens)], old[row, : len(t.tokens)] = t.tokens, t.logps
+        mask[row, : len(t.tokens)] = t.roles == POLICY
+    graph, params = nnx.split(fresh())
+
+    def logps(state):
+        decoder = nnx.merge(graph, state)
+        hidden = decoder(tokens, positions=jnp.broadcast_to(jnp.arange(width), tokens.shape))
+        whole = jax.nn.log_softmax(decoder.unembed(hidden), -1)
+        return jnp.pad(jnp.take_along_axis(whole[:, :-1], tokens[:, 1:, None], -1)[..., 0], ((0, 0), (1, 0)))
+
+    def loss(state):
+        now, before = logps(state), logps(jax.tree.map(lambda x: x * 1.05, params))
+        ratio, advantage = jnp.exp(now - old), ADVANTAGES[:, None]
+        surrogate = jnp.minimum(ratio * advantage, jnp.clip(ratio, 0.8, 1.28) * advantage)
+        kl = jnp.exp(before - now) - (before - now) - 1
+        return (mask * (0.1 * kl - surrogate)).sum() / mask.sum()
+
+    gradient = jax.jit(jax.grad(loss))(params)
+    found, _ = step(ObjectiveConfig(kl_coef=0.1, clip_high=0.28, lengths=(64,)))
+    close(jax.tree.map(lambda new, start: (start - new) / 0.1, found, params), gradient, 1e-5)
+
+
+def test_a_number_a_token_is_one_a_trajectory_where_they_agree_and_is_read_on_policy_tokens_only():
+    objective = ObjectiveConfig(kl_coef=0.0, lengths=(64,))
+    scalar, _ = step(objective)
+    tokens = [np.where(t.roles == POLICY, a, 99.0) for t, a in zip(TRAJECTORIES, ADVANTAGES, strict=True)]
+    each, _ = step(objective, advantages=tokens)
+    close(scalar, each, 0)
+
+
+def test_every_epoch_is_a_step_from_the_same_log_probabilities_on_the_same_advantages():
+    objective = ObjectiveConfig(kl_coef=0.1, lengths=(64,))
+    twice, metrics = step(dataclasses.replace(objective, epochs=2))
+    assert metrics["steps"] == 2
+    close(twice, step(objective, calls=2)[0], 0)
+
+
+def test_with_truncated_importance_the_ratio_starts_at_one_and_the_sampler_weighs():
+    objective = ObjectiveConfig(kl_coef=0.0, lengths=(64,), importance_cap=1.0)
+    updater, (params, _, fixed), _ = made(objective)
+    scores = updater.logps(params, fixed, TRAJECTORIES)["logp"]
+    own = [t.roles == POLICY for t in TRAJECTORIES]
+    gaps = [now[m] - t.sampled_logps[m] for now, t, m in zip(scores, TRAJECTORIES, own, strict=True)]
+    _, metrics = step(objective)
+    np.testing.assert_allclose(metrics["ratio"], 1, rtol=1e-6)
+    assert metrics["logp_gap"] < 1e-6
+    np.testing.assert_allclose(
+        metrics["importance"], np.minimum(np.exp(np.concatenate(gaps)), 1).mean(), rtol=1e-5
+    )
+
+
+def test_the_kl_in_the_reward_is_paid_from_each_token_on_and_then_whitened():
+    objective = ObjectiveConfig(kl_coef=0.5, kl_estimator="k1", kl_in="reward", lengths=(16, 32, 64))
+    updater, (_, reference, fixed), _ = made(objective)
+    before = updater.logps(reference, fixed, TRAJECTORIES)["logp"]
+    found = updater.credit(reference, fixed, TRAJECTORIES, ADVANTAGES)
+    wanted = []
+    for t, advantage, ref in zip(TRAJECTORIES, ADVANTAGES, before, strict=True):
+        own = np.flatnonzero(t.roles == POLICY).tolist()
+        to_come = {s: sum(float(t.logps[u] - ref[u]) for u in own if u >= s) for s in own}
+        wanted.append([float(advantage) - 0.5 * to_come[s] for s in own])
+    for t, tokens, one in zip(TRAJECTORIES, found, wanted, strict=True):
+        np.testing.assert_allclose(tokens[t.roles == POLICY], one, rtol=1e-4, atol=1e-4)
+    white = made(dataclasses.replace(objective, whiten=True))[0]
+    every = np.concatenate(wanted)
+    for t, tokens, one in zip(
+        TRAJECTORIES, white.credit(reference, fixed, TRAJECTORIES, ADVANTAGES), wanted, strict=True
+    ):
+        np.testing.assert_allclose(
+            tokens[t.roles == POLICY], (one - every.mean()) / every.std(), rtol=1e-3, atol=1e-4
+        )
+
+
+def test_credit_is_the_recipes_own_where_nothing_else_is_asked_for():
+    updater, (_, reference, fixed), _ = made(ObjectiveConfig(lengths=(64,)))
+    assert updater.credit(reference, fixed, TRAJECTORIES, ADVANTAGES) is ADVANTAGES
 
 
 def test_a_sharded_step_is_the_step_of_one_device_and_leaves_parameters_where_they_were():

@@ -1,0 +1,53 @@
+"""R-Search with PPO: a critic, GAE over the policy's own tokens, the KL in the reward.
+
+    python launch/train.py --config=configs/rsearch_ppo.py                      # built-in world
+    python launch/train.py --config=configs/rsearch_ppo.py:steps=2              # smoke run
+    python launch/train.py --config=configs/rsearch_ppo.py:size=7b,data=FOLDER,policy=FOLDER,reader=FOLDER,encoder=FOLDER
+
+Everything but the objective and the critic is that of `configs/rsearch_grpo.py`, whose arguments it takes. size=3b and
+size=7b hold the paper's PPO (Table 4; released values where it is silent): k1 in the reward at 0.001, gamma = lambda = 1,
+critic at 1e-5. The critic starts from the policy's weights with an output of 0.
+"""
+
+import importlib.util
+import pathlib
+
+from ml_collections import ConfigDict
+
+
+def get_config(arg: str = "") -> ConfigDict:
+    """The config of `--config=configs/rsearch_ppo.py:ARG`."""
+    config = _grpo(arg)
+    from rrl.train.experiment import with_defaults
+
+    ours = (
+        config.rollout.context <= 1024
+    )  # the built-in world's cold-started policy, as rsearch_grpo.py knows it
+    config.name = config.name.replace("rsearch_grpo", "rsearch_ppo", 1)
+    config.objective.kl_estimator = "k1"
+    config.objective.kl_in = "reward"
+    config.objective.whiten = True
+    config.objective.drop_spread = (
+        None  # a group without spread still teaches the critic, and through it the policy
+    )
+    if ours:
+        config.objective.kl_coef = 0.01
+    config.critic = {"warmup_steps": min(6, config.train.steps // 4) if ours else 0}
+    config.critic_optim = {
+        "name": "adamw",
+        "lr": 1e-3 if ours else 1e-5,
+        "b2": 0.999,
+        "clip_norm": 1.0,
+        "frozen": ("^embedding$",) if ours else (),
+    }
+    return with_defaults(config)
+
+
+def _grpo(arg: str) -> ConfigDict:
+    """The config beside this one; configs are loaded by path, not as a package."""
+    path = pathlib.Path(__file__).with_name("rsearch_grpo.py")
+    spec = importlib.util.spec_from_file_location("rsearch_grpo", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.get_config(arg)

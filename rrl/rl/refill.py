@@ -1,0 +1,60 @@
+"""Dynamic sampling: which groups of questions a step learns from, and how many more it has to ask."""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import numpy as np
+from jaxtyping import Float, Int
+
+from rrl.errors import at_least
+from rrl.rl.advantages import low_spread
+
+
+@dataclasses.dataclass(frozen=True)
+class Refill:
+    """Rounds of rollouts until enough groups have spread in their rewards (DAPO, section 3.2 and Algorithm 1).
+
+    A value, not a process: `after` returns the next one, so that a step is a pure function of what was sampled.
+    """
+
+    wanted: int
+    """Groups that the update needs."""
+    most_rounds: int = 3
+    """Rounds after which the update takes what there is: a policy that always or never succeeds must not loop for ever."""
+    spread: float = 0.0
+    """A group whose rewards lie within this of each other is dropped (0: all equal)."""
+    rounds: int = 0
+    asked: int = 0
+    """Groups seen so far."""
+    kept: tuple[int, ...] = ()
+    """Numbers of the groups to learn from, in the order they came, at most `wanted`."""
+
+    def __post_init__(self) -> None:
+        at_least(1, self, "wanted", "most_rounds")
+        at_least(0, self, "spread")
+
+    def after(
+        self, rewards: Float[np.ndarray, "N"], groups: Sequence[int] | Int[np.ndarray, "N"]
+    ) -> "Refill":
+        """The state after one more round; groups must have numbers that no former round used."""
+        groups = np.asarray(groups)
+        names = list(dict.fromkeys(groups.tolist()))
+        informative = set(groups[~low_spread(rewards, groups, self.spread)].tolist())
+        kept = (*self.kept, *(name for name in names if name in informative))[: self.wanted]
+        return dataclasses.replace(self, rounds=self.rounds + 1, asked=self.asked + len(names), kept=kept)
+
+    @property
+    def done(self) -> bool:
+        """True when there are enough groups, or no round is left."""
+        return len(self.kept) >= self.wanted or self.rounds >= self.most_rounds
+
+    @property
+    def next_round(self) -> int:
+        """Groups to ask for now: those missing, divided by the share that had spread so far; at most `wanted`."""
+        if self.done:
+            return 0
+        missing = self.wanted - len(self.kept)
+        if not self.kept:
+            return self.wanted
+        return min(self.wanted, math.ceil(missing * self.asked / len(self.kept)))

@@ -1,0 +1,80 @@
+"""Shaping of rewards and advantages that two of the papers add to GRPO: TIRESRAG-R1's, and DAPO's rule for long outputs."""
+
+import numpy as np
+from jaxtyping import Bool, Float, Int
+
+from rrl.errors import UserError
+
+
+def difficulty_weight(
+    mean_sufficient: Float[np.ndarray, "N"],
+    *,
+    low: float = 0.4,
+    high: float = 1.5,
+    middle: float = 0.75,
+    steepness: float = 10.0,
+) -> Float[np.ndarray, "N"]:
+    """W = A + (B - A) / (1 + exp(k·(R - rho_0))): more weight where the group seldom found enough (TIRESRAG-R1, Eq. 6).
+
+    Args:
+      mean_sufficient: R, the mean sufficient reward of the trajectory's group, in 0..1.
+      low: A.
+      high: B.
+      middle: rho_0.
+      steepness: k.
+    """
+    return low + (high - low) / (1 + np.exp(steepness * (np.asarray(mean_sufficient) - middle)))
+
+
+def consistency_penalty(
+    sufficient: Float[np.ndarray, "N"],
+    thinking: Float[np.ndarray, "N"],
+    answer: Float[np.ndarray, "N"],
+    *,
+    weight: float = 0.1,
+) -> Float[np.ndarray, "N"]:
+    """P = -lambda_p·A^S·A^T·A^A where that product is negative, else 0 (TIRESRAG-R1, Eq. 7, whose second A^T is A^S).
+
+    It is never negative, and is subtracted: the final advantage is (A - P)·W (section 4.4).
+
+    Args:
+      sufficient: group-normalised sufficient rewards.
+      thinking: group-normalised thinking rewards.
+      answer: group-normalised answer rewards.
+      weight: lambda_p.
+    """
+    product = np.asarray(sufficient) * thinking * answer
+    return weight * np.maximum(-product, 0.0)
+
+
+def saturated(
+    answers: Float[np.ndarray, "N"], groups: Int[np.ndarray, "N"], low: float = 0.1, high: float = 0.9
+) -> Bool[np.ndarray, "N"]:
+    """True where the answers of a trajectory's group are all at most `low` or all at least `high`: TIRESRAG-R1's filter.
+
+    A group stays iff its largest answer F1 is above `low` and its smallest below `high` (4.4; Algorithm 1, line 14, as
+    SPEC.md reads it).
+    """
+    _, index = np.unique(groups, return_inverse=True)
+    best = np.full(index.max(initial=-1) + 1, -np.inf)
+    worst = np.full_like(best, np.inf)
+    np.maximum.at(best, index, answers)
+    np.minimum.at(worst, index, answers)
+    return ((best <= low) | (worst >= high))[index]
+
+
+def overlong_penalty(lengths: Int[np.ndarray, "N"], longest: int, cache: int) -> Float[np.ndarray, "N"]:
+    """What is added to the reward of long outputs: 0, then falling linearly to -1 over the last `cache` tokens.
+
+    DAPO, Eq. 13 ("soft overlong punishment"). R2AG has the hard rule instead: what is cut earns 0.
+
+    Args:
+      lengths: policy tokens of each output.
+      longest: L_max, beyond which the penalty is -1.
+      cache: L_cache.
+    """
+    if not 0 < cache <= longest:
+        raise UserError(
+            f"cache={cache} must lie in 1..longest={longest}: the last tokens, which are penalised"
+        )
+    return np.clip((longest - cache - np.asarray(lengths, np.float64)) / cache, -1.0, 0.0)

@@ -1,0 +1,185 @@
+"""The critic of PPO: values of every policy token, advantages from them by GAE, and its own update."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from jax.sharding import Mesh
+from jaxtyping import Float, PyTree
+
+from rrl.errors import UserError, at_least
+from rrl.models.heads import ValueModel
+from rrl.parallel.mesh import data_shards, use_mesh
+from rrl.rl.advantages import whiten
+from rrl.rl.batch import Batch
+from rrl.rl.gae import before_token, gae
+from rrl.rl.optim import OptimConfig, init_optimizer, make_optimizer, split_trained
+from rrl.rl.values import MOMENTS, explained_variance, value_loss, value_moments
+from rrl.rollout.trajectory import POLICY, Trajectory
+from rrl.train.descent import Descent
+from rrl.train.objective import ObjectiveConfig
+from rrl.train.rows import Scorer, bucketed
+
+State = tuple[PyTree, PyTree]
+"""Trained parameters and the state of their optimiser."""
+
+
+@dataclasses.dataclass(frozen=True)
+class CriticConfig:
+    """PPO's critic; defaults are R-Search's (SPEC.md 6: gamma = lambda = 1)."""
+
+    optim: OptimConfig
+    discount: float = 1.0
+    """gamma."""
+    trace: float = 1.0
+    """lambda."""
+    clip: float | None = 0.5
+    """How far a value may usefully move in one batch; None: any distance."""
+    epochs: int = 1
+    minibatches: int = 1
+    """Optimiser steps an epoch, each on its share of the trajectories."""
+    warmup_steps: int = 0
+    """Updates, counted from the start, in which the critic learns and the policy waits."""
+
+    def __post_init__(self) -> None:
+        for field in ("discount", "trace"):
+            if not 0 <= getattr(self, field) <= 1:
+                raise UserError(f"critic.{field}={getattr(self, field)} must lie in 0..1")
+        if self.clip is not None:
+            at_least(0, self, "clip", where="critic.")
+        at_least(1, self, "epochs", "minibatches", where="critic.")
+        at_least(0, self, "warmup_steps", where="critic.")
+
+    @property
+    def optimizer_steps(self) -> int:
+        """Optimiser steps a rollout batch."""
+        return self.epochs * self.minibatches
+
+
+@dataclasses.dataclass(frozen=True)
+class Estimate:
+    """What the critic says of finished trajectories: one array of its token length each, read on policy tokens."""
+
+    values: list[Float[np.ndarray, "T"]]
+    """V of the state in which the token was chosen."""
+    returns: list[Float[np.ndarray, "T"]]
+    """What V should have been: advantage + value."""
+    advantages: list[Float[np.ndarray, "T"]]
+
+
+class Critic:
+    """The programs of a critic for one value model; its state is the caller's (`make_critic` gives the first)."""
+
+    def __init__(
+        self,
+        graph: nnx.GraphDef,
+        fixed: PyTree,
+        optimizer: optax.GradientTransformation,
+        config: CriticConfig,
+        objective: ObjectiveConfig,
+        mesh: Mesh | None = None,
+    ) -> None:
+        """`objective` says how trajectories are packed, and whether advantages are whitened."""
+        self.config, self.objective, self.mesh, self.fixed = config, objective, mesh, fixed
+
+        def values(params: PyTree, fixed: PyTree, batch: Batch) -> jax.Array:
+            found = nnx.merge(graph, params, fixed).values(
+                batch.tokens, positions=batch.positions, segment_ids=batch.segment_ids
+            )
+            return before_token(found)
+
+        def estimate(params: PyTree, fixed: PyTree, batch: Batch) -> dict[str, jax.Array]:
+            value = values(params, fixed, batch)
+            advantage, returns = gae(
+                batch.extras["reward"],
+                value,
+                batch.loss,
+                batch.segment_ids,
+                discount=config.discount,
+                trace=config.trace,
+            )
+            return {"value": value, "return": returns, "advantage": advantage}
+
+        def loss(params: PyTree, fixed: PyTree, batch: Batch) -> tuple[jax.Array, dict[str, jax.Array]]:
+            old, returns = batch.extras["value"], batch.extras["return"]
+            found, clipped = value_loss(values(params, fixed, batch), old, returns, clip=config.clip)
+            mask = batch.loss.astype(jnp.float32)
+            sums = value_moments(old, returns, mask) | {"clip_fraction": jnp.sum(mask * clipped)}
+            return jnp.sum(mask * found), sums
+
+        self._estimate = Scorer(estimate, objective, mesh)
+        self._descent = Descent(loss, optimizer, (*MOMENTS, "clip_fraction"), mesh)
+
+    def estimate(
+        self,
+        state: State,
+        trajectories: Sequence[Trajectory],
+        penalties: Sequence[Float[np.ndarray, "T"]] | None = None,
+    ) -> Estimate:
+        """Values, returns and advantages (whitened over the policy tokens of the batch where the objective says so).
+
+        The total reward is paid at the last policy token, less `penalties` (the KL) at each.
+        """
+        rewards = []
+        for index, t in enumerate(trajectories):
+            reward = np.zeros(len(t.tokens), np.float32) if penalties is None else -penalties[index]
+            own = np.flatnonzero(t.roles == POLICY)
+            reward[own[-1:]] += t.rewards["total"]
+            rewards.append(reward)
+        found = self._estimate(state[0], self.fixed, trajectories, {"reward": rewards})
+        advantages = found["advantage"]
+        if self.objective.whiten:
+            advantages = whiten(advantages, [t.roles == POLICY for t in trajectories])
+        return Estimate(found["value"], found["return"], advantages)
+
+    def learn(
+        self, state: State, trajectories: Sequence[Trajectory], estimate: Estimate
+    ) -> tuple[State, dict[str, float]]:
+        """Moves the values towards the returns; donates the buffers of `state`.
+
+        Returns the new state, and: loss (mean over policy tokens), clip_fraction, grad_norm, skipped, and
+        explained_variance, value and return as they were before this update.
+        """
+        config, size = self.config, len(trajectories)
+        packed: list[tuple[list[Batch], int]] = []
+        for share in np.array_split(np.arange(size), min(config.minibatches, size)):
+            chosen = [trajectories[i] for i in share]
+            extras = {
+                "value": [estimate.values[i] for i in share],
+                "return": [estimate.returns[i] for i in share],
+            }
+            buckets = bucketed(chosen, self.objective, data_shards(self.mesh), extras)
+            packed.append((buckets.batches, max(sum(t.policy_tokens for t in chosen), 1)))
+        found: list[dict[str, float]] = []
+        params, opt_state = state
+        with use_mesh(self.mesh):
+            for batches, total in packed * config.epochs:
+                params, opt_state, sums = self._descent.step(params, opt_state, self.fixed, batches, total)
+                found.append(sums | {"clip_fraction": sums["clip_fraction"] / total})
+        once = {name: sum(sums[name] for sums in found[: len(packed)]) for name in MOMENTS}
+        tokens = max(once["count"], 1.0)
+        metrics: dict[str, Any] = {
+            name: float(np.mean([sums[name] for sums in found]))
+            for name in ("loss", "clip_fraction", "grad_norm")
+        }
+        return (params, opt_state), metrics | {
+            "skipped": found[-1]["skipped"],
+            "explained_variance": explained_variance(once),
+            "return": once["return"] / tokens,
+            "value": (once["return"] - once["error"]) / tokens,
+        }
+
+
+def make_critic(
+    model: ValueModel, config: CriticConfig, objective: ObjectiveConfig, mesh: Mesh | None = None
+) -> tuple[Critic, State]:
+    """A critic and its first state, whose buffers are the model's (updates donate them)."""
+    graph, params, fixed = split_trained(model, config.optim.frozen)
+    optimizer = make_optimizer(config.optim)
+    state = params, init_optimizer(optimizer, params, mesh)
+    return Critic(graph, fixed, optimizer, config, objective, mesh), state

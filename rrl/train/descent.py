@@ -1,0 +1,76 @@
+"""Gradients summed over microbatches and divided once, then one optimiser step."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh
+from jaxtyping import PyTree
+
+from rrl.parallel.mesh import put_rows
+from rrl.parallel.rules import constrain_state
+from rrl.rl.batch import Batch
+from rrl.rl.optim import skipped_updates
+
+Loss = Callable[[PyTree, PyTree, Batch], tuple[jax.Array, dict[str, jax.Array]]]
+"""(trained parameters, frozen ones, a microbatch) -> the summed loss, and sums by name."""
+
+
+class Descent:
+    """Two jitted programs: `accumulate` adds a microbatch's gradient to the sum, `apply` takes the optimiser's step.
+
+    With a mesh of several devices, rows are split over its axes data and fsdp, and everything that is shaped like a
+    parameter lies where `rrl.parallel.rules` puts that. Call it within `use_mesh`.
+    """
+
+    def __init__(
+        self,
+        loss: Loss,
+        optimizer: optax.GradientTransformation,
+        sums: Sequence[str],
+        mesh: Mesh | None = None,
+    ) -> None:
+        """`sums` are the names that `loss` returns."""
+        self.mesh = mesh
+        self.sums = (*sums, "loss")
+
+        def accumulate(
+            params: PyTree, frozen: PyTree, grads: PyTree, sums: dict[str, jax.Array], batch: Batch
+        ) -> tuple[PyTree, dict[str, jax.Array]]:
+            (value, new), grad = jax.value_and_grad(loss, has_aux=True)(params, frozen, batch)
+            new, grad = new | {"loss": value}, constrain_state(grad)
+            return jax.tree.map(jnp.add, grads, grad), {name: sums[name] + new[name] for name in new}
+
+        def apply(
+            params: PyTree, opt_state: optax.OptState, grads: PyTree, total: jax.Array
+        ) -> tuple[PyTree, optax.OptState, dict[str, jax.Array]]:
+            grads = jax.tree.map(lambda g: g / total, grads)
+            updates, opt_state = optimizer.update(grads, opt_state, params)
+            metrics = {"grad_norm": optax.global_norm(grads), "skipped": skipped_updates(opt_state)}
+            return optax.apply_updates(params, updates), opt_state, metrics
+
+        self.accumulate: Callable[..., Any] = jax.jit(accumulate, donate_argnums=(2, 3))
+        self.apply: Callable[..., Any] = jax.jit(apply, donate_argnums=(0, 1))
+
+    def step(
+        self,
+        params: PyTree,
+        opt_state: optax.OptState,
+        frozen: PyTree,
+        batches: Sequence[Batch],
+        total: float,
+    ) -> tuple[PyTree, optax.OptState, dict[str, float]]:
+        """One optimiser step on the loss summed over `batches` and divided by `total`; donates `params` and `opt_state`.
+
+        Returns new parameters, optimiser state, and the sums, with "loss" divided by `total`, "grad_norm", and "skipped"
+        (steps without a finite gradient since the start).
+        """
+        grads = jax.tree.map(lambda x: jnp.zeros_like(x, device=x.sharding), params)
+        sums = {name: jnp.zeros(()) for name in self.sums}
+        for batch in batches:
+            grads, sums = self.accumulate(params, frozen, grads, sums, put_rows(batch, self.mesh))
+        params, opt_state, extra = self.apply(params, opt_state, grads, jnp.float32(total))
+        found = {name: float(value) for name, value in jax.device_get({**sums, **extra}).items()}
+        return params, opt_state, found | {"loss": found["loss"] / total}

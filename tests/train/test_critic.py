@@ -1,0 +1,110 @@
+"""The critic: advantages of packed rows are those of each trajectory alone, and values learn from policy tokens only."""
+
+import dataclasses
+import statistics
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from rrl.errors import UserError
+from rrl.models.config import DecoderConfig
+from rrl.models.heads import ValueModel
+from rrl.rl.optim import OptimConfig
+from rrl.rollout.trajectory import POLICY
+from rrl.train.critic import CriticConfig, make_critic
+from rrl.train.objective import ObjectiveConfig
+from tests.train.sharded_step import trajectory
+
+SHAPE = DecoderConfig(vocab_size=97, hidden=16, layers=1, heads=2, kv_heads=1, head_dim=8, mlp=24)
+OBJECTIVE = ObjectiveConfig(lengths=(64,), microbatch_tokens=1024)
+SPLIT = dataclasses.replace(OBJECTIVE, lengths=(24, 64), microbatch_tokens=64)
+SGD = OptimConfig(name="sgd", lr=0.1, b1=0.0, clip_norm=None, total_steps=10)
+CONFIG = CriticConfig(SGD, discount=0.9, trace=0.8)
+
+TRAJECTORIES = [trajectory(seed) for seed in range(8)]
+for one in TRAJECTORIES:
+    one.rewards["total"] = float(one.request % 3)
+OWN = [np.flatnonzero(t.roles == POLICY).tolist() for t in TRAJECTORIES]
+PENALTIES = [0.1 * np.random.default_rng(t.request).random(len(t.tokens)) for t in TRAJECTORIES]
+
+
+def model() -> ValueModel:
+    """Random numbers everywhere, the output included, drawn without compiling anything."""
+    graph, shapes = nnx.split(nnx.eval_shape(lambda: ValueModel(SHAPE, rngs=nnx.Rngs(0))))
+    draws = np.random.default_rng(0)
+    return nnx.merge(
+        graph, jax.tree.map(lambda x: jnp.asarray(draws.normal(0, 0.3, x.shape), x.dtype), shapes)
+    )
+
+
+@pytest.fixture(scope="module")
+def alone():
+    """The value after each token of each trajectory, unpacked."""
+    width = max(len(t.tokens) for t in TRAJECTORIES)
+    tokens = np.array([np.pad(t.tokens, (0, width - len(t.tokens))) for t in TRAJECTORIES])
+    positions = jnp.broadcast_to(jnp.arange(width), tokens.shape)
+    return np.asarray(nnx.jit(lambda critic: critic.values(tokens, positions=positions))(model()))
+
+
+@pytest.mark.parametrize("objective", [OBJECTIVE, SPLIT], ids=["one length", "two lengths"])
+def test_advantages_are_gae_by_loops_on_each_trajectory_alone(alone, objective):
+    critic, state = make_critic(model(), CONFIG, objective)
+    found = critic.estimate(state, TRAJECTORIES, PENALTIES)
+    for row, (t, own) in enumerate(zip(TRAJECTORIES, OWN, strict=True)):
+        value = {s: float(alone[row, s - 1]) for s in own}  # of the state before the token
+        advantage, following = 0.0, 0.0
+        for s in reversed(own):
+            reward = -PENALTIES[row][s] + (t.rewards["total"] if s == own[-1] else 0.0)
+            advantage = reward + 0.9 * following - value[s] + 0.9 * 0.8 * advantage
+            following = value[s]
+            np.testing.assert_allclose(found.advantages[row][s], advantage, atol=1e-5)
+            np.testing.assert_allclose(found.returns[row][s], advantage + value[s], atol=1e-5)
+            np.testing.assert_allclose(found.values[row][s], value[s], atol=1e-5)
+
+
+def test_any_split_into_microbatches_gives_the_same_step_and_its_metrics_are_those_of_before():
+    after = []
+    for objective in (OBJECTIVE, SPLIT):
+        critic, state = make_critic(model(), CONFIG, objective)
+        estimate = critic.estimate(state, TRAJECTORIES)
+        after.append(critic.learn(state, TRAJECTORIES, estimate))
+    (one, first), (other, second) = after
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), one[0], other[0])
+    for name, value in first.items():
+        np.testing.assert_allclose(value, second[name], rtol=1e-4, atol=1e-6, err_msg=name)
+    returns = [float(r[s]) for r, own in zip(estimate.returns, OWN, strict=True) for s in own]
+    values = [float(v[s]) for v, own in zip(estimate.values, OWN, strict=True) for s in own]
+    errors = [r - v for r, v in zip(returns, values, strict=True)]
+    wanted = 1 - statistics.pvariance(errors) / statistics.pvariance(returns)
+    np.testing.assert_allclose(first["explained_variance"], wanted, rtol=1e-3)
+    np.testing.assert_allclose(first["value"], statistics.mean(values), rtol=1e-4)
+    np.testing.assert_allclose(first["loss"], statistics.mean(e * e / 2 for e in errors), rtol=1e-4)
+
+
+def test_values_come_to_explain_the_returns():
+    adam = OptimConfig(lr=3e-2, total_steps=100)
+    critic, state = make_critic(model(), CriticConfig(adam, clip=None, epochs=2, minibatches=2), OBJECTIVE)
+    explained = []
+    for _ in range(8):
+        state, metrics = critic.learn(state, TRAJECTORIES, critic.estimate(state, TRAJECTORIES))
+        explained.append(metrics["explained_variance"])
+    assert explained[0] < 0.2 < 0.6 < explained[-1]
+
+
+def test_whitened_advantages_have_mean_0_and_deviation_1_over_policy_tokens():
+    critic, state = make_critic(model(), CONFIG, dataclasses.replace(OBJECTIVE, whiten=True))
+    found = critic.estimate(state, TRAJECTORIES).advantages
+    every = [float(a[s]) for a, own in zip(found, OWN, strict=True) for s in own]
+    np.testing.assert_allclose([statistics.mean(every), statistics.pstdev(every)], [0, 1], atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"discount": 1.5}, {"trace": -0.1}, {"clip": -1.0}, {"epochs": 0}], ids=str
+)
+def test_a_wrong_field_is_named_with_its_value(wrong):
+    ((field, value),) = wrong.items()
+    with pytest.raises(UserError, match=rf"critic\.{field}={value}"):
+        CriticConfig(SGD, **wrong)
