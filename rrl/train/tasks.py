@@ -15,7 +15,7 @@ from rrl.data.records import OnError
 from rrl.errors import UserError, at_least, one_of
 from rrl.retrieval.bm25 import Bm25Config
 from rrl.retrieval.encode import TextEncoder, load_text_encoder
-from rrl.retrieval.index import KINDS as INDEXES
+from rrl.retrieval.folder import KINDS as INDEXES
 from rrl.retrieval.index import make_retriever
 from rrl.retrieval.retriever import Retriever
 

@@ -13,6 +13,7 @@ from rrl.data.passages import Passage
 from rrl.errors import UserError
 from rrl.models.config import EncoderConfig, Pooling
 from rrl.models.encoder import Encoder
+from rrl.retrieval.build import build_index
 from rrl.retrieval.encode import (
     TextEncoder,
     folder_fingerprint,
@@ -21,7 +22,7 @@ from rrl.retrieval.encode import (
     save_text_encoder,
     token_cutter,
 )
-from rrl.retrieval.index import build_index, make_retriever, open_index
+from rrl.retrieval.index import make_retriever, open_index
 from rrl.retrieval.settings import TextSettings
 
 WORDS = [

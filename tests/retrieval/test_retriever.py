@@ -8,7 +8,8 @@ import pytest
 
 from rrl.data.passages import Passage
 from rrl.errors import UserError
-from rrl.retrieval.index import KINDS, make_retriever
+from rrl.retrieval.folder import KINDS
+from rrl.retrieval.index import make_retriever
 from rrl.retrieval.retriever import MAX_QUERY_CHARACTERS, Retriever
 from tests.retrieval.fakes import WordEncoder
 
