@@ -122,7 +122,7 @@ class TextEncoder:
 
     def _embed(self, tokens: Int[np.ndarray, "B T"], rows: int) -> jax.Array:
         """Embed, with the batch padded to `rows` so that each width compiles once; the device may not be done yet."""
-        padding = rows - len(tokens)
+        padding = -(-rows // max(1, len(self.devices))) * max(1, len(self.devices)) - len(tokens)
         tokens = np.pad(tokens, ((0, padding), (0, 0)), constant_values=self.tokenizer.pad_token_id)
         graph, state = self._split
         mask = tokens != self.tokenizer.pad_token_id
