@@ -62,6 +62,15 @@ def open_index(folder: str | Path, text_encoder: "TextEncoder | None" = None) ->
     return Retriever(PassageFile(folder, manifest["passages"]), index, text_encoder)
 
 
+def open_with_encoder(index: str | Path, encoder: str | Path | None) -> Retriever:
+    """`open_index`, with the encoder of a folder where one is given."""
+    if not encoder:
+        return open_index(index)
+    from rrl.retrieval.encode import load_text_encoder
+
+    return open_index(index, load_text_encoder(encoder))
+
+
 def _check_encoder(folder: Path, manifest: dict[str, Any], text_encoder: "TextEncoder | None") -> None:
     built = manifest["encoder"]
     if text_encoder is None:

@@ -32,13 +32,15 @@ def test_what_is_chosen_fits_the_memory_or_is_refused(passages: int, memory_gb: 
     try:
         config = choose_scann(passages, 768, memory_gb)
     except UserError as error:
-        assert f"memory_gb={memory_gb} is too little for {passages} passages" in str(error)
-        least = float(str(error).split("at least ")[1].split(" ")[0])
-        assert least > memory_gb
-        assert choose_scann(passages, 768, 1.01 * least).leaves
+        refused = str(error)
+    else:
+        assert serving_bytes(config, passages, 768) <= memory_gb * GB
+        assert building_bytes(config, passages, 768) <= memory_gb * GB
         return
-    assert serving_bytes(config, passages, 768) <= memory_gb * GB
-    assert building_bytes(config, passages, 768) <= memory_gb * GB
+    assert f"memory_gb={memory_gb} is too little for {passages} passages" in refused
+    least = float(refused.split("at least ")[1].split(" ")[0])
+    assert least > memory_gb
+    assert choose_scann(passages, 768, 1.01 * least).leaves
 
 
 def test_more_memory_is_never_less_accurate() -> None:
