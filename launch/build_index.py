@@ -26,7 +26,9 @@ _K1 = flags.DEFINE_float("k1", None, "BM25: saturation of repeated words, in pla
 _B = flags.DEFINE_float("b", None, "BM25: strength of length normalisation, in place of the published.")
 _TITLE = flags.DEFINE_integer("title_weight", 1, "BM25: how often the title counts; 0: the text alone.")
 _STEM = flags.DEFINE_bool("stem", True, "BM25: whether words are reduced to their stems.")
-_ON_ERROR = flags.DEFINE_enum("on_error", "refuse", ["refuse", "skip"], "What a broken record does.")
+_SKIP = flags.DEFINE_bool(
+    "skip_broken", False, "Leave broken records out, and count them, in place of refusing the file."
+)
 flags.mark_flags_as_required(["corpus", "out"])
 
 
@@ -59,9 +61,13 @@ def main(_: Sequence[str]) -> None:
     from rrl.retrieval.build import build_index, check_kind
 
     assert _CORPUS.value is not None and _OUT.value is not None  # required flags
-    bm25 = Bm25Config(*PUBLISHED[_BM25.value], title_weight=_TITLE.value, stem=_STEM.value)
-    given = {"k1": _K1.value, "b": _B.value}
-    bm25 = dataclasses.replace(bm25, **{name: value for name, value in given.items() if value is not None})
+    k1, b = PUBLISHED[_BM25.value]
+    bm25 = Bm25Config(
+        k1 if _K1.value is None else _K1.value,
+        b if _B.value is None else _B.value,
+        title_weight=_TITLE.value,
+        stem=_STEM.value,
+    )
     encoder = None
     if _RETRIEVER.value != "bm25" and _ENCODER.value:
         import jax
@@ -77,7 +83,7 @@ def main(_: Sequence[str]) -> None:
         encoder,
         bm25,
         memory_gb=_MEMORY.value,
-        on_error=_ON_ERROR.value,
+        on_error="skip" if _SKIP.value else "refuse",
         progress=Stages(),
     )
     print(json.dumps(manifest, indent=2))

@@ -26,8 +26,9 @@ def as_text(queries: Sequence[str], found: Sequence[Sequence[Hit]], width: int =
             lines.append(f"{rank:3d}. {hit.score:8.4f}  {hit.passage.title}  [{hit.passage.id}]")
             lines.append(textwrap.indent(textwrap.fill(hit.passage.text, width - 5), "     "))
         lines.append("")
-    # Half a surrogate pair can be in a corpus, but on no terminal.
-    return "\n".join(lines).rstrip().encode("utf-8", "replace").decode()
+    # Half a surrogate pair can be in a corpus, but on no terminal; control characters would command it.
+    text = "\n".join(lines).rstrip().encode("utf-8", "replace").decode()
+    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", "\N{REPLACEMENT CHARACTER}", text)
 
 
 def write_page(

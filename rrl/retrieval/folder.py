@@ -111,6 +111,12 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     return manifest
 
 
+def index_identity(folder: str | Path) -> dict[str, Any]:
+    """What an index finds, wherever it lies: its kind, corpus, encoder and settings."""
+    manifest = read_manifest(Path(folder))
+    return {name: manifest.get(name) for name in ("kind", "corpus", "encoder", "bm25")}
+
+
 def damaged(folder: Path, what: str) -> UserError:
     """The error of an index folder that is not what was written."""
     return UserError(f"index {folder}: damaged, {what}. Build it again.")

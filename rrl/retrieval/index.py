@@ -12,7 +12,7 @@ from rrl.retrieval.bm25 import Bm25Config, Bm25Index
 from rrl.retrieval.build import check_kind
 from rrl.retrieval.dense import ExactIndex, ScannIndex
 from rrl.retrieval.folder import PassageFile, damaged, read_manifest
-from rrl.retrieval.retriever import Index, Retriever
+from rrl.retrieval.retriever import Index, Patience, Retriever
 from rrl.retrieval.sizing import ScannConfig
 
 if TYPE_CHECKING:  # BM25 needs no JAX, so opening it does not import any.
@@ -39,7 +39,9 @@ def make_retriever(
     return Retriever(passages, index, text_encoder)
 
 
-def open_index(folder: str | Path, text_encoder: "TextEncoder | None" = None) -> Retriever:
+def open_index(
+    folder: str | Path, text_encoder: "TextEncoder | None" = None, patience: Patience | None = None
+) -> Retriever:
     """Open an index folder, passages and embeddings memory-mapped.
 
     Raises UserError naming the folder and what is wrong: no index, unfinished, damaged, or built with another encoder.
@@ -59,7 +61,7 @@ def open_index(folder: str | Path, text_encoder: "TextEncoder | None" = None) ->
             index = ScannIndex.load(folder / "scann", embeddings, ScannConfig(**settings))
         else:
             index = ExactIndex(embeddings)
-    return Retriever(PassageFile(folder, manifest["passages"]), index, text_encoder)
+    return Retriever(PassageFile(folder, manifest["passages"]), index, text_encoder, patience=patience)
 
 
 def open_with_encoder(index: str | Path, encoder: str | Path | None) -> Retriever:

@@ -17,6 +17,10 @@ def test_text_has_rank_score_title_and_id() -> None:
     text.encode()
 
 
+def test_a_passage_cannot_command_the_terminal() -> None:
+    assert "\x1b" not in as_text(["q"], [[Hit(Passage("1", "\x1b[2J", "x\x9b"), 1)]])
+
+
 def test_the_page_is_escaped_and_marks_the_words_of_the_query(tmp_path) -> None:
     write_page(tmp_path / "page.html", ["Norway & north", "none"], [HITS, []], "scann index x")
     page = (tmp_path / "page.html").read_text(encoding="utf-8")
