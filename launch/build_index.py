@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from absl import flags
 
+from rrl.errors import UserError
 from rrl.train import launcher
 
 _CORPUS = flags.DEFINE_string("corpus", None, "JSONL, JSON or TSV, gzipped or not; see docs/retrieval.md.")
@@ -28,6 +29,9 @@ _TITLE = flags.DEFINE_integer("title_weight", 1, "BM25: how often the title coun
 _STEM = flags.DEFINE_bool("stem", True, "BM25: whether words are reduced to their stems.")
 _SKIP = flags.DEFINE_bool(
     "skip_broken", False, "Leave broken records out, and count them, in place of refusing the file."
+)
+_SHARD = flags.DEFINE_string(
+    "shard", "0/1", "i/n: every n-th passage from the i-th, for a corpus on n hosts."
 )
 flags.mark_flags_as_required(["corpus", "out"])
 
@@ -51,6 +55,13 @@ class Stages:
             self._line.update(done, {"passages/s": rate})
         elif done % 100_000 == 0:
             print(f"{stage}: {done} passages/s={rate:.0f}", file=sys.stderr)
+
+
+def _shard(text: str) -> tuple[int, int]:
+    part, _, count = text.partition("/")
+    if not (part.isdigit() and count.isdigit()):
+        raise UserError(f"--shard={text} must be i/n, such as 0/4")
+    return int(part), int(count)
 
 
 def main(_: Sequence[str]) -> None:
@@ -84,6 +95,7 @@ def main(_: Sequence[str]) -> None:
         bm25,
         memory_gb=_MEMORY.value,
         on_error="skip" if _SKIP.value else "refuse",
+        shard=_shard(_SHARD.value),
         progress=Stages(),
     )
     print(json.dumps(manifest, indent=2))

@@ -5,6 +5,7 @@ Until it is whole, the folder is called OUT.unfinished. Reading the corpus start
 """
 
 import dataclasses
+import itertools
 import json
 import shutil
 import time
@@ -53,6 +54,7 @@ def build_index(
     memory_gb: float | None = None,
     block: int = BLOCK,
     on_error: OnError = "refuse",
+    shard: tuple[int, int] = (0, 1),
     progress: Progress = lambda stage, done, total: None,
 ) -> dict[str, Any]:
     """Write an index folder, and return its manifest. It appears under its name only when it is complete.
@@ -68,6 +70,7 @@ def build_index(
       memory_gb: memory for ScaNN, in 10^9 bytes; None: most of the machine's.
       block: passages between two marks on the disk.
       on_error: what a broken record of the corpus file does.
+      shard: (i, n): every n-th passage from the i-th (counted from 0), for a corpus that n hosts share.
       progress: told about each block.
 
     Raises UserError for an unknown kind, an empty or broken corpus, a missing encoder, a folder that exists, a full disk.
@@ -78,7 +81,9 @@ def build_index(
         raise UserError(f"index folder {out}: exists. Remove it, or give the path of a new folder.")
     work = out.with_name(out.name + ".unfinished")
     bm25 = bm25 or Bm25Config()
-    wanted: dict[str, Any] = {"kind": kind, "block": block}
+    if not 0 <= shard[0] < shard[1]:
+        raise UserError(f"shard={shard[0]}/{shard[1]} must be one of 0/n to (n-1)/n, such as 0/4")
+    wanted: dict[str, Any] = {"kind": kind, "block": block, "shard": list(shard)}
     if kind == "bm25":
         wanted["bm25"] = dataclasses.asdict(bm25)
     else:
@@ -87,7 +92,7 @@ def build_index(
     with disk_full_told(work):
         work.mkdir(parents=True, exist_ok=True)
         _refuse_other(work, wanted)
-        count, fingerprint = _read(work, corpus, on_error, progress)
+        count, fingerprint = _read(work, corpus, on_error, shard, progress)
         manifest = {**wanted, "passages": count, "corpus": fingerprint}
         passages = PassageFile(work, count)
         if kind == "bm25":
@@ -132,7 +137,11 @@ def _refuse_other(work: Path, wanted: dict[str, Any]) -> None:
 
 
 def _read(
-    work: Path, corpus: str | Path | Iterable[Passage], on_error: OnError, progress: Progress
+    work: Path,
+    corpus: str | Path | Iterable[Passage],
+    on_error: OnError,
+    shard: tuple[int, int],
+    progress: Progress,
 ) -> tuple[int, str]:
     """Number and fingerprint of the passages, which are in the folder then; what belongs to others is removed."""
     file = work / "corpus.json"
@@ -145,7 +154,9 @@ def _read(
         if source and held.get("source") == source:
             return held["passages"], held["corpus"]
         corpus = iter_passages(path, on_error)
-    count, fingerprint = write_passages(work, _told(corpus, progress))
+    count, fingerprint = write_passages(
+        work, _told(itertools.islice(corpus, shard[0], None, shard[1]), progress)
+    )
     if not count:
         raise UserError("corpus: it has no passages; an index needs at least one. Check the corpus file.")
     if held and held["corpus"] != fingerprint:

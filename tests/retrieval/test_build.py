@@ -95,7 +95,9 @@ def test_a_changed_corpus_is_embedded_anew(tmp_path: Path) -> None:
 
 def test_an_unfinished_build_with_other_settings_is_refused(tmp_path: Path) -> None:
     (tmp_path / "index.unfinished").mkdir()
-    (tmp_path / "index.unfinished/wanted.json").write_text('{"kind": "exact", "block": 8192}')
+    (tmp_path / "index.unfinished/wanted.json").write_text(
+        '{"kind": "exact", "block": 8192, "shard": [0, 1]}'
+    )
     with pytest.raises(
         UserError, match=r"unfinished build with other settings \(.*kind: exact there, bm25 now"
     ):
@@ -205,3 +207,13 @@ def test_embeddings_continue_after_the_last_whole_block(tmp_path: Path) -> None:
     again.append(rows[6:])
     np.testing.assert_array_equal(np.load(tmp_path / "e.npy"), rows)
     assert VectorFile(tmp_path / "e.npy", 8, 3, block=3).rows == 8
+
+
+def test_shards_share_the_corpus(tmp_path: Path) -> None:
+    ids: list[str] = []
+    for part in range(3):
+        build_index(PASSAGES, tmp_path / str(part), "bm25", shard=(part, 3))
+        ids += [passage.id for passage in open_index(tmp_path / str(part)).passages]
+    assert sorted(ids) == sorted(passage.id for passage in PASSAGES)
+    with pytest.raises(UserError, match="shard=3/3 must be"):
+        build_index(PASSAGES, tmp_path / "more", "bm25", shard=(3, 3))
