@@ -22,8 +22,10 @@ class DataFolder:
     """Keys are those of `SPLITS` that were found."""
 
 
-def load_folder(path: str | Path, on_error: OnError = "refuse") -> DataFolder:
+def load_folder(path: str | Path, on_error: OnError = "refuse", corpus: bool = True) -> DataFolder:
     """Read a folder with one corpus (`corpus*`, `passages*`, `*_corpus*`) and question files named by split.
+
+    Without `corpus`, for those who bring an index, none is needed and none is read.
 
     Raises UserError that lists the files found if there is no corpus, no questions, or two files for one of them.
     """
@@ -34,7 +36,7 @@ def load_folder(path: str | Path, on_error: OnError = "refuse") -> DataFolder:
         )
     corpora, splits = _sorted_out(folder)
     problems = []
-    if len(corpora) != 1:
+    if corpus and len(corpora) != 1:
         problems.append(
             f"{len(corpora)} corpus files, where one is needed (named {', '.join(CORPORA)} + anything)"
         )
@@ -50,7 +52,7 @@ def load_folder(path: str | Path, on_error: OnError = "refuse") -> DataFolder:
             f"Allowed endings: {', '.join(CONTAINERS)}, each with or without .gz."
         )
     return DataFolder(
-        load_passages(corpora[0], on_error),
+        load_passages(corpora[0], on_error) if corpus else [],
         {name: load_questions(files[0], on_error) for name, files in splits.items()},
     )
 

@@ -2,15 +2,17 @@
 
 import dataclasses
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from rrl.data.records import OnError, fields_of, id_field, load_records, text_field
+from rrl.data.pools import is_pool, join_sentences, pool_of
+from rrl.data.records import OnError, fields_of, id_field, parse_records, text_field
 
 ALLOWED = (
     "{id, contents} whose first line is the quoted title, {id or _id, title, text}, {title, text}, "
-    "one object of {title: [sentences]}, or TSV with the columns id, text, title"
+    "one object of {title: [sentences]}, questions with their context or paragraphs, or TSV with the columns id, text, "
+    "title"
 )
 """The corpus forms that are understood; JSON lines or one JSON list, gzipped or not."""
 
@@ -29,7 +31,17 @@ class Passage:
 def load_passages(
     path: str | Path, on_error: OnError = "refuse", skipped: list[str] | None = None
 ) -> list[Passage]:
-    """Read a corpus file: FlashRAG / Search-R1, BEIR / HippoRAG, HotpotQA pools and DPR TSV (see `ALLOWED`).
+    """What `iter_passages` yields, as a list."""
+    return list(iter_passages(path, on_error, skipped))
+
+
+def iter_passages(
+    path: str | Path, on_error: OnError = "refuse", skipped: list[str] | None = None
+) -> Iterator[Passage]:
+    """Stream a corpus file: FlashRAG / Search-R1, BEIR / HippoRAG, HotpotQA pools and DPR TSV (see `ALLOWED`).
+
+    Of questions with contexts, each passage comes once, under a number as its id. A file of lines is read line by line;
+    one JSON document is read whole.
 
     Args:
       path: the file; gzip is recognised by content.
@@ -37,26 +49,62 @@ def load_passages(
         logs how many and where.
       skipped: if given, receives one "line 7: reason" for each record left out.
     """
-    seen: set[str] = set()
+    seen, pooled = SeenIds(), set[bytes]()
 
-    def parse(position: int, record: Any) -> Passage:
-        passage = _passage(position, record)
-        if passage.id in seen:
+    def parse(position: int, record: Any) -> Iterable[Passage]:
+        if isinstance(record, dict) and is_pool(record):
+            return pool(record)
+        passage = passage_of(position, record)
+        if not seen.add(passage.id):
             raise ValueError(f"id: {passage.id!r} occurs twice; ids must be unique")
-        seen.add(passage.id)
-        return passage
+        return (passage,)
 
-    return load_records(path, parse, ALLOWED, on_error, skipped)
+    def pool(record: dict[str, Any]) -> Iterator[Passage]:
+        for title, text in pool_of(record):
+            if (key := _digest(title, text)) not in pooled:
+                yield Passage(str(len(pooled)), title, text)
+                pooled.add(key)
+
+    return parse_records(path, parse, ALLOWED, on_error, skipped)
 
 
-def _passage(position: int, record: Any) -> Passage:
+class SeenIds:
+    """The ids that have occurred. Consecutive numbers, which large corpora have, cost no memory."""
+
+    def __init__(self) -> None:
+        self._first = self._next = 0
+        self._others: set[str] = set()
+
+    def add(self, identity: str) -> bool:
+        """Notes an id; False if it was there."""
+        number = int(identity) if identity.isascii() and identity.isdigit() else -1
+        if str(number) == identity:
+            if self._first == self._next:
+                self._first = self._next = number
+            if number == self._next and identity not in self._others:
+                self._next += 1
+                return True
+            if self._first <= number < self._next:
+                return False
+        if identity in self._others:
+            return False
+        self._others.add(identity)
+        return True
+
+
+def _digest(*parts: str) -> bytes:
+    digest = hashlib.blake2b(digest_size=16)
+    for part in parts:
+        data = part.encode("utf-8", "surrogatepass")
+        digest.update(len(data).to_bytes(8, "little") + data)
+    return digest.digest()
+
+
+def passage_of(position: int, record: Any) -> Passage:
+    """The passage that a record holds (see `ALLOWED`); ValueError says what is wrong with it."""
     if isinstance(record, tuple):
         title, sentences = record
-        if not all(isinstance(sentence, str) for sentence in sentences):
-            raise ValueError(f"sentences of {title!r}: not all of them are strings")
-        # HotpotQA's sentences bring their own leading space, 2Wiki's do not.
-        text = " ".join(sentence.strip() for sentence in sentences)
-        return Passage(str(position), title, text_field({"text": text}, "text"))
+        return Passage(str(position), title, text_field({"text": join_sentences(title, sentences)}, "text"))
     fields = fields_of(record)
     identity = id_field(fields, position)
     if "contents" in fields and "text" not in fields:

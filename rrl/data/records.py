@@ -9,7 +9,7 @@ import dataclasses
 import gzip
 import json
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, TypeVar
 
@@ -58,40 +58,53 @@ def load_records(
     on_error: OnError,
     skipped: list[str] | None,
 ) -> list[T]:
-    """Parse every record by `parse(position, record)`, whose ValueError marks the record as broken.
+    """What `parse_records` yields, as a list."""
+    return list(parse_records(path, lambda at, record: (parse(at, record),), allowed, on_error, skipped))
+
+
+def parse_records(
+    path: str | Path,
+    parse: Callable[[int, Any], Iterable[T]],
+    allowed: str,
+    on_error: OnError,
+    skipped: list[str] | None = None,
+) -> Iterator[T]:
+    """Yield the items of every record by `parse(position, record)`, whose ValueError marks the record as broken.
 
     Broken records are refused (UserError naming file, place, reason and `allowed`) or skipped: then each is
-    appended to `skipped` as "place: reason" and their number is logged.
+    appended to `skipped` as "place: reason" and their number is logged. A file without an item is refused.
     """
     if on_error not in ("refuse", "skip"):
         raise UserError(f"on_error: got {on_error!r}; allowed are 'refuse' and 'skip'.")
-    items: list[T] = []
-    broken: list[str] = []
+    count = bad = position = 0
+    named: list[str] = []
     for position, (place, record) in enumerate(read_records(path)):
         try:
             if isinstance(record, Broken):
                 raise ValueError(record.reason)
-            items.append(parse(position, record))
+            items = list(parse(position, record))
         except ValueError as error:
             if on_error == "refuse":
                 raise UserError(
                     f"{path}, {place}: {error}. Allowed: {allowed}. "
                     "Repair the file, or skip its broken records with --config.data.on_error=skip (in Python on_error='skip')."
                 ) from error
-            broken.append(f"{place}: {error}")
-    if not items:
-        found = (
-            f"all {len(broken)} records are broken (first: {broken[0]})" if broken else "the file is empty"
-        )
+            bad += 1
+            if len(named) < MAX_NAMED_LINES:
+                named.append(f"{place}: {error}")
+            if skipped is not None:
+                skipped.append(f"{place}: {error}")
+            continue
+        count += len(items)
+        yield from items
+    if not count:
+        found = f"all {bad} records are broken (first: {named[0]})" if bad else "the file is empty"
         raise UserError(f"{path}: {found}. Allowed: {allowed}.")
-    if broken:
-        named = "; ".join(broken[:MAX_NAMED_LINES]) + ("; ..." if len(broken) > MAX_NAMED_LINES else "")
+    if bad:
+        more = "; ..." if bad > len(named) else ""
         logging.getLogger(__name__).warning(
-            "%s: skipped %d broken records of %d (%s)", path, len(broken), len(items) + len(broken), named
+            "%s: skipped %d broken records of %d (%s%s)", path, bad, position + 1, "; ".join(named), more
         )
-        if skipped is not None:
-            skipped.extend(broken)
-    return items
 
 
 def fields_of(record: Any) -> dict[str, Any]:

@@ -4,13 +4,17 @@ import dataclasses
 import json
 import logging
 import re
+import shutil
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from rrl.data.passages import Passage
 from rrl.errors import UserError, at_least
+from rrl.retrieval.postings import Allocate, Block, BlockFolder, Vocabulary, count, score_matrix
 from rrl.retrieval.ranking import Ranking, empty_ranking, top_k
 
 # fmt: off
@@ -35,12 +39,28 @@ class Bm25Config:
     b: float = 0.4
     """Strength of length normalisation."""
     title_weight: int = 1
-    """How often the title counts; 3 in the built-in world, where names are made of shared words."""
+    """How often the title counts; 3 in the built-in world, where names are made of shared words. 0: text only."""
+    stem: bool = True
+    """Whether words are reduced to their stems (Porter2)."""
 
     def __post_init__(self) -> None:
         at_least(0, self, "k1", "title_weight")
         if not 0 <= self.b <= 1:
             raise UserError(f"b={self.b} must lie in 0..1")
+
+    def words(self, passage: Passage) -> list[str]:
+        """What is counted of a passage: its title `title_weight` times, then its text."""
+        return analyse(passage.title, self.stem) * self.title_weight + analyse(passage.text, self.stem)
+
+
+PUBLISHED = {
+    "pyserini": (0.9, 0.4),
+    "msmarco": (0.82, 0.68),
+    "lucene": (1.2, 0.75),
+    "bm25s": (1.5, 0.75),
+}
+"""(k1, b) by name: Pyserini's and BEIR's default, Pyserini's for MS MARCO passages, Lucene's and Elasticsearch's, and
+that of bm25s and rank_bm25, FlashRAG's."""
 
 
 class Bm25Index:
@@ -55,19 +75,28 @@ class Bm25Index:
         self._model = model
 
     @classmethod
-    def build(cls, passages: Sequence[Passage], config: Bm25Config | None = None) -> "Bm25Index":
-        """Index title + text of each passage, the title repeated `title_weight` times.
-
-        Raises UserError if there is no word in the whole corpus.
-        """
-        bm25s = _bm25s()
+    def build(cls, passages: Iterable[Passage], config: Bm25Config | None = None) -> "Bm25Index":
+        """Index passages in memory. Raises UserError if there is no word in the whole corpus."""
         config = config or Bm25Config()
-        model = bm25s.BM25(k1=config.k1, b=config.b)
-        words = [analyse(passage.title) * config.title_weight + analyse(passage.text) for passage in passages]
-        if not any(words):
-            raise UserError("corpus: no passage holds a word that BM25 could index. Check the corpus file.")
-        model.index(words, create_empty_token=False, show_progress=False)
-        return cls(model, config)
+        vocabulary = Vocabulary()
+        block = count([config.words(passage) for passage in passages], vocabulary)
+        return cls(
+            _model(lambda: [block], vocabulary, config, lambda _, n, dtype: np.empty(n, dtype)), config
+        )
+
+    @classmethod
+    def build_folder(cls, blocks: BlockFolder, folder: Path, config: Bm25Config) -> None:
+        """Write under `folder` what `load` opens, from counted words; no array is held in memory."""
+        work = blocks.folder / "matrix"
+        shutil.rmtree(work, ignore_errors=True)
+        work.mkdir()
+
+        def allocate(name: str, length: int, dtype: type) -> np.ndarray:
+            # A memory map of no elements is refused; one too many is cut off again.
+            return np.memmap(work / name, dtype, "w+", shape=(max(1, length),))[:length]
+
+        cls(_model(blocks, blocks.vocabulary, config, allocate), config).save(folder)
+        shutil.rmtree(work)
 
     def save(self, folder: Path) -> None:
         """Write the index under `folder`."""
@@ -85,7 +114,7 @@ class Bm25Index:
         """Rank the passages that share a word with the query; others are not returned."""
         ids, scores = empty_ranking(len(queries), k)
         for row, query in enumerate(queries):
-            words = [self._vocabulary[word] for word in analyse(query) if word in self._vocabulary]
+            words = [self._vocabulary[w] for w in analyse(query, self.config.stem) if w in self._vocabulary]
             if not words:
                 continue
             found = self._model.get_scores_from_ids(words)
@@ -94,6 +123,19 @@ class Bm25Index:
             ids[row, : len(best)] = best
             scores[row, : len(best)] = found[best]
         return ids, scores
+
+
+def _model(
+    blocks: Callable[[], Iterable[Block]], vocabulary: Vocabulary, config: Bm25Config, allocate: Allocate
+) -> Any:
+    if not vocabulary:
+        raise UserError("corpus: no passage holds a word that BM25 could index. Check the corpus file.")
+    model = _bm25s().BM25(k1=config.k1, b=config.b)
+    data, indices, indptr = score_matrix(blocks, len(vocabulary), config.k1, config.b, allocate)
+    passages = sum(len(block.lengths) for block in blocks())
+    model.scores = {"data": data, "indices": indices, "indptr": indptr, "num_docs": passages}
+    model.vocab_dict, model.nonoccurrence_array = dict(vocabulary), None
+    return model
 
 
 def _bm25s() -> Any:
@@ -105,10 +147,11 @@ def _bm25s() -> Any:
     return bm25s
 
 
-def analyse(text: str) -> list[str]:
+def analyse(text: str, stem: bool = True) -> list[str]:
     """Words as Lucene's EnglishAnalyzer has them: lower case, no possessive, no stop words, Porter2 stems."""
     words = (word.removesuffix("'s") for word in _WORD.findall(text.lower().translate(_APOSTROPHES)))
-    return _stemmer().stemWords([word for word in words if word not in STOP_WORDS])
+    kept = [word for word in words if word not in STOP_WORDS]
+    return _stemmer().stemWords(kept) if stem else kept
 
 
 def _stemmer() -> Any:

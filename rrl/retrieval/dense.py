@@ -1,19 +1,21 @@
 """Indexes over embeddings: exact inner products in NumPy, and ScaNN."""
 
-import dataclasses
 import math
+import os
+import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Float, Int
 
-from rrl.retrieval.ranking import Ranking, rescore, top_k
+from rrl.retrieval.ranking import MARGIN, Ranking, rescore, top_k
+from rrl.retrieval.sizing import ScannConfig, choose_scann
 
-MARGIN = 8
-"""Candidates beyond k that are rescored, so that float32 rounding at the edge cannot lose a passage."""
+PARALLEL = 64
+"""Queries from which ScaNN searches with all cores."""
 
 CHUNK = 65_536
 """Passages scored at a time by exact search: bounds its memory."""
@@ -43,75 +45,97 @@ class ExactIndex:
         return rescore(self.embeddings, embeddings, candidates, k)
 
 
-@dataclasses.dataclass(frozen=True)
-class ScannConfig:
-    """Settings of a ScaNN index; `for_corpus` chooses them from the number of passages."""
-
-    leaves: int
-    """Partitions of the tree; 0: no tree, every passage is scored."""
-    leaves_to_search: int
-    reorder: int
-    """Candidates whose quantised scores are replaced by exact ones."""
-
-    @classmethod
-    def for_corpus(cls, passages: int) -> "ScannConfig":
-        """Brute force below 20,000 passages, where it is as fast and exact; else a tree of about sqrt(n) leaves."""
-        if passages < 20_000:
-            return cls(leaves=0, leaves_to_search=0, reorder=0)
-        leaves = round(math.sqrt(passages))
-        return cls(leaves=leaves, leaves_to_search=max(10, leaves // 10), reorder=200)
-
-
 class ScannIndex:
-    """ScaNN: brute force for small corpora, tree + quantised scores + exact rescoring for large ones."""
+    """ScaNN: brute force for small corpora; tree, quantised scores and exact rescoring for large ones, in parts."""
 
     kind = "scann"
     needs_embeddings = True
 
-    def __init__(self, embeddings: Float[np.ndarray, "N E"], searcher: Any, config: ScannConfig):
+    def __init__(self, embeddings: Float[np.ndarray, "N E"], searchers: Sequence[Any], config: ScannConfig):
         self.embeddings = embeddings
         self.config = config
-        self._searcher = searcher
+        self._searchers = list(zip(config.parts(len(embeddings)), searchers, strict=True))
 
     @classmethod
     def build(cls, embeddings: Float[np.ndarray, "N E"], config: ScannConfig | None = None) -> "ScannIndex":
         """Build over unit vectors, compared by inner product."""
-        config = config or ScannConfig.for_corpus(len(embeddings))
-        builder = _scann().builder(np.asarray(embeddings), 10, "dot_product")
-        if not config.leaves:
-            return cls(embeddings, builder.score_brute_force().build(), config)
-        builder = builder.tree(
-            num_leaves=config.leaves,
-            num_leaves_to_search=config.leaves_to_search,
-            training_sample_size=min(len(embeddings), 250_000),
-        ).score_ah(2, anisotropic_quantization_threshold=0.2)
-        return cls(embeddings, builder.reorder(config.reorder).build(), config)
+        config = config or choose_scann(*embeddings.shape)
+        parts = config.parts(len(embeddings))
+        return cls(embeddings, [_build(embeddings[start:stop], config) for start, stop in parts], config)
 
-    def save(self, folder: Path) -> None:
-        """Write the searcher with paths relative to the folder, so that it can be moved."""
-        folder.mkdir()
-        if self.config.leaves:
-            self._searcher.serialize(str(folder), relative_path=True)
+    @classmethod
+    def build_folder(
+        cls, folder: Path, embeddings: Float[np.ndarray, "N E"], config: ScannConfig
+    ) -> Iterator[int]:
+        """Write what `load` opens, a part at a time; yields the passages that are indexed. Parts there are kept.
+
+        Paths in it are relative, so that it can be moved.
+        """
+        folder.mkdir(exist_ok=True)
+        for start, stop in config.parts(len(embeddings)) if config.leaves else []:
+            part = folder / f"{start:012d}"
+            if not part.exists():
+                work = folder / "unfinished"
+                shutil.rmtree(work, ignore_errors=True)
+                work.mkdir()
+                _build(embeddings[start:stop], config).serialize(str(work), relative_path=True)
+                work.rename(part)
+            yield stop
 
     @classmethod
     def load(cls, folder: Path, embeddings: Float[np.ndarray, "N E"], config: ScannConfig) -> "ScannIndex":
-        """Open what `save` wrote; brute force is rebuilt from the embeddings, which takes no time."""
+        """Open what `build_folder` wrote; brute force is rebuilt from the embeddings, which takes no time."""
         if not config.leaves:
             return cls.build(embeddings, config)
-        return cls(embeddings, _scann().load_searcher(str(folder)), config)
+        parts = [folder / f"{start:012d}" for start, _ in config.parts(len(embeddings))]
+        return cls(embeddings, [_scann().load_searcher(str(part)) for part in parts], config)
 
     def search(self, queries: Sequence[str], k: int, embeddings: Float[np.ndarray, "Q E"]) -> Ranking:
         """Approximate candidates from ScaNN, ranked by exact inner products."""
-        count = len(self.embeddings)
-        wanted = min(k + MARGIN, count)
-        found, _ = self._searcher.search_batched(
-            np.ascontiguousarray(embeddings, np.float32),
-            final_num_neighbors=wanted,
-            pre_reorder_num_neighbors=max(wanted, self.config.reorder) if self.config.leaves else None,
-        )
-        # ScaNN's ids are uint32; a place it could not fill is an id out of range.
-        candidates = [ids[ids < count] for ids in np.asarray(found).astype(np.int64)]
+        vectors = np.ascontiguousarray(embeddings, np.float32)
+        found = [
+            self._candidates(searcher, stop - start, k, vectors)
+            for (start, stop), searcher in self._searchers
+        ]
+        candidates = [
+            # ScaNN's ids are uint32; a place it could not fill is an id out of range.
+            np.concatenate(
+                [row[row < stop - start] + start for ((start, stop), _), row in zip(self._searchers, rows)]
+            )
+            for rows in zip(*found)
+        ]
         return rescore(self.embeddings, embeddings, candidates, k)
+
+    def _candidates(self, searcher: Any, count: int, k: int, vectors: np.ndarray) -> Int[np.ndarray, "Q C"]:
+        config = self.config
+        wanted = min(k + MARGIN, count)
+        rough = min(max(config.reorder, 2 * wanted), count)
+        options: dict[str, Any] = {"final_num_neighbors": wanted}
+        if config.leaves:
+            # The order of bfloat16 is not that of float32: some more of them are looked at.
+            options = {"final_num_neighbors": min(2 * wanted, count) if config.held else rough}
+            options |= {"leaves_to_search": config.leaves_to_search}
+            options |= {"pre_reorder_num_neighbors": rough} if config.held else {}
+        search = searcher.search_batched
+        if len(vectors) >= PARALLEL:
+            search = searcher.search_batched_parallel
+            options["batch_size"] = math.ceil(len(vectors) / (os.cpu_count() or 1))
+        return np.asarray(search(vectors, **options)[0]).astype(np.int64)
+
+
+def _build(embeddings: Float[np.ndarray, "N E"], config: ScannConfig) -> Any:
+    builder = _scann().builder(np.asarray(embeddings), 10, "dot_product")
+    if not config.leaves:
+        return builder.score_brute_force().build()
+    builder = builder.tree(
+        num_leaves=config.leaves,
+        num_leaves_to_search=config.leaves_to_search,
+        training_sample_size=min(len(embeddings), max(100 * config.leaves, 20_000)),
+    ).score_ah(config.code_dims, anisotropic_quantization_threshold=0.2, training_sample_size=20_000)
+    if config.held:
+        kind = _scann().scann_builder.ReorderType.BFLOAT16
+        builder = builder.reorder(config.reorder, quantize=kind)
+    return builder.build()
 
 
 def _scann() -> Any:

@@ -1,5 +1,6 @@
 """From text to embeddings: an encoder with its tokenizer and prefixes, run jitted over length buckets."""
 
+import collections
 import dataclasses
 import functools
 import hashlib
@@ -12,6 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Float, Int
 from tokenizers import normalizers
 
@@ -21,12 +23,19 @@ from rrl.errors import UserError
 from rrl.models.config import Pooling
 from rrl.models.encoder import Encoder
 from rrl.models.hf import folder_hash, load_encoder, save_encoder
+from rrl.parallel.mesh import make_mesh
 from rrl.retrieval.settings import SETTINGS_FILE, FolderSettings, TextSettings, read_settings
 
 FINGERPRINTED = ("config.json", "model.safetensors", "tokenizer.json", SETTINGS_FILE)
 """The files that decide an embedding."""
 
 SMALLEST_BUCKET = 16
+
+BATCH = 256
+"""Passages that are embedded at once."""
+
+AHEAD = 2
+"""Batches that are handed to the device before the first is taken back."""
 
 Cutter = Callable[[Iterable[str], int], tuple[list[list[int]], int]]
 
@@ -42,6 +51,8 @@ class TextEncoder:
     name: str = "encoder"
     fingerprint: str = ""
     """SHA-256 of the folder it was loaded from; indexes remember it."""
+    devices: tuple[jax.Device, ...] = ()
+    """Over which batches are split; none: JAX's own choice of one."""
 
     @property
     def dim(self) -> int:
@@ -49,8 +60,17 @@ class TextEncoder:
         return self.encoder.config.hidden
 
     @functools.cached_property
+    def _sharding(self) -> NamedSharding | None:
+        if len(self.devices) < 2:
+            return None
+        return NamedSharding(make_mesh(data=len(self.devices), devices=self.devices), PartitionSpec("data"))
+
+    @functools.cached_property
     def _split(self) -> tuple[Any, Any]:
-        return nnx.split(self.encoder)
+        graph, state = nnx.split(self.encoder)
+        if self._sharding is not None:
+            state = jax.device_put(state, NamedSharding(self._sharding.mesh, PartitionSpec()))
+        return graph, state
 
     @functools.cached_property
     def _encode_ids(self) -> Cutter:
@@ -66,33 +86,53 @@ class TextEncoder:
         """Embeddings float32 of the queries, by JAX; padded to a power of two of queries, so few programs compile."""
         tokens = self.tokenize_queries(queries)
         rows = max(SMALLEST_BUCKET, 1 << (len(tokens) - 1).bit_length()) if len(tokens) else SMALLEST_BUCKET
-        return self._embed(tokens, rows)[: len(tokens)]
+        return np.asarray(self._embed(tokens, rows), np.float32)[: len(tokens)]
 
-    def embed_passages(self, passages: Sequence[Passage], batch: int = 256) -> Float[np.ndarray, "N E"]:
-        """Embeddings float32 of "prefix title text", in the passages' order.
-
-        Passages of similar length are batched together, in widths of powers of two; those longer than
-        `passage_tokens` are cut, and their number is logged.
-        """
-        limit = self.settings.passage_tokens
-        texts = (f"{self.settings.passage_prefix}{passage.title} {passage.text}" for passage in passages)
-        ids, cut = self._encode_ids(texts, limit)
+    def embed_passages(self, passages: Sequence[Passage], batch: int = BATCH) -> Float[np.ndarray, "N E"]:
+        """Embeddings float32 of "prefix title text", in the passages' order; those that were cut are logged."""
+        ids, cut = self.tokenize_passages(passages)
         if cut:
+            limit = self.settings.passage_tokens
             logging.getLogger(__name__).info("%d of %d passages cut at %d tokens", cut, len(ids), limit)
+        return self.embed_tokens(ids, batch)
+
+    def tokenize_passages(self, passages: Sequence[Passage]) -> tuple[list[list[int]], int]:
+        """Token ids of "prefix title text", cut at `passage_tokens`; and how many were cut. NumPy only, thread-safe."""
+        texts = (f"{self.settings.passage_prefix}{passage.title} {passage.text}" for passage in passages)
+        return self._encode_ids(texts, self.settings.passage_tokens)
+
+    def embed_tokens(self, ids: Sequence[Sequence[int]], batch: int = BATCH) -> Float[np.ndarray, "N E"]:
+        """Embeddings float32 of token ids, in their order.
+
+        Rows of similar length are batched together, in widths of powers of two. The next batch is prepared while the
+        device works on the last.
+        """
         embeddings = np.empty((len(ids), self.dim), np.float32)
-        for width, rows in length_buckets([len(row) for row in ids], limit):
+        waiting: collections.deque[tuple[np.ndarray, jax.Array]] = collections.deque()
+        for width, rows in length_buckets([len(row) for row in ids], self.settings.passage_tokens):
             for start in range(0, len(rows), batch):
                 chosen = rows[start : start + batch]
                 tokens = pad([ids[row] for row in chosen], width, self.tokenizer.pad_token_id)
-                embeddings[chosen] = self._embed(tokens, batch)[: len(chosen)]
+                waiting.append((chosen, self._embed(tokens, batch)))
+                if len(waiting) > AHEAD:
+                    _take(embeddings, *waiting.popleft())
+        while waiting:
+            _take(embeddings, *waiting.popleft())
         return embeddings
 
-    def _embed(self, tokens: Int[np.ndarray, "B T"], rows: int) -> Float[np.ndarray, "B E"]:
-        """Embed, with the batch padded to `rows` so that each width compiles once."""
-        padding = rows - len(tokens)
+    def _embed(self, tokens: Int[np.ndarray, "B T"], rows: int) -> jax.Array:
+        """Embed, with the batch padded to `rows` so that each width compiles once; the device may not be done yet."""
+        padding = -(-rows // max(1, len(self.devices))) * max(1, len(self.devices)) - len(tokens)
         tokens = np.pad(tokens, ((0, padding), (0, 0)), constant_values=self.tokenizer.pad_token_id)
         graph, state = self._split
-        return np.asarray(_embed(graph, state, tokens, tokens != self.tokenizer.pad_token_id), np.float32)
+        mask = tokens != self.tokenizer.pad_token_id
+        if self._sharding is not None:
+            tokens, mask = jax.device_put((tokens, mask), self._sharding)
+        return _embed(graph, state, tokens, mask)
+
+
+def _take(embeddings: np.ndarray, rows: np.ndarray, found: jax.Array) -> None:
+    embeddings[rows] = np.asarray(found, np.float32)[: len(rows)]
 
 
 @functools.partial(jax.jit, static_argnums=0)

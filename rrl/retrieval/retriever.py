@@ -2,17 +2,20 @@
 
 import collections
 import dataclasses
+import queue
 import threading
 import time
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
 from jaxtyping import Float, Int
 
 from rrl.data.passages import Passage
-from rrl.errors import UserError
+from rrl.errors import UserError, at_least
 from rrl.retrieval.ranking import NOTHING, Ranking
+from rrl.retrieval.stats import Meter, RetrieverStats
 
 if TYPE_CHECKING:  # BM25 needs no JAX, so opening it does not import any.
     from rrl.retrieval.encode import TextEncoder
@@ -20,6 +23,7 @@ if TYPE_CHECKING:  # BM25 needs no JAX, so opening it does not import any.
 MAX_QUERY_CHARACTERS = 4_096
 """Longer queries are cut: no encoder reads further, and a runaway policy must not stall the search."""
 
+T = TypeVar("T")
 Found = tuple[tuple[int, float], ...]
 
 
@@ -42,26 +46,35 @@ class Index(Protocol):
         """Rank the passages for each query, by its text or its embedding."""
 
 
-@dataclasses.dataclass(frozen=True)
-class RetrieverStats:
-    """Counts since the retriever was opened."""
+class SearchFailed(RuntimeError):
+    """A search that could not be done: it took too long, or the index or its service failed."""
 
-    calls: int = 0
-    queries: int = 0
-    searched: int = 0
-    """Queries that reached the index; the rest were repeated in the call, cached or empty."""
-    cache_hits: int = 0
-    empty: int = 0
-    """Queries without any text, and queries that found nothing."""
-    seconds: float = 0.0
-    """Time inside `search`, summed over threads."""
+
+@dataclasses.dataclass(frozen=True)
+class Patience:
+    """What a retriever does about slow and failing searches."""
+
+    time_out: float | None = None
+    """Seconds for one attempt; None: as long as it takes."""
+    retries: int = 0
+    """Attempts after the first."""
+    pause: float = 0.1
+    """Seconds before the first retry, doubled before each further one."""
+    batch: int = 1024
+    """Queries that are searched at once; the next batch is embedded meanwhile."""
+
+    def __post_init__(self) -> None:
+        at_least(0, self, "retries", "pause")
+        at_least(1, self, "batch")
+        if self.time_out is not None and not self.time_out > 0:
+            raise UserError(f"time_out={self.time_out} must be above 0 seconds, or None for no limit")
 
 
 class Retriever:
-    """Thread-safe search over one corpus. `tokenize` and `search` use NumPy only and never call JAX.
+    """Thread-safe search over one corpus. `tokenize`, and `search` with embeddings, use NumPy only and never call JAX.
 
-    For an index over embeddings the caller embeds `tokenize(queries)` with `encoder` on the device and hands the
-    result to `search`; outside of jit `embed` does both.
+    For an index over embeddings a host callback is handed `tokenize(queries)` embedded with `encoder` on the device, and
+    gives that to `search`; everywhere else `search` embeds by itself.
     """
 
     def __init__(
@@ -70,6 +83,7 @@ class Retriever:
         index: Index,
         text_encoder: "TextEncoder | None" = None,
         cache_size: int = 65_536,
+        patience: Patience | None = None,
     ):
         if index.needs_embeddings and text_encoder is None:
             raise UserError(f"retriever: a {index.kind} index needs the encoder it was built with; got none.")
@@ -81,7 +95,8 @@ class Retriever:
         self._cache: collections.OrderedDict[tuple[str, int], Found] = collections.OrderedDict()
         self._cache_size = cache_size
         self._lock = threading.Lock()
-        self._stats = RetrieverStats()
+        self._meter = Meter()
+        self.patience = patience or Patience()
 
     @property
     def encoder(self) -> Any:
@@ -91,8 +106,7 @@ class Retriever:
     @property
     def stats(self) -> RetrieverStats:
         """A snapshot of the counts."""
-        with self._lock:
-            return self._stats
+        return self._meter.read()
 
     def tokenize(self, queries: Sequence[str]) -> Int[np.ndarray, "Q T"]:
         """Encoder tokens of the queries, prefix included, int32, padded to the fixed width `query_tokens`."""
@@ -113,9 +127,12 @@ class Retriever:
         Args:
           queries: any strings; cut at `MAX_QUERY_CHARACTERS`.
           k: at least 1; more than the corpus holds gives the whole corpus.
-          embeddings: unit vectors, one a query; needed exactly if `needs_embeddings`.
+          embeddings: unit vectors, one a query, for an index that needs them; None: the queries that must be searched
+            are embedded here, by JAX, which host callbacks must not call.
 
-        Raises: UserError for k < 1 or embeddings that are missing or of the wrong shape.
+        Raises:
+          UserError: k < 1, or embeddings of the wrong shape.
+          SearchFailed: too slow or broken, after the retries of `patience`.
         """
         started = time.perf_counter()
         self._check(queries, k, embeddings)
@@ -127,29 +144,71 @@ class Retriever:
                 if (text, k) in self._cache:
                     self._cache.move_to_end((text, k))
                     found[text] = self._cache[text, k]
-        hits = len(found) - 1
+        self._meter.add(queries=len(texts), cache_hits=len(found) - 1)
         missing = sorted((row, text) for text, row in first.items() if text not in found)
-        if missing:
-            rows = [row for row, _ in missing]
-            vectors = None if embeddings is None else np.asarray(embeddings, np.float32)[rows]
-            ids, scores = self._index.search([text for _, text in missing], k, vectors)
-            for (_, text), row_ids, row_scores in zip(missing, ids.tolist(), scores.tolist()):
-                found[text] = tuple((i, s) for i, s in zip(row_ids, row_scores) if i != NOTHING)
+        try:
+            self._find(missing, k, embeddings, found)
+            empty = sum(not found[text] for text in texts)
+            self._meter.add(searched=len(missing), empty=empty)
+            return [[Hit(self.passages[i], score) for i, score in found[text]] for text in texts]
+        except SearchFailed:
+            self._meter.add(failures=len(missing))
+            raise
+        finally:
+            self._meter.call(time.perf_counter() - started)
+
+    def _find(
+        self,
+        missing: Sequence[tuple[int, str]],
+        k: int,
+        embeddings: np.ndarray | None,
+        found: dict[str, Found],
+    ) -> None:
+        """Searches (row, text) pairs batch by batch, into `found` and the cache."""
+        size = self.patience.batch
+        batches = [missing[at : at + size] for at in range(0, len(missing), size)]
+        if len(batches) == 1:
+            self._keep(
+                batches[0], k, self._search(batches[0], k, self._vectors(batches[0], embeddings)), found
+            )
+            return
+        with ThreadPoolExecutor(1) as pool:
+            jobs = [pool.submit(self._search, part, k, self._vectors(part, embeddings)) for part in batches]
+            for part, job in zip(batches, jobs):
+                self._keep(part, k, job.result(), found)
+
+    def _vectors(self, batch: Sequence[tuple[int, str]], embeddings: np.ndarray | None) -> np.ndarray | None:
+        if not self.needs_embeddings:
+            return None
+        if embeddings is None:
+            return self.embed([text for _, text in batch])
+        return np.asarray(embeddings, np.float32)[[row for row, _ in batch]]
+
+    def _search(self, batch: Sequence[tuple[int, str]], k: int, vectors: np.ndarray | None) -> Ranking:
+        texts, patience = [text for _, text in batch], self.patience
+        for attempt in range(patience.retries + 1):
+            if attempt:
+                self._meter.add(retries=1)
+                time.sleep(patience.pause * 2 ** (attempt - 1))
+            try:
+                return within(patience.time_out, lambda: self._index.search(texts, k, vectors))
+            except UserError:
+                raise
+            except Exception as error:  # an index may fail in any way, and its caller's batch must go on
+                last = error
+        raise SearchFailed(
+            f"search failed {patience.retries + 1} times in the {self.kind} index: {last!r}"
+        ) from last
+
+    def _keep(
+        self, batch: Sequence[tuple[int, str]], k: int, ranking: Ranking, found: dict[str, Found]
+    ) -> None:
         with self._lock:
-            for _, text in missing:
+            for (_, text), ids, scores in zip(batch, *(part.tolist() for part in ranking)):
+                found[text] = tuple((i, s) for i, s in zip(ids, scores) if i != NOTHING)
                 self._cache[text, k] = found[text]
             while len(self._cache) > self._cache_size:
                 self._cache.popitem(last=False)
-            old = self._stats
-            self._stats = RetrieverStats(
-                calls=old.calls + 1,
-                queries=old.queries + len(texts),
-                searched=old.searched + len(missing),
-                cache_hits=old.cache_hits + hits,
-                empty=old.empty + sum(not found[text] for text in texts),
-                seconds=old.seconds + time.perf_counter() - started,
-            )
-        return [[Hit(self.passages[i], score) for i, score in found[text]] for text in texts]
 
     def _need_encoder(self) -> "TextEncoder":
         if self.text_encoder is None:
@@ -159,15 +218,34 @@ class Retriever:
     def _check(self, queries: Sequence[str], k: int, embeddings: Any) -> None:
         if k < 1:
             raise UserError(f"k: got {k}; a search returns at least 1 passage. Give k >= 1.")
-        if not self.needs_embeddings:
+        if not self.needs_embeddings or embeddings is None:
             return
-        if embeddings is None:
-            raise UserError(
-                f"embeddings: missing; a {self.kind} index needs them. Pass `retriever.embed(queries)`."
-            )
         assert self.text_encoder is not None
         wanted = (len(queries), self.text_encoder.dim)
         if np.shape(embeddings) != wanted:
             raise UserError(
                 f"embeddings: got shape {np.shape(embeddings)}, wanted {wanted} (queries, dimension)."
             )
+
+
+def within(seconds: float | None, work: Callable[[], T]) -> T:
+    """The result of `work`; TimeoutError where it takes longer. Its thread then ends by itself, or never."""
+    if seconds is None:
+        return work()
+    done: queue.SimpleQueue[tuple[bool, Any]] = queue.SimpleQueue()
+
+    def run() -> None:
+        try:
+            done.put((True, work()))
+        except BaseException as error:  # raised again below, in the caller's thread
+            done.put((False, error))
+
+    # A daemon, so that a search that hangs cannot keep the program from ending.
+    threading.Thread(target=run, name="rrl-search", daemon=True).start()
+    try:
+        fine, value = done.get(timeout=seconds)
+    except queue.Empty:
+        raise TimeoutError(f"no answer within {seconds:g} s") from None
+    if not fine:
+        raise value
+    return value

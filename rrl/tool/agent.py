@@ -17,8 +17,7 @@ from rrl.parallel.runtime import enable_compilation_cache
 from rrl.recipes.base import Recipe
 from rrl.recipes.card import Card, card_of, read_card
 from rrl.recipes.catalogue import make_recipe
-from rrl.retrieval.encode import load_text_encoder
-from rrl.retrieval.index import open_index
+from rrl.retrieval.index import open_with_encoder
 from rrl.retrieval.retriever import Retriever
 from rrl.rewards.reader import Reader
 from rrl.rollout.engine import Engine, EngineConfig
@@ -173,4 +172,4 @@ def _retriever(
 ) -> Retriever | None:
     if index is None or isinstance(index, Retriever):
         return index
-    return open_index(index, load_text_encoder(encoder) if encoder else None)
+    return open_with_encoder(index, encoder)

@@ -3,6 +3,7 @@
 import dataclasses
 import typing
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -15,9 +16,12 @@ from rrl.data.records import OnError
 from rrl.errors import UserError, at_least, one_of
 from rrl.retrieval.bm25 import Bm25Config
 from rrl.retrieval.encode import TextEncoder, load_text_encoder
-from rrl.retrieval.index import KINDS as INDEXES
-from rrl.retrieval.index import make_retriever
-from rrl.retrieval.retriever import Retriever
+from rrl.retrieval.folder import KINDS as INDEXES
+from rrl.retrieval.folder import index_identity
+from rrl.retrieval.index import make_retriever, open_index
+from rrl.retrieval.remote import open_remote
+from rrl.retrieval.retriever import Patience, Retriever
+from rrl.retrieval.wire import FORMS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,10 +36,28 @@ class RetrieverConfig:
     """BM25 only: how often the title counts."""
     k1: float = 0.9
     b: float = 0.4
+    index: str = ""
+    """An index folder, or http://… of a search service: in place of an index built here, whatever `kind` says but off."""
+    form: str = "search-r1"
+    """What a service speaks: search-r1 or flashrag."""
+    time_out: float = 0.0
+    """Seconds that a search may take before the policy is told that it failed; 0: any."""
 
     def __post_init__(self) -> None:
         one_of((*INDEXES, "off"), self, "kind")
+        one_of(FORMS, self, "form")
+        at_least(0, self, "time_out")
         self.bm25()
+
+    def identity(self) -> dict[str, Any]:
+        """The settings that decide what is found; an index by its content. Those of an index only where there is one."""
+        settings = dataclasses.asdict(self)
+        del settings["time_out"]
+        if not self.index:
+            del settings["index"], settings["form"]
+        elif not self.index.startswith("http"):
+            settings["index"] = index_identity(self.index)
+        return settings
 
     def bm25(self) -> Bm25Config:
         """The settings of BM25 among them; UserError for one out of range."""
@@ -92,16 +114,23 @@ def mixed_questions(wiki: MiniWiki, per_kind: int, kinds: Sequence[str], seed: i
 def load_retriever(
     passages: Sequence[Passage], config: RetrieverConfig, encoder: TextEncoder | None
 ) -> Retriever | None:
-    """The retriever of a config over passages in memory; None when it is off."""
+    """The retriever of a config: over passages in memory unless it names an index; None when it is off."""
     if config.kind == "off":
         return None
+    patience = Patience(time_out=config.time_out or None, retries=2 if config.index.startswith("http") else 0)
+    if config.index.startswith("http"):
+        return open_remote(config.index, config.form, patience)
+    if config.index:
+        return open_index(config.index, encoder, patience)
     return make_retriever(passages, config.kind, encoder, config.bm25())
 
 
 def load_encoder_of(config: RetrieverConfig) -> TextEncoder | None:
     """The text encoder that a retriever config names, where its kind needs one."""
-    if config.kind in ("bm25", "off"):
+    if config.kind == "off" or (config.kind == "bm25" and not config.index):
         return None
+    if config.index:
+        return load_text_encoder(config.encoder) if config.encoder else None
     if not config.encoder:
         raise UserError(
             f"retriever.kind={config.kind} needs retriever.encoder, an encoder folder; or set retriever.kind=bm25"
@@ -119,6 +148,10 @@ def load_corpora(
     """
     encoder = load_encoder_of(retriever)
     if data.path == "miniwiki":
+        if retriever.index:
+            raise UserError(
+                "retriever.index goes with data=FOLDER; the built-in world makes its own passages"
+            )
         sides = (
             ("train", data.train_worlds, data.train_per_kind),
             (data.held_out_split, data.held_out_worlds, data.held_out_per_kind),
@@ -133,8 +166,9 @@ def load_corpora(
             search = load_retriever(wiki.passages, retriever, encoder)
             corpora.append(Corpus([item.question for item in items], search, wiki.passages))
         return corpora[0], corpora[1]
-    folder = load_folder(data.path, data.on_error)
-    say(f"{data.path}: {len(folder.passages)} passages; indexing with {retriever.kind}")
+    folder = load_folder(data.path, data.on_error, corpus=not retriever.index)
+    doing = f"searching {retriever.index}" if retriever.index else f"indexing with {retriever.kind}"
+    say(f"{data.path}: {len(folder.passages)} passages; {doing}")
     search = load_retriever(folder.passages, retriever, encoder)
     train, held_out = split_questions(folder.splits)
     say(f"{data.path}: {len(train)} training questions, {len(held_out[: data.held_out])} held out")

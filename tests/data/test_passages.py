@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rrl.data.passages import Passage, fingerprint, load_passages, render
+from rrl.data.passages import Passage, SeenIds, fingerprint, iter_passages, load_passages, render
 from rrl.errors import UserError
 from tests.shared_data import shared
 
@@ -52,6 +52,73 @@ def test_sentences_of_a_pool_are_joined_by_one_space(tmp_path: Path) -> None:
     file = tmp_path / "pool.json"
     file.write_text(json.dumps({"A": ["One.", " Two.", "Three. "]}))
     assert load_passages(file)[0].text == "One. Two. Three."
+
+
+POOLS = {
+    "hotpotqa": [{"question": "?", "context": [["Oslo", ["A city."]], ['The "X"', ["A thing.\nMore.", ""]]]}],
+    "datasets": [
+        {"question": "?", "context": {"title": ["Oslo"], "sentences": [["A city."]]}},
+        {"question": "?", "context": {"title": ['The "X"'], "sentences": [["A thing.\nMore."]]}},
+    ],
+    "musique": [
+        {"question": "?", "paragraphs": [{"title": "Oslo", "paragraph_text": "A city."}]},
+        {"question": "?", "paragraphs": [{"title": 'The "X"', "paragraph_text": "A thing.\nMore."}]},
+    ],
+}
+
+
+@pytest.mark.parametrize("form", POOLS)
+def test_the_passages_of_questions_come_once_each(tmp_path: Path, form: str) -> None:
+    file = tmp_path / "train.json"
+    file.write_text(json.dumps(POOLS[form] * 2))
+    assert load_passages(file) == PAIR
+
+
+@pytest.mark.parametrize(
+    ("context", "reason"),
+    [
+        ([["Oslo", "A city."]], "sentences of 'Oslo'"),
+        ([["Oslo"]], r"not a list of \[title"),
+        ({"title": ["Oslo"], "sentences": []}, "1 titles for 0 texts"),
+        ([[7, ["x"]]], "title: got 7"),
+        ("Oslo", "context: got 'Oslo', not a list"),
+    ],
+)
+def test_a_broken_context_is_refused(tmp_path: Path, context: object, reason: str) -> None:
+    file = tmp_path / "train.json"
+    file.write_text(json.dumps([{"question": "?", "context": context}]))
+    with pytest.raises(UserError, match=rf"train.json, record 1: .*{reason}"):
+        load_passages(file)
+
+
+def test_lines_are_read_one_by_one(tmp_path: Path) -> None:
+    file = tmp_path / "corpus.jsonl"
+    file.write_text('{"id": "a", "text": "x"}\nbroken\n')
+    passages = iter_passages(file)
+    assert next(passages).id == "a"
+    with pytest.raises(UserError, match="line 2"):
+        next(passages)
+
+
+@pytest.mark.parametrize(
+    "ids",
+    [
+        "0 1 2 3",
+        "5 6 7",
+        "1 2 02 3 02",
+        "3 1 2 3",
+        "1 2 4 3 4",
+        "2 3 1 4 1",
+        "a b 0 1 a",
+        "0 1 2 1",
+        "4 5 3 4 5",
+    ],
+)
+def test_repeated_ids_are_seen_whatever_their_order(ids: str) -> None:
+    seen, known = SeenIds(), set[str]()
+    for identity in ids.split():
+        assert seen.add(identity) == (identity not in known)
+        known.add(identity)
 
 
 BROKEN = (
@@ -119,6 +186,10 @@ def test_missing_files_and_unknown_modes_are_refused(tmp_path: Path) -> None:
         ("hotpotqa/train_100_corpus.json.gz", 994),
         ("musique/train_100_corpus.json.gz", 1890),
         ("wikipedia/passages_1000.jsonl.gz", 1000),
+        # Distinct contexts of the questions: as many as the published corpora hold.
+        ("hotpotqa/train_100.json.gz", 994),
+        ("2wiki/train_500_with_context.json.gz", 3112),
+        ("musique/train_100.json.gz", 1890),
     ],
 )
 def test_real_corpora_are_read_whole(name: str, count: int) -> None:

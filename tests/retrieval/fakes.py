@@ -36,3 +36,12 @@ class WordEncoder:
     def embed_passages(self, passages: Sequence[Passage]) -> np.ndarray:
         """As `TextEncoder.embed_passages`."""
         return self.embed([f"{passage.title} {passage.text}" for passage in passages])
+
+    def tokenize_passages(self, passages: Sequence[Passage]) -> tuple[list[str], int]:
+        """As `TextEncoder.tokenize_passages`; texts of more than 50 words count as cut."""
+        texts = [f"{passage.title} {passage.text}" for passage in passages]
+        return texts, sum(len(text.split()) > 50 for text in texts)
+
+    def embed_tokens(self, texts: Sequence[str]) -> np.ndarray:
+        """As `TextEncoder.embed_tokens`."""
+        return self.embed(texts)

@@ -6,7 +6,7 @@ import sys
 import numpy as np
 import pytest
 
-from rrl.retrieval.dense import ExactIndex, ScannConfig, ScannIndex
+from rrl.retrieval.dense import ExactIndex, ScannIndex
 from rrl.retrieval.ranking import NOTHING
 
 BUILDERS = [ExactIndex, ScannIndex.build]
@@ -58,13 +58,6 @@ def test_scann_finds_what_exact_search_finds(count: int) -> None:
     found, _ = ScannIndex.build(points).search([""] * 100, 5, asked)
     recall = np.mean([len(set(a) & set(b)) / 5 for a, b in zip(exact.tolist(), found.tolist())])
     assert recall == 1 if count < 20_000 else recall >= 0.99
-
-
-def test_settings_follow_the_size_of_the_corpus() -> None:
-    assert ScannConfig.for_corpus(100).leaves == 0
-    small, large = ScannConfig.for_corpus(20_000), ScannConfig.for_corpus(1_000_000)
-    assert 0 < small.leaves < large.leaves == 1000
-    assert large.leaves_to_search < large.leaves
 
 
 def test_scann_is_imported_without_tensorflow_and_only_when_used() -> None:

@@ -1,8 +1,10 @@
 """Tokens and embeddings of texts: widths, special tokens, buckets, threads, the folder on disk."""
 
+import dataclasses
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 from flax import nnx
@@ -13,6 +15,7 @@ from rrl.data.passages import Passage
 from rrl.errors import UserError
 from rrl.models.config import EncoderConfig, Pooling
 from rrl.models.encoder import Encoder
+from rrl.retrieval.build import build_index
 from rrl.retrieval.encode import (
     TextEncoder,
     folder_fingerprint,
@@ -21,7 +24,7 @@ from rrl.retrieval.encode import (
     save_text_encoder,
     token_cutter,
 )
-from rrl.retrieval.index import build_index, make_retriever, open_index
+from rrl.retrieval.index import make_retriever, open_index
 from rrl.retrieval.settings import TextSettings
 
 WORDS = [
@@ -86,6 +89,14 @@ def test_bucketing_and_batching_do_not_change_an_embedding(batch: int) -> None:
     alone = np.concatenate([encoder.embed_passages([passage], 1) for passage in PASSAGES])
     np.testing.assert_allclose(together, alone, atol=2e-6)
     np.testing.assert_allclose(np.linalg.norm(together, axis=1), 1, atol=1e-5)
+
+
+@pytest.mark.parametrize("devices", [3, 8])
+def test_embeddings_over_many_devices_are_those_of_one(devices: int) -> None:
+    one = text_encoder(passage_tokens=40)
+    many = dataclasses.replace(one, devices=tuple(jax.devices()[:devices]))
+    np.testing.assert_allclose(many.embed_passages(PASSAGES, 4), one.embed_passages(PASSAGES, 4), atol=2e-6)
+    np.testing.assert_allclose(many.embed_queries(["oslo"]), one.embed_queries(["oslo"]), atol=2e-6)
 
 
 def test_long_passages_are_cut_and_counted(caplog: pytest.LogCaptureFixture) -> None:

@@ -9,9 +9,11 @@ import pytest
 
 from rrl.data.passages import Passage
 from rrl.errors import UserError
-from rrl.retrieval.dense import ScannConfig
-from rrl.retrieval.index import KINDS, build_index, make_retriever, open_index
+from rrl.retrieval.build import build_index
+from rrl.retrieval.folder import KINDS
+from rrl.retrieval.index import make_retriever, open_index
 from rrl.retrieval.retriever import Retriever
+from rrl.retrieval.sizing import ScannConfig
 from tests.retrieval.fakes import WordEncoder
 
 CORPUS = [Passage(f"p{i}", f"Name {i}", f"fact {i * i} of {chr(97 + i % 26)} Ærø\n\ud800") for i in range(60)]
@@ -44,7 +46,7 @@ def test_a_moved_folder_answers_as_the_index_in_memory(
 
 
 def test_a_scann_tree_is_moved_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ScannConfig, "for_corpus", classmethod(lambda cls, n: cls(5, 5, 50)))
+    monkeypatch.setattr("rrl.retrieval.build.choose_scann", lambda *_: ScannConfig(5, 5, 50))
     build_index(CORPUS, tmp_path / "index", "scann", WordEncoder())  # type: ignore[arg-type]
     assert str(tmp_path).encode() not in b"".join(
         file.read_bytes() for file in (tmp_path / "index").rglob("*") if file.is_file()
@@ -105,7 +107,7 @@ def test_an_unfinished_or_existing_folder_is_refused(tmp_path: Path) -> None:
 
 def test_a_failed_build_leaves_no_index(tmp_path: Path) -> None:
     class Failing(WordEncoder):
-        def embed_passages(self, passages):
+        def embed_tokens(self, texts):
             raise RuntimeError("out of memory")
 
     with pytest.raises(RuntimeError):

@@ -1,15 +1,19 @@
 """The `Retriever`: one behaviour over every kind of index."""
 
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from rrl.data.passages import Passage
 from rrl.errors import UserError
-from rrl.retrieval.index import KINDS, make_retriever
-from rrl.retrieval.retriever import MAX_QUERY_CHARACTERS, Retriever
+from rrl.retrieval.build import build_index
+from rrl.retrieval.folder import KINDS
+from rrl.retrieval.index import make_retriever, open_index
+from rrl.retrieval.retriever import MAX_QUERY_CHARACTERS, Patience, Retriever, SearchFailed
 from tests.retrieval.fakes import WordEncoder
 
 CORPUS = [
@@ -101,8 +105,6 @@ def test_wrong_arguments_are_refused_by_name() -> None:
     dense = opened("exact")
     with pytest.raises(UserError, match="k: got 0"):
         dense.search(["x"], 0, dense.embed(["x"]))
-    with pytest.raises(UserError, match="embeddings: missing"):
-        dense.search(["x"], 1)
     with pytest.raises(UserError, match=r"embeddings: got shape \(2, 3\), wanted \(1, 32\)"):
         dense.search(["x"], 1, np.zeros((2, 3), np.float32))
     with pytest.raises(UserError, match="no query encoder"):
@@ -119,3 +121,83 @@ def test_wrong_arguments_are_refused_by_name() -> None:
 @pytest.mark.parametrize("kind", ["bm25"])
 def test_strange_text_is_no_error(kind: str, query: str) -> None:
     assert isinstance(ids(opened(kind), [query], 1)[0], list)
+
+
+class Faulty:
+    """An index that fails, or dawdles, as often as it is told."""
+
+    kind = "faulty"
+    needs_embeddings = False
+
+    def __init__(self, failures: int = 0, seconds: float = 0.0):
+        self.failures, self.seconds, self.asked = failures, seconds, 0
+
+    def search(self, queries, k, embeddings=None):
+        self.asked += 1
+        if self.asked <= self.failures:
+            time.sleep(self.seconds)
+            if not self.seconds:
+                raise OSError("broken pipe")
+        return np.zeros((len(queries), k), np.int64), np.ones((len(queries), k), np.float32)
+
+
+@pytest.mark.parametrize("seconds", [0.0, 2.0])
+def test_a_failing_or_slow_search_is_tried_again(seconds: float) -> None:
+    patience = Patience(time_out=0.2, retries=2, pause=0.01)
+    retriever = Retriever(CORPUS, Faulty(2, seconds), patience=patience)
+    assert [hit.passage.id for hit in retriever.search(["x"], 1)[0]] == ["p0"]
+    assert (retriever.stats.retries, retriever.stats.failures) == (2, 0)
+
+
+@pytest.mark.parametrize(("seconds", "reason"), [(0.0, "broken pipe"), (2.0, "no answer within 0.2 s")])
+def test_a_search_that_fails_for_good_says_so_and_leaves_nothing_behind(seconds: float, reason: str) -> None:
+    index = Faulty(2, seconds)
+    retriever = Retriever(CORPUS, index, patience=Patience(time_out=0.2, retries=1, pause=0.01))
+    with pytest.raises(SearchFailed, match=f"failed 2 times in the faulty index: .*{reason}"):
+        retriever.search(["x", "y"], 1)
+    assert (retriever.stats.failures, retriever.stats.searched) == (2, 0)
+    assert retriever.search(["x"], 1)[0], "the failure was not cached"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_batches_change_nothing(kind: str) -> None:
+    queries = ["Oslo", "Rome capital", "Bergen rain", "", "north", "Oslo", "south town"]
+    whole = opened(kind)
+    parts = Retriever(CORPUS, opened(kind)._index, whole.text_encoder, patience=Patience(batch=2))
+    assert parts.search(queries, 3) == whole.search(queries, 3)
+
+
+@pytest.mark.parametrize("kind", ["exact", "scann"])
+def test_embeddings_that_are_not_given_are_made_for_what_is_searched_only(kind: str) -> None:
+    retriever = opened(kind)
+    given = retriever.search(["Oslo", "Rome"], 2, retriever.embed(["Oslo", "Rome"]))
+    asked: list[str] = []
+    retriever.embed = lambda queries: asked.extend(queries) or WordEncoder().embed(queries)  # type: ignore
+    assert retriever.search(["Oslo", "Rome"], 2) == given
+    assert asked == [], "both are cached"
+    retriever.search(["Oslo", "Bergen"], 2)
+    assert asked == ["Bergen"]
+
+
+def test_stats_tell_the_latency() -> None:
+    retriever = Retriever(CORPUS, Faulty(1, 0.05))
+    for query in "abcdefghij":
+        retriever.search([query], 1)
+    stats = retriever.stats
+    assert stats.p50_ms < 40 < stats.p99_ms < 200
+    assert "10 queries in 10 calls, 0 cached" in str(stats)
+
+
+def test_patience_out_of_range_is_refused() -> None:
+    for settings in ({"time_out": 0.0}, {"retries": -1}, {"batch": 0}, {"pause": -1.0}):
+        with pytest.raises(UserError, match=f"{next(iter(settings))}="):
+            Patience(**settings)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_ids_are_the_corpus_own_in_memory_and_from_a_folder(kind: str, tmp_path: Path) -> None:
+    encoder = None if kind == "bm25" else WordEncoder()
+    build_index(CORPUS, tmp_path / "index", kind, encoder)  # type: ignore[arg-type]
+    for retriever in (opened(kind), open_index(tmp_path / "index", encoder)):  # type: ignore[arg-type]
+        assert ids(retriever, ["Bergen town of rain"], 2) == [["p1", "p3"]]
+        assert ids(retriever, ["capital"], 2)[0] == ["p0", "p2"]

@@ -12,7 +12,8 @@ from rrl.data.tokenizer import load_tokenizer
 from rrl.errors import UserError
 from rrl.retrieval.bm25 import Bm25Config
 from rrl.retrieval.encode import TextSettings, load_text_encoder
-from rrl.retrieval.index import KINDS, make_retriever
+from rrl.retrieval.folder import KINDS
+from rrl.retrieval.index import make_retriever
 from rrl.retrieval.measure import miniwiki_recall
 from rrl.retrieval.pairs import make_pairs
 from rrl.retrieval.train_encoder import (

@@ -19,7 +19,8 @@ from rrl.models.decoder import Decoder
 from rrl.models.hf import save_decoder
 from rrl.recipes.card import card_of, read_card, write_card
 from rrl.recipes.rsearch import RSearch
-from rrl.retrieval.index import build_index, make_retriever
+from rrl.retrieval.build import build_index
+from rrl.retrieval.index import make_retriever
 from rrl.rl.logprobs import token_logprobs
 from rrl.rollout.protocol import Stream
 from rrl.train.demonstrations import demonstrations

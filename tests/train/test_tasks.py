@@ -5,8 +5,10 @@ import json
 import pytest
 
 from rrl.data.miniwiki import KINDS
+from rrl.data.passages import Passage
 from rrl.data.questions import Question
 from rrl.errors import UserError
+from rrl.retrieval.build import build_index
 from rrl.train.tasks import DataConfig, RetrieverConfig, load_corpora, split_questions
 
 BM25 = RetrieverConfig(kind="bm25")
@@ -56,3 +58,28 @@ def test_off_searches_nothing():
     data = DataConfig(train_worlds=1, held_out_worlds=1, world_size=60, train_per_kind=2, held_out_per_kind=2)
     train, _ = load_corpora(data, RetrieverConfig(kind="off"))
     assert train.retriever is None
+
+
+def test_a_folder_is_searched_through_an_index_or_a_service(tmp_path):
+    passages = [Passage(str(i), f"T{i}", f"text {i}") for i in range(4)]
+    build_index(passages, tmp_path / "index", "bm25")
+    lines = [json.dumps({"id": f"q{i}", "question": "q?", "golden_answers": ["a"]}) for i in range(5)]
+    data = tmp_path / "data"
+    data.mkdir()
+    (data / "questions.jsonl").write_text("\n".join(lines))
+    config = RetrieverConfig(kind="bm25", index=str(tmp_path / "index"), time_out=5)
+    train, _ = load_corpora(DataConfig(path=str(data)), config)
+    assert train.retriever.search(["T3"], 1)[0][0].passage == passages[3]
+    assert train.retriever.patience.time_out == 5
+    remote = RetrieverConfig(kind="bm25", index="http://127.0.0.1:9", form="flashrag")
+    assert load_corpora(DataConfig(path=str(data)), remote)[0].retriever.kind == "http"
+    with pytest.raises(UserError, match="data=FOLDER"):
+        load_corpora(DataConfig(), config)
+
+
+def test_runs_from_before_there_were_index_settings_continue(tmp_path):
+    assert set(BM25.identity()) == {"kind", "encoder", "title_weight", "k1", "b"}
+    for name in ("here", "there"):
+        build_index([Passage("0", "T", "text")], tmp_path / name, "bm25")
+    here, there = (RetrieverConfig(index=str(tmp_path / name)).identity() for name in ("here", "there"))
+    assert here == there, "an index may be moved"

@@ -1,0 +1,105 @@
+"""An index folder from a corpus: `python launch/build_index.py --corpus=FILE --out=FOLDER --retriever=scann --encoder=FOLDER`.
+
+The same command continues a build that was stopped.
+"""
+
+import json
+import sys
+import time
+from collections.abc import Sequence
+
+from absl import flags
+
+from rrl.errors import UserError
+from rrl.train import launcher
+
+_CORPUS = flags.DEFINE_string("corpus", None, "JSONL, JSON or TSV, gzipped or not; see docs/retrieval.md.")
+_OUT = flags.DEFINE_string("out", None, "Folder to write, which must not be there yet.")
+_RETRIEVER = flags.DEFINE_enum("retriever", "scann", ["scann", "bm25", "exact"], "Kind of index.")
+_ENCODER = flags.DEFINE_string("encoder", None, "Hugging Face folder of the encoder, for scann and exact.")
+_MEMORY = flags.DEFINE_float(
+    "memory_gb", None, "Memory for ScaNN, in 10^9 bytes (default: most of the machine's)."
+)
+_BM25 = flags.DEFINE_enum(
+    "bm25", "pyserini", ["pyserini", "msmarco", "lucene", "bm25s"], "Published k1 and b."
+)
+_K1 = flags.DEFINE_float("k1", None, "BM25: saturation of repeated words, in place of the published.")
+_B = flags.DEFINE_float("b", None, "BM25: strength of length normalisation, in place of the published.")
+_TITLE = flags.DEFINE_integer("title_weight", 1, "BM25: how often the title counts; 0: the text alone.")
+_STEM = flags.DEFINE_bool("stem", True, "BM25: whether words are reduced to their stems.")
+_SKIP = flags.DEFINE_bool(
+    "skip_broken", False, "Leave broken records out, and count them, in place of refusing the file."
+)
+_SHARD = flags.DEFINE_string(
+    "shard", "0/1", "i/n: every n-th passage from the i-th, for a corpus on n hosts."
+)
+flags.mark_flags_as_required(["corpus", "out"])
+
+
+class Stages:
+    """A progress line for each stage, with passages/s and the time left."""
+
+    def __init__(self) -> None:
+        self._stage = ""
+        self._first = self._began = 0.0
+
+    def __call__(self, stage: str, done: int, total: int) -> None:
+        """As `rrl.retrieval.build.Progress`."""
+        from rrl.train.progress import Progress
+
+        if stage != self._stage:
+            self._stage, self._first, self._began = stage, done, time.monotonic()
+            self._line = Progress(total, start=done, label=stage, seconds=2)
+        rate = (done - self._first) / max(1e-9, time.monotonic() - self._began)
+        if total:
+            self._line.update(done, {"passages/s": rate})
+        elif done % 100_000 == 0:
+            print(f"{stage}: {done} passages/s={rate:.0f}", file=sys.stderr)
+
+
+def _shard(text: str) -> tuple[int, int]:
+    part, _, count = text.partition("/")
+    if not (part.isdigit() and count.isdigit()):
+        raise UserError(f"--shard={text} must be i/n, such as 0/4")
+    return int(part), int(count)
+
+
+def main(_: Sequence[str]) -> None:
+    """Builds the index and prints its manifest."""
+    import dataclasses
+
+    from rrl.retrieval.bm25 import PUBLISHED, Bm25Config
+    from rrl.retrieval.build import build_index, check_kind
+
+    assert _CORPUS.value is not None and _OUT.value is not None  # required flags
+    k1, b = PUBLISHED[_BM25.value]
+    bm25 = Bm25Config(
+        k1 if _K1.value is None else _K1.value,
+        b if _B.value is None else _B.value,
+        title_weight=_TITLE.value,
+        stem=_STEM.value,
+    )
+    encoder = None
+    if _RETRIEVER.value != "bm25" and _ENCODER.value:
+        import jax
+
+        from rrl.retrieval.encode import load_text_encoder
+
+        encoder = dataclasses.replace(load_text_encoder(_ENCODER.value), devices=tuple(jax.local_devices()))
+    check_kind(_RETRIEVER.value, encoder)
+    manifest = build_index(
+        _CORPUS.value,
+        _OUT.value,
+        _RETRIEVER.value,
+        encoder,
+        bm25,
+        memory_gb=_MEMORY.value,
+        on_error="skip" if _SKIP.value else "refuse",
+        shard=_shard(_SHARD.value),
+        progress=Stages(),
+    )
+    print(json.dumps(manifest, indent=2))
+
+
+if __name__ == "__main__":
+    launcher.run(main, callbacks=False)

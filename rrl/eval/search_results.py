@@ -1,0 +1,67 @@
+"""Ranked passages to read: as text, and as a self-contained page."""
+
+import html
+import pathlib
+import re
+import textwrap
+from collections.abc import Sequence
+
+from rrl.retrieval.retriever import Hit
+
+_STYLE = """
+:root { color-scheme: light dark }
+body { font: 16px/1.5 system-ui, sans-serif; max-width: 46rem; margin: 2rem auto; padding: 0 1rem }
+h2 { margin: 2.5rem 0 .5rem } ol { padding-left: 2rem } li { margin: 1rem 0 }
+small { opacity: .7; font-variant-numeric: tabular-nums } p { margin: .2rem 0; white-space: pre-line; overflow-wrap: anywhere }
+mark { background: #ffe08a; color: inherit } @media (prefers-color-scheme: dark) { mark { background: #6b5200 } }
+"""
+
+
+def as_text(queries: Sequence[str], found: Sequence[Sequence[Hit]], width: int = 100) -> str:
+    """Rank, score, title, id and text of each passage."""
+    lines = []
+    for query, hits in zip(queries, found, strict=True):
+        lines.append(query if hits else f"{query}\n  nothing found")
+        for rank, hit in enumerate(hits, 1):
+            lines.append(f"{rank:3d}. {hit.score:8.4f}  {hit.passage.title}  [{hit.passage.id}]")
+            lines.append(textwrap.indent(textwrap.fill(hit.passage.text, width - 5), "     "))
+        lines.append("")
+    # Half a surrogate pair can be in a corpus, but on no terminal; control characters would command it.
+    text = "\n".join(lines).rstrip().encode("utf-8", "replace").decode()
+    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", "\N{REPLACEMENT CHARACTER}", text)
+
+
+def write_page(
+    path: str | pathlib.Path, queries: Sequence[str], found: Sequence[Sequence[Hit]], title: str
+) -> None:
+    """Writes a page with the words of each query marked. Nothing is fetched; all text is escaped."""
+    sections = "\n".join(_section(query, hits) for query, hits in zip(queries, found, strict=True))
+    page = f"""<!doctype html>
+<html lang="en"><head><meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
+<title>{html.escape(title)}</title><style>{_STYLE}</style></head>
+<body><h1>{html.escape(title)}</h1>
+{sections}
+</body></html>
+"""
+    pathlib.Path(path).write_bytes(page.encode("utf-8", "replace"))
+
+
+def _section(query: str, hits: Sequence[Hit]) -> str:
+    items = "\n".join(
+        f"<li><strong>{_marked(hit.passage.title, query)}</strong> <small>{hit.score:.4f} · "
+        f"{html.escape(hit.passage.id)}</small><p>{_marked(hit.passage.text, query)}</p></li>"
+        for hit in hits
+    )
+    return f"<section><h2>{html.escape(query)}</h2>\n<ol>{items or '<p>Nothing found.</p>'}</ol></section>"
+
+
+def _marked(text: str, query: str) -> str:
+    """The text, escaped, with the query's words of three letters and more marked."""
+    words = {word.lower() for word in re.findall(r"\w{3,}", query)}
+    pieces = re.split(r"(\w+)", text)
+    return "".join(
+        f"<mark>{html.escape(piece)}</mark>" if piece.lower() in words else html.escape(piece)
+        for piece in pieces
+    )

@@ -1,0 +1,278 @@
+"""Build an index folder as a stream: memory stays constant, and a build that was killed continues.
+
+Until it is whole, the folder is called OUT.unfinished. Reading the corpus starts again after a kill; the slow stages
+(embedding, counting words, ScaNN's parts) go on after their last whole block.
+"""
+
+import dataclasses
+import itertools
+import json
+import shutil
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from rrl.data.passages import Passage, iter_passages
+from rrl.data.records import OnError
+from rrl.errors import UserError
+from rrl.retrieval.bm25 import Bm25Config, Bm25Index
+from rrl.retrieval.dense import ExactIndex, ScannIndex
+from rrl.retrieval.files import disk_full_told, replaced
+from rrl.retrieval.folder import KINDS, PassageFile, write_manifest, write_passages
+from rrl.retrieval.postings import BlockFolder
+from rrl.retrieval.ranking import overlap
+from rrl.retrieval.sizing import ScannConfig, choose_scann
+from rrl.retrieval.vectors import VectorFile
+
+if TYPE_CHECKING:  # BM25 needs no JAX, so building it does not import any.
+    from rrl.retrieval.encode import TextEncoder
+
+BLOCK = 8192
+"""Passages between two marks on the disk: what a kill costs at most."""
+
+SAMPLE = 200
+"""Queries on which ScaNN's recall is measured."""
+
+RECALL = 0.99
+"""Leaves are added to the search until the sample's recall reaches this."""
+
+Progress = Callable[[str, int, int], None]
+"""Told (stage, passages done, passages in all; 0: not known yet)."""
+
+
+def build_index(
+    corpus: str | Path | Iterable[Passage],
+    out: str | Path,
+    kind: str = "scann",
+    text_encoder: "TextEncoder | None" = None,
+    bm25: Bm25Config | None = None,
+    *,
+    memory_gb: float | None = None,
+    block: int = BLOCK,
+    on_error: OnError = "refuse",
+    shard: tuple[int, int] = (0, 1),
+    progress: Progress = lambda stage, done, total: None,
+) -> dict[str, Any]:
+    """Write an index folder, and return its manifest. It appears under its name only when it is complete.
+
+    The same call continues a build that was killed; other settings for the same unfinished folder are refused.
+
+    Args:
+      corpus: a corpus file (see `iter_passages`), or passages.
+      out: a folder that is not there yet.
+      kind: scann, exact or bm25.
+      text_encoder: for scann and exact.
+      bm25: settings of BM25.
+      memory_gb: memory for ScaNN, in 10^9 bytes; None: most of the machine's.
+      block: passages between two marks on the disk.
+      on_error: what a broken record of the corpus file does.
+      shard: (i, n): every n-th passage from the i-th (counted from 0), for a corpus that n hosts share.
+      progress: told about each block.
+
+    Raises UserError for an unknown kind, an empty or broken corpus, a missing encoder, a folder that exists, a full disk.
+    """
+    check_kind(kind, text_encoder)
+    out = Path(out)
+    if out.exists():
+        raise UserError(f"index folder {out}: exists. Remove it, or give the path of a new folder.")
+    work = out.with_name(out.name + ".unfinished")
+    bm25 = bm25 or Bm25Config()
+    if not 0 <= shard[0] < shard[1]:
+        raise UserError(f"shard={shard[0]}/{shard[1]} must be one of 0/n to (n-1)/n, such as 0/4")
+    wanted: dict[str, Any] = {"kind": kind, "block": block, "shard": list(shard)}
+    if kind == "bm25":
+        wanted["bm25"] = dataclasses.asdict(bm25)
+    else:
+        assert text_encoder is not None
+        wanted["encoder"] = {"name": text_encoder.name, "fingerprint": text_encoder.fingerprint}
+    with disk_full_told(work):
+        work.mkdir(parents=True, exist_ok=True)
+        _refuse_other(work, wanted)
+        count, fingerprint = _read(work, corpus, on_error, shard, progress)
+        manifest = {**wanted, "passages": count, "corpus": fingerprint}
+        passages = PassageFile(work, count)
+        if kind == "bm25":
+            _count_words(work, passages, bm25, block, progress)
+        else:
+            assert text_encoder is not None
+            manifest |= {"metric": "inner_product", "dim": text_encoder.dim}
+            embeddings, manifest["cut"] = _embed(work, passages, text_encoder, block, progress)
+            if kind == "scann":
+                manifest["scann"] = _scann(work, passages, embeddings, text_encoder, memory_gb, progress)
+        for name in ("wanted.json", "corpus.json", "cut.txt"):
+            (work / name).unlink(missing_ok=True)
+        write_manifest(work, manifest)
+    work.rename(out)
+    return manifest
+
+
+def check_kind(kind: str, text_encoder: "TextEncoder | None") -> None:
+    """UserError for an unknown kind of index, or one whose encoder is missing."""
+    if kind not in KINDS:
+        raise UserError(f"retriever kind: got {kind!r}; allowed are {', '.join(KINDS)}.")
+    if kind != "bm25" and text_encoder is None:
+        raise UserError(
+            f"encoder: missing; a {kind} index needs one. Give an encoder folder, or use kind 'bm25'."
+        )
+
+
+def _refuse_other(work: Path, wanted: dict[str, Any]) -> None:
+    """Raises UserError where the unfinished folder was begun with other settings."""
+    file = work / "wanted.json"
+    if file.is_file():
+        begun = json.loads(file.read_text(encoding="utf-8"))
+        different = [name for name in begun.keys() | wanted.keys() if begun.get(name) != wanted.get(name)]
+        if different:
+            named = "; ".join(f"{n}: {begun.get(n)} there, {wanted.get(n)} now" for n in sorted(different))
+            raise UserError(
+                f"index {work}: an unfinished build with other settings ({named}). Give the same settings to continue "
+                "it, or remove that folder."
+            )
+    with replaced(file) as stream:
+        stream.write(json.dumps(wanted).encode())
+
+
+def _read(
+    work: Path,
+    corpus: str | Path | Iterable[Passage],
+    on_error: OnError,
+    shard: tuple[int, int],
+    progress: Progress,
+) -> tuple[int, str]:
+    """Number and fingerprint of the passages, which are in the folder then; what belongs to others is removed."""
+    file = work / "corpus.json"
+    held = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    source = None
+    if isinstance(corpus, str | Path):
+        path = Path(corpus)
+        if path.is_file():
+            source = [path.name, path.stat().st_size, path.stat().st_mtime_ns]
+        if source and held.get("source") == source:
+            return held["passages"], held["corpus"]
+        corpus = iter_passages(path, on_error)
+    count, fingerprint = write_passages(
+        work, _told(itertools.islice(corpus, shard[0], None, shard[1]), progress)
+    )
+    if not count:
+        raise UserError("corpus: it has no passages; an index needs at least one. Check the corpus file.")
+    if held and held["corpus"] != fingerprint:
+        for name in ("embeddings.npy", "cut.txt"):
+            (work / name).unlink(missing_ok=True)
+        for name in ("words", "bm25", "scann"):
+            shutil.rmtree(work / name, ignore_errors=True)
+    with replaced(file) as stream:
+        stream.write(json.dumps({"source": source, "passages": count, "corpus": fingerprint}).encode())
+    return count, fingerprint
+
+
+def _told(passages: Iterable[Passage], progress: Progress) -> Iterator[Passage]:
+    for number, passage in enumerate(passages, 1):
+        yield passage
+        if number % 1000 == 0:
+            progress("read", number, 0)
+
+
+def _count_words(
+    work: Path, passages: PassageFile, config: Bm25Config, block: int, progress: Progress
+) -> None:
+    words = BlockFolder(work / "words")
+    progress("count words", words.passages, len(passages))
+    while words.passages < len(passages):
+        words.add([config.words(p) for p in passages[words.passages : words.passages + block]])
+        progress("count words", words.passages, len(passages))
+    Bm25Index.build_folder(words, work / "bm25", config)
+    shutil.rmtree(work / "words")
+
+
+def _embed(
+    work: Path, passages: PassageFile, text_encoder: "TextEncoder", block: int, progress: Progress
+) -> tuple[np.ndarray, int]:
+    """The embeddings, memory-mapped; and how many passages were cut, which `cut.txt` says block by block."""
+    file, cuts = VectorFile(work / "embeddings.npy", len(passages), text_encoder.dim, block), work / "cut.txt"
+    kept = cuts.read_text().split()[: -(-file.rows // block)] if cuts.is_file() else []
+    if len(kept) * block < file.rows:
+        raise UserError(f"index {work}: damaged, cut.txt is too short. Remove that folder and build again.")
+    cuts.write_text("".join(f"{line}\n" for line in kept))
+    progress("embed", file.rows, len(passages))
+    starts = range(file.rows, len(passages), block)
+    with ThreadPoolExecutor(1) as pool:
+        # The next block is read and tokenised while the device works on this one.
+        ahead = [pool.submit(_tokens, passages, text_encoder, start, block) for start in starts[:1]]
+        for start in starts:
+            ids, cut = ahead.pop().result()
+            if start + block < len(passages):
+                ahead.append(pool.submit(_tokens, passages, text_encoder, start + block, block))
+            vectors = text_encoder.embed_tokens(ids)
+            with cuts.open("a") as stream:
+                stream.write(f"{cut}\n")
+            file.append(vectors)
+            progress("embed", file.rows, len(passages))
+    cut = sum(map(int, cuts.read_text().split()))
+    return np.load(work / "embeddings.npy", mmap_mode="r"), cut
+
+
+def _tokens(passages: PassageFile, text_encoder: "TextEncoder", start: int, block: int) -> tuple[list, int]:
+    return text_encoder.tokenize_passages(passages[start : start + block])
+
+
+def _scann(
+    work: Path,
+    passages: PassageFile,
+    embeddings: np.ndarray,
+    text_encoder: "TextEncoder",
+    memory_gb: float | None,
+    progress: Progress,
+) -> dict[str, Any]:
+    """Builds and tunes; returns the settings and what they reach, for the manifest."""
+    count, dim = embeddings.shape
+    began, config = time.monotonic(), choose_scann(count, dim, memory_gb)
+    begun = work / "scann" / "config.json"
+    if begun.is_file():
+        config = ScannConfig(**json.loads(begun.read_text(encoding="utf-8")))
+    begun.parent.mkdir(exist_ok=True)
+    with replaced(begun) as stream:
+        stream.write(json.dumps(dataclasses.asdict(config)).encode())
+    progress("ScaNN", 0, count)
+    for done in ScannIndex.build_folder(begun.parent, embeddings, config):
+        progress("ScaNN", done, count)
+    seconds = time.monotonic() - began
+    queries = sample_queries(passages)
+    index, measured = tuned(
+        ScannIndex.load(begun.parent, embeddings, config), text_encoder.embed_queries(queries)
+    )
+    return dataclasses.asdict(index.config) | {"measured": measured | {"build_seconds": round(seconds, 1)}}
+
+
+def sample_queries(passages: PassageFile, count: int = SAMPLE) -> list[str]:
+    """What one might ask for: titles of passages drawn at random, or their first words where they have none."""
+    rows = np.random.default_rng(0).choice(len(passages), min(count, len(passages)), replace=False)
+    return [p.title or " ".join(p.text.split()[:12]) for p in (passages[int(row)] for row in rows)]
+
+
+def tuned(index: ScannIndex, vectors: np.ndarray, k: int = 10) -> tuple[ScannIndex, dict[str, Any]]:
+    """The index with leaves enough for `RECALL`, and its recall against exact search on these queries."""
+    texts = [""] * len(vectors)
+    exact, _ = ExactIndex(index.embeddings).search(texts, k, vectors)
+    while True:
+        began = time.monotonic()
+        found, _ = index.search(texts, k, vectors)
+        seconds = time.monotonic() - began
+        recall = overlap(found, exact)
+        config = index.config
+        if recall >= RECALL or config.leaves_to_search >= config.leaves:
+            break
+        index.config = dataclasses.replace(
+            config,
+            leaves_to_search=min(config.leaves, 2 * config.leaves_to_search),
+            reorder=2 * config.reorder,
+        )
+    return index, {
+        "recall": round(recall, 4),
+        "k": k,
+        "queries": len(vectors),
+        "queries_per_second": round(len(vectors) / max(seconds, 1e-9), 1),
+    }

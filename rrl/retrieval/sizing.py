@@ -1,0 +1,125 @@
+"""ScaNN's settings from the number of passages and the memory there is; and the table of them in the docs."""
+
+import dataclasses
+import math
+import os
+from collections.abc import Iterable
+
+from rrl.errors import UserError
+
+SMALL = 20_000
+"""Below this, scoring every passage is as fast as a tree, and exact."""
+
+GB = 10**9
+
+_OVERHEAD = 12
+"""Bytes a passage beside its code: its id and leaf in ScaNN's tables, its place in the file of offsets."""
+
+_LEVELS = ((2, True), (2, False), (4, False), (8, False))
+"""(dimensions of one 4-bit code, whether bfloat16 vectors stay in memory), by falling accuracy and memory."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ScannConfig:
+    """Settings of a ScaNN index; `choose_scann` finds them."""
+
+    leaves: int
+    """Partitions of the tree; 0: no tree, every passage is scored."""
+    leaves_to_search: int
+    reorder: int
+    """Candidates whose quantised scores are replaced by exact ones."""
+    code_dims: int = 2
+    """Dimensions that share one code of 4 bits."""
+    held: bool = False
+    """Whether bfloat16 vectors stay in memory, so that only the last few candidates are read from the disk."""
+    part: int = 0
+    """Passages that are indexed together, since ScaNN holds their vectors while it builds; 0: all."""
+
+    def parts(self, passages: int) -> list[tuple[int, int]]:
+        """The (start, stop) of each part, in turn."""
+        size = self.part or max(1, passages)
+        return [(start, min(passages, start + size)) for start in range(0, passages, size)]
+
+
+def serving_bytes(config: ScannConfig, passages: int, dim: int) -> int:
+    """Memory of an open index. Embeddings and passages stay on the disk, but for brute force."""
+    if not config.leaves:
+        return passages * dim * 4
+    vector = math.ceil(dim / config.code_dims) / 2 + (2 * dim if config.held else 0)
+    trees = len(config.parts(passages)) * config.leaves * dim * 4
+    return round(passages * (vector + _OVERHEAD)) + trees
+
+
+def building_bytes(config: ScannConfig, passages: int, dim: int) -> int:
+    """Memory while the largest part is indexed: its vectors, one copy of them in ScaNN's hands, its own index."""
+    part = min(passages, config.part or passages)
+    return 2 * part * dim * 4 + serving_bytes(dataclasses.replace(config, part=0), part, dim)
+
+
+def disk_bytes(config: ScannConfig, passages: int, dim: int, characters: int = 700) -> int:
+    """Size of the index folder; `characters` is the mean passage with its title."""
+    codes = (math.ceil(dim / config.code_dims) + (2 * dim if config.held else 0) + 4) if config.leaves else 0
+    return passages * (dim * 4 + codes + characters + 8)
+
+
+def choose_scann(passages: int, dim: int, memory_gb: float | None = None) -> ScannConfig:
+    """Settings that fit the memory, the most accurate first; `memory_gb` in 10^9 bytes, None: `machine_gb`.
+
+    A tree of about sqrt(n) leaves, of which a tenth is searched at first (the build searches more until the recall is
+    right). Raises UserError with the least memory that would do.
+    """
+    if passages < SMALL:
+        return ScannConfig(leaves=0, leaves_to_search=0, reorder=0)
+    budget = (memory_gb if memory_gb is not None else machine_gb()) * GB
+    least = math.inf
+    for code_dims, held in _LEVELS:
+        for count in range(1, 65):
+            part = math.ceil(passages / count)
+            leaves = round(math.sqrt(part))
+            config = ScannConfig(
+                leaves, max(10, leaves // 10), 200, code_dims, held, part if count > 1 else 0
+            )
+            needed = max(serving_bytes(config, passages, dim), building_bytes(config, passages, dim))
+            least = min(least, needed)
+            if needed <= budget:
+                return config
+    raise UserError(
+        f"memory_gb={budget / GB:.3g} is too little for {passages} passages of {dim} dimensions: at least "
+        f"{least / GB:.3g} are needed. Give more, or index the corpus in shards on several hosts."
+    )
+
+
+def machine_gb() -> float:
+    """Memory of this machine that an index may take, in 10^9 bytes: four fifths of it all, whatever else runs."""
+    return 0.8 * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / GB
+
+
+def sizing_table(sizes: Iterable[int] = (10**6, 21 * 10**6, 10**8), dim: int = 768) -> str:
+    """Markdown: what `choose_scann` does with several budgets, for the docs."""
+    lines = [
+        f"| passages × {dim} | `--memory_gb` | leaves | parts | 4-bit code of | vectors in memory | open, GB | building, GB "
+        "| disk, GB |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for size in sizes:
+        for budget in (8, 32, 128, 512):
+            try:
+                config = choose_scann(size, dim, budget)
+            except UserError:
+                lines.append(f"| {size:,} | {budget} | too little | | | | | | |")
+                continue
+            sums = (
+                f"{count(config, size, dim) / GB:.1f}"
+                for count in (serving_bytes, building_bytes, disk_bytes)
+            )
+            cells = (
+                f"{size:,}",
+                budget,
+                f"{config.leaves:,}",
+                len(config.parts(size)),
+                f"{config.code_dims} dimensions",
+                "bfloat16" if config.held else "none",
+                *sums,
+            )
+            lines.append(f"| {' | '.join(map(str, cells))} |")
+    return "\n".join(lines)

@@ -1,0 +1,219 @@
+"""Building an index: killed anywhere it continues to the same bytes; what it can't do it says by name."""
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rrl.data.passages import Passage
+from rrl.errors import UserError
+from rrl.retrieval.build import build_index, sample_queries, tuned
+from rrl.retrieval.dense import ScannIndex
+from rrl.retrieval.folder import KINDS
+from rrl.retrieval.index import open_index
+from rrl.retrieval.sizing import ScannConfig
+from tests.retrieval.fakes import WordEncoder
+from tests.retrieval.test_dense import clustered
+
+PASSAGES = [Passage(f"p{i}", f"Name {i}", f"fact {i * i} of {chr(97 + i % 26)}") for i in range(100)]
+
+KILLED = """
+import os, signal, sys
+from rrl.retrieval.build import build_index
+from tests.retrieval.fakes import WordEncoder
+
+def killed(stage, done, total):
+    if stage in ("embed", "count words") and done >= 0.6 * total:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+kind = sys.argv[3]
+build_index(sys.argv[1], sys.argv[2], kind, None if kind == "bm25" else WordEncoder(), block=10, progress=killed)
+"""
+
+
+def corpus(folder: Path) -> Path:
+    file = folder / "corpus.jsonl"
+    file.write_text("".join(json.dumps(dataclasses.asdict(passage)) + "\n" for passage in PASSAGES))
+    return file
+
+
+def encoder_for(kind: str):
+    return None if kind == "bm25" else WordEncoder()
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {
+        str(file.relative_to(folder)): file.read_bytes()
+        for file in folder.rglob("*")
+        if file.is_file() and file.name != "manifest.json"
+    }
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_killed_at_60_percent_it_continues_to_the_same_index(tmp_path: Path, kind: str) -> None:
+    file, out = corpus(tmp_path), tmp_path / "index"
+    killed = subprocess.run(
+        [sys.executable, "-c", KILLED, str(file), str(out), kind], cwd=Path(__file__).parents[2]
+    )
+    assert killed.returncode == -signal.SIGKILL
+    assert not out.exists()
+    told: list[tuple[str, int]] = []
+    build_index(
+        file,
+        out,
+        kind,
+        encoder_for(kind),
+        block=10,
+        progress=lambda stage, done, _: told.append((stage, done)),
+    )
+    assert told[0] == ("count words" if kind == "bm25" else "embed", 60)
+    build_index(PASSAGES, tmp_path / "whole", kind, encoder_for(kind), block=10)
+    assert contents(out) == contents(tmp_path / "whole")
+
+
+def test_a_changed_corpus_is_embedded_anew(tmp_path: Path) -> None:
+    class Failing(WordEncoder):
+        def embed_tokens(self, texts):
+            if "Name 50" in " ".join(texts):
+                raise RuntimeError
+            return super().embed_tokens(texts)
+
+    file, out = corpus(tmp_path), tmp_path / "index"
+    with pytest.raises(RuntimeError):
+        build_index(file, out, "exact", Failing(), block=10)  # type: ignore[arg-type]
+    file.write_text(file.read_text().replace('Name 3"', 'Other 3"'))
+    build_index(file, out, "exact", WordEncoder(), block=10)  # type: ignore[arg-type]
+    build_index(open_index(out, WordEncoder()).passages, tmp_path / "whole", "exact", WordEncoder())  # type: ignore[arg-type]
+    assert contents(out) == contents(tmp_path / "whole")
+
+
+def test_an_unfinished_build_with_other_settings_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "index.unfinished").mkdir()
+    (tmp_path / "index.unfinished/wanted.json").write_text(
+        '{"kind": "exact", "block": 8192, "shard": [0, 1]}'
+    )
+    with pytest.raises(
+        UserError, match=r"unfinished build with other settings \(.*kind: exact there, bm25 now"
+    ):
+        build_index(PASSAGES, tmp_path / "index", "bm25")
+
+
+FULL = """
+import resource, sys
+from rrl.errors import UserError
+from rrl.retrieval.build import build_index
+from tests.retrieval.fakes import WordEncoder
+resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[3]), -1))
+try:
+    build_index(sys.argv[1], sys.argv[2], "exact", WordEncoder(), block=10)
+except UserError as error:
+    sys.exit(str(error))
+"""
+
+
+@pytest.mark.parametrize("limit", [1000, 10_000])
+def test_a_full_disk_is_told_and_the_build_continues(tmp_path: Path, limit: int) -> None:
+    # A limit on the size of a file stands in for a full disk: it stops the passages, and the embeddings.
+    file, out = corpus(tmp_path), tmp_path / "index"
+    full = subprocess.run(
+        [sys.executable, "-c", FULL, str(file), str(out), str(limit)],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+    )
+    assert "the disk is full" in full.stderr and "index.unfinished" in full.stderr
+    assert "same command again" in full.stderr and "Traceback" not in full.stderr
+    build_index(file, out, "exact", WordEncoder(), block=10)  # type: ignore[arg-type]
+    build_index(PASSAGES, tmp_path / "whole", "exact", WordEncoder(), block=10)  # type: ignore[arg-type]
+    assert contents(out) == contents(tmp_path / "whole")
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"", "the file is empty"),
+        (b'{"id": 1, "text": "x"}\n{"id": 1, "text": "y"}\n', "line 2: id: '1' occurs twice"),
+        (b'{"id": 1, "text": "x"}\n{"id": 2, "text"\n', "line 2: not JSON"),
+        (b'{"id": 1, "text": "x"}\n{"id": 2, "text": "\xff"}\n', "line 2: not UTF-8"),
+    ],
+)
+def test_a_broken_corpus_is_refused_by_line(tmp_path: Path, data: bytes, message: str) -> None:
+    file = tmp_path / "corpus.jsonl"
+    file.write_bytes(data)
+    with pytest.raises(UserError, match=message):
+        build_index(file, tmp_path / "index", "bm25")
+    assert not (tmp_path / "index").exists()
+
+
+def test_passages_that_were_cut_are_counted(tmp_path: Path) -> None:
+    long = [Passage("long", "Long", "word " * 60), *PASSAGES, Passage("longer", "Longer", "word " * 70)]
+    manifest = build_index(long, tmp_path / "index", "exact", WordEncoder(), block=10)  # type: ignore[arg-type]
+    assert manifest["cut"] == 2
+
+
+def test_leaves_are_added_until_the_recall_is_right() -> None:
+    points, asked = clustered(5000, 50)
+    index = ScannIndex.build(points, ScannConfig(leaves=100, leaves_to_search=1, reorder=20))
+    better, measured = tuned(index, asked)
+    assert measured["recall"] >= 0.99 and measured["queries"] == 50
+    assert 1 < better.config.leaves_to_search <= 100
+
+
+def test_the_manifest_says_how_well_scann_finds(tmp_path: Path) -> None:
+    manifest = build_index(PASSAGES, tmp_path / "index", "scann", WordEncoder())  # type: ignore[arg-type]
+    assert manifest["scann"]["measured"]["recall"] == 1
+    assert manifest == {
+        name: value
+        for name, value in json.loads((tmp_path / "index/manifest.json").read_text()).items()
+        if name not in ("format", "versions", "files")
+    }
+
+
+def test_sample_queries_are_titles_or_first_words() -> None:
+    passages = [Passage("0", "", "one two " * 20), Passage("1", "Title", "text")]
+    assert sorted(sample_queries(passages)) == sorted(["Title", " ".join(["one two"] * 6)])  # type: ignore[arg-type]
+
+
+def test_opening_and_searching_takes_the_passages_that_are_returned_only(tmp_path: Path) -> None:
+    build_index(PASSAGES, tmp_path / "index", "bm25")
+    retriever = open_index(tmp_path / "index")
+    read: list[int] = []
+    pread = os.pread
+    os.pread = lambda file, size, at: read.append(at) or pread(file, size, at)  # type: ignore[assignment,func-returns-value]
+    try:
+        (hits,) = retriever.search(["Name 3"], 2)
+    finally:
+        os.pread = pread
+    assert len(read) == 2 == len(hits)
+
+
+def test_embeddings_continue_after_the_last_whole_block(tmp_path: Path) -> None:
+    from rrl.retrieval.vectors import VectorFile
+
+    rows = np.arange(24, dtype=np.float32).reshape(8, 3)
+    file = VectorFile(tmp_path / "e.npy", 8, 3, block=3)
+    file.append(rows[:3])
+    with (tmp_path / "e.npy").open("ab") as stream:
+        stream.write(b"half a block")
+    again = VectorFile(tmp_path / "e.npy", 8, 3, block=3)
+    assert again.rows == 3
+    again.append(rows[3:6])
+    again.append(rows[6:])
+    np.testing.assert_array_equal(np.load(tmp_path / "e.npy"), rows)
+    assert VectorFile(tmp_path / "e.npy", 8, 3, block=3).rows == 8
+
+
+def test_shards_share_the_corpus(tmp_path: Path) -> None:
+    ids: list[str] = []
+    for part in range(3):
+        build_index(PASSAGES, tmp_path / str(part), "bm25", shard=(part, 3))
+        ids += [passage.id for passage in open_index(tmp_path / str(part)).passages]
+    assert sorted(ids) == sorted(passage.id for passage in PASSAGES)
+    with pytest.raises(UserError, match="shard=3/3 must be"):
+        build_index(PASSAGES, tmp_path / "more", "bm25", shard=(3, 3))

@@ -1,0 +1,164 @@
+"""Our service and our client speak the forms of Search-R1 and FlashRAG's users, and fail by name."""
+
+import json
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+import pytest
+
+from rrl.data.passages import Passage
+from rrl.errors import UserError
+from rrl.retrieval.index import make_retriever
+from rrl.retrieval.remote import open_remote
+from rrl.retrieval.retriever import Patience, Retriever, SearchFailed
+from rrl.retrieval.serve import MOST_BYTES, make_server
+from rrl.retrieval.wire import FORMS, document, read_answer
+
+CORPUS = [
+    Passage("a", "Oslo", "capital of the north"),
+    Passage("b", 'The "Bergen"', "town of rain\nand fish"),
+    Passage("c", "", "rain in Rome \ud800"),
+]
+
+
+@pytest.fixture
+def served() -> Iterator[tuple[Retriever, str]]:
+    retriever = make_retriever(CORPUS, "bm25")
+    server = make_server(retriever, port=0, k=2)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield retriever, f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+
+
+def post(url: str, body: object) -> object:
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    with urllib.request.urlopen(urllib.request.Request(url, data), timeout=10) as reply:
+        return json.loads(reply.read())
+
+
+BERGEN = {"id": "b", "contents": '"The ""Bergen"""\ntown of rain\nand fish'}
+
+
+def test_search_r1s_form(served: tuple[Retriever, str]) -> None:
+    # As search_r1/search/retrieval_server.py of PeterGriffinJin/Search-R1 answers.
+    _, url = served
+    asked = {"queries": ["fish", "nothing"], "topk": 1, "return_scores": True}
+    answer = post(f"{url}/retrieve", asked)
+    assert isinstance(answer, dict)
+    ((hit,), none) = answer["result"]
+    assert hit["document"] == BERGEN and hit["score"] > 0 and none == []
+    assert post(f"{url}/retrieve", {"queries": ["fish"]}) == {"result": [[BERGEN]]}
+
+
+def test_flashrags_form(served: tuple[Retriever, str]) -> None:
+    # As scripts/serving/retriever_serving.py of Agent-RL/ReSearch answers.
+    _, url = served
+    assert post(f"{url}/search", {"query": "fish", "top_n": 1}) == [BERGEN]
+    assert post(f"{url}/batch_search", {"query": ["fish", "fish"], "top_n": 1}) == [[BERGEN], [BERGEN]]
+    documents, scores = post(f"{url}/batch_search", {"query": ["fish"], "return_score": True})  # type: ignore[misc]
+    assert documents == [[BERGEN]] and scores[0][0] > 0
+    (found,), (score,) = post(f"{url}/search", {"query": "fish", "return_score": True})  # type: ignore[misc]
+    assert (found, score) == (BERGEN, scores[0][0])
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_client_finds_what_the_served_index_finds(served: tuple[Retriever, str], form: str) -> None:
+    retriever, url = served
+    queries = ["rain", "capital", "", "rain", "rain \ud800"]
+    remote = open_remote(url, form)
+    found = remote.search(queries, 3)
+    assert [[(h.passage, h.score) for h in hits] for hits in found] == [
+        [(h.passage, pytest.approx(h.score)) for h in hits] for hits in retriever.search(queries, 3)
+    ]
+    assert remote.stats.searched == 3
+    assert len(remote.passages) == 3, "a passage is kept once"
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "reason"),
+    [
+        ("/retrieve", b"{", 422, "Expecting"),
+        ("/retrieve", [1], 422, "JSON object"),
+        ("/retrieve", {"queries": "fish"}, 422, "queries: must be a list of strings"),
+        ("/retrieve", {"queries": ["fish"], "topk": 0}, 422, "topk=0 must be"),
+        ("/retrieve", {"queries": ["fish"], "topk": "3"}, 422, "topk='3' must be"),
+        ("/search", {"query": ["fish"]}, 422, "query: must be a string"),
+        ("/elsewhere", {}, 404, "POST /retrieve"),
+    ],
+)
+def test_a_wrong_request_is_answered_by_its_fault(
+    served: tuple[Retriever, str], path: str, body: object, status: int, reason: str
+) -> None:
+    with pytest.raises(urllib.error.HTTPError) as caught:
+        post(served[1] + path, body)
+    with caught.value as error:
+        assert error.code == status and reason in json.loads(error.read())["detail"]
+    assert post(f"{served[1]}/retrieve", {"queries": ["fish"]}) == {"result": [[BERGEN]]}
+
+
+def test_a_request_that_is_too_long_is_not_read(served: tuple[Retriever, str]) -> None:
+    request = urllib.request.Request(f"{served[1]}/retrieve", b"x", {"Content-Length": str(MOST_BYTES + 1)})
+    with pytest.raises(urllib.error.HTTPError) as caught:
+        urllib.request.urlopen(request, timeout=10)
+    with caught.value as error:
+        assert error.code == 413
+
+
+def test_it_says_how_it_is(served: tuple[Retriever, str]) -> None:
+    for path, name, value in (("/health", "status", "healthy"), ("/stats", "calls", 0)):
+        with urllib.request.urlopen(served[1] + path, timeout=10) as reply:
+            assert json.loads(reply.read())[name] == value
+
+
+def test_an_address_in_use_is_refused(served: tuple[Retriever, str]) -> None:
+    with pytest.raises(UserError, match=r"cannot serve on .*give another"):
+        make_server(served[0], port=int(served[1].rpartition(":")[2]))
+
+
+@pytest.mark.parametrize(
+    ("status", "answer", "reason"),
+    [
+        (500, b"out of memory", "answered 500 .*out of memory"),
+        (200, b"<html>", "Expecting value"),
+        (200, b'{"result": [[{"score": 1}]]}', "another form than search-r1"),
+        (200, b'{"result": []}', "0 results for 1 queries"),
+    ],
+)
+def test_a_service_that_fails_is_told_after_the_retries(status: int, answer: bytes, reason: str) -> None:
+    class Broken(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"]))
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(answer)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = HTTPServer(("127.0.0.1", 0), Broken)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    remote = open_remote(f"http://127.0.0.1:{server.server_port}", patience=Patience(retries=1, pause=0.01))
+    with pytest.raises(SearchFailed, match=reason):
+        remote.search(["x"], 1)
+    assert (remote.stats.retries, remote.stats.failures) == (1, 1)
+    server.shutdown()
+    server.server_close()
+
+
+def test_nobody_there_and_no_address_are_told() -> None:
+    with pytest.raises(SearchFailed, match="does not answer"):
+        open_remote("http://127.0.0.1:9", patience=Patience()).search(["x"], 1)
+    with pytest.raises(UserError, match="must begin with http"):
+        open_remote("localhost:8000")
+    with pytest.raises(UserError, match="form='solr' is unknown"):
+        open_remote("http://localhost", "solr")
+
+
+def test_a_document_keeps_title_and_text_on_the_way() -> None:
+    for passage in CORPUS:
+        ((found,),) = read_answer("flashrag", [[[document(passage)]], [[1]]], 1)
+        assert found == (passage, 1.0)
