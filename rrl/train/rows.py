@@ -23,19 +23,24 @@ def bucketed(
 ) -> Buckets:
     """Trajectories in packed rows, whose targets are the policy's tokens, with per-token arrays beside them.
 
-    Raises UserError for a trajectory longer than every length.
+    Each context is a sequence of its own, as the policy saw it. Raises UserError for one longer than every length.
     """
-    longest = max((len(t.tokens) for t in trajectories), default=0)
+    contexts = [(index, part) for index, t in enumerate(trajectories) for part in t.contexts]
+    longest = max((part.stop - part.start for _, part in contexts), default=0)
     if longest > config.lengths[-1]:
         raise UserError(
             f"a trajectory of {longest} tokens is longer than the longest of objective.lengths={config.lengths}"
         )
+
+    def cut(values: Sequence[np.ndarray]) -> list[np.ndarray]:
+        return [values[index][part] for index, part in contexts]
+
     return pack_buckets(
-        [t.tokens for t in trajectories],
-        [t.roles == POLICY for t in trajectories],
+        cut([t.tokens for t in trajectories]),
+        cut([t.roles == POLICY for t in trajectories]),
         config.lengths,
         [config.rows(length, shards) for length in config.lengths],
-        extras=extras,
+        extras={name: cut(values) for name, values in (extras or {}).items()},
     )
 
 
@@ -70,6 +75,10 @@ class Scorer:
                 jax.device_get(self.program(params, fixed, put_rows(batch, self.mesh)))
                 for batch in buckets.batches
             ]
-        sizes = [len(t.tokens) for t in trajectories]
+        sizes = [part.stop - part.start for t in trajectories for part in t.contexts]
         names = found[0] if found else ()
-        return {name: buckets.unpack([part[name] for part in found], sizes) for name in names}
+        contexts = {name: iter(buckets.unpack([part[name] for part in found], sizes)) for name in names}
+        return {
+            name: [np.concatenate([next(parts) for _ in t.contexts]) for t in trajectories]
+            for name, parts in contexts.items()
+        }

@@ -156,6 +156,25 @@ def test_a_number_a_token_is_one_a_trajectory_where_they_agree_and_is_read_on_po
     close(scalar, each, 0)
 
 
+def joined(first: Trajectory, second: Trajectory) -> Trajectory:
+    """One episode whose policy was asked anew: its second context is all of another."""
+    arrays = ("tokens", "roles", "logps", "sampled_logps", "turns")
+    both = {name: np.concatenate([getattr(t, name) for t in (first, second)]) for name in arrays}
+    return dataclasses.replace(first, **both, starts=(0, len(first.tokens)))
+
+
+def test_each_context_of_an_episode_is_learned_from_as_the_policy_saw_it():
+    pairs = [joined(*TRAJECTORIES[at : at + 2]) for at in range(0, 16, 2)]
+    objective = ObjectiveConfig(kl_coef=0.1, lengths=(16, 32, 64), microbatch_tokens=128)
+    apart, _ = step(objective, advantages=np.repeat(ADVANTAGES[:8], 2))
+    together, _ = step(objective, pairs, ADVANTAGES[:8])
+    close(apart, together)
+    updater, (params, _, fixed), _ = made(objective)
+    scores, single = (updater.logps(params, fixed, ts)["logp"] for ts in (pairs, TRAJECTORIES))
+    for score, *parts in zip(scores, single[::2], single[1::2], strict=True):
+        np.testing.assert_allclose(score, np.concatenate(parts), atol=1e-6)
+
+
 def test_every_epoch_is_a_step_from_the_same_log_probabilities_on_the_same_advantages():
     objective = ObjectiveConfig(kl_coef=0.1, lengths=(64,))
     twice, metrics = step(dataclasses.replace(objective, epochs=2))
