@@ -5,23 +5,23 @@ through `io_callback` inside a fully manual `shard_map`, so that every data shar
 drives the same jitted steps from Python: it is what the loop is tested against.
 """
 
-import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Int, Key, PyTree
 from transformers import PreTrainedTokenizerBase
 
 from rrl.data.tokenizer import check_tokenizer, token_bytes
 from rrl.errors import UserError
 from rrl.models.decoder import Decoder
+from rrl.parallel.gather import gather_objects
 from rrl.parallel.mesh import make_mesh
 from rrl.retrieval.retriever import Retriever
 from rrl.rollout.automaton import StopSets, compile_sets
@@ -92,7 +92,6 @@ class Engine:
         )
         self.stats = RolloutStats()
         self._hosts: list[Host] = []
-        self._steps = 0
         self._told: set[type] = set()
         self._stops: dict[tuple[tuple[str, ...], ...], StopSets] = {}
         self._built: dict[Any, Callable] = {}
@@ -121,8 +120,10 @@ class Engine:
         """Runs every request to its end; trajectories come back in the order of `requests`.
 
         `params` is the decoder's state (`nnx.state(decoder)`). `retriever` stands in for the engine's own (another
-        corpus behind the same encoder). `reference` runs the host-driven loop. Raises what the environment raised, and
-        UserError for a prompt that does not fit the context.
+        corpus behind the same encoder). `reference` runs the host-driven loop. Where the mesh spans several processes, each
+        calls this with the same arguments, answers for its own data shards and gets all trajectories.
+
+        Raises what the environment raised, and UserError for a prompt that does not fit the context.
         """
         self._check(requests, environment)
         done = 0
@@ -142,9 +143,8 @@ class Engine:
         ]
         for host in hosts:
             host.on_finish = finish
-        with self._measured(hosts):
-            self._drive(hosts, params, environment, key, reference)
-        trajectories = [finished[index] for index in range(len(requests))]
+        found = self._drive(hosts, finished, params, environment, key, reference)
+        trajectories = [found[index] for index in range(len(requests))]
         self.stats.policy_tokens = sum(trajectory.policy_tokens for trajectory in trajectories)
         return trajectories
 
@@ -173,16 +173,11 @@ class Engine:
         numbered, shards = list(enumerate(workflows)), self.programs.shards
         stops = self._compiled([(), *environment.stop_sets])
         hosts = [self._host([], environment, stops, retriever) for _ in range(shards)]
-        flows = [
-            Flows(numbered[shard::shards], host, environment, host.encode_prompt, finish)
-            for shard, host in enumerate(hosts)
-        ]
-        for flow in flows:
-            flow.start()
-        with self._measured(hosts):
-            self._drive(hosts, params, environment, key, reference)
-        results = {index: value for flow in flows for index, value in flow.results.items()}
-        return [results[index] for index in range(len(workflows))]
+        results: dict[int, Any] = {}
+        for shard, host in enumerate(hosts):
+            Flows(numbered[shard::shards], host, environment, results, finish).start()
+        found = self._drive(hosts, results, params, environment, key, reference)
+        return [found[index] for index in range(len(workflows))]
 
     # -- the host ----------------------------------------------------------------------------------------------------
 
@@ -216,34 +211,56 @@ class Engine:
         return self._stops[wanted]
 
     def _drive(
-        self, hosts: list[Host], params: PyTree, environment: Environment, key: Key, reference: bool
-    ) -> None:
-        """Runs the loop until every host has switched its rows off; raises what one of them met."""
+        self,
+        hosts: list[Host],
+        found: dict[int, Any],
+        params: PyTree,
+        environment: Environment,
+        key: Key,
+        reference: bool,
+    ) -> dict[int, Any]:
+        """Runs the loop until every host has switched its rows off; fills `stats`.
+
+        Hosts that are another process's are asked there; what all of them have put into `found` is returned.
+        Raises what a host met.
+        """
+        if reference and jax.process_count() > 1:
+            raise UserError("the reference loop runs in one process only; leave reference=True out")
+        start = time.perf_counter()
         self._hosts = hosts
         stops = hosts[0].stops
         signature = (environment.turn_tokens, stops.first_accept, reference)
         if signature not in self._built:
             build = self.programs.reference_loop if reference else self.programs.episode_loop
             self._built[signature] = build(environment.turn_tokens, stops.first_accept)
-        table = jnp.asarray(stops.table)
+        inputs = self._everywhere((self.encoder_state, key, stops.table))
         with jax.set_mesh(self.mesh), Watchdog(self.config.stall_seconds, self._progress, self._stages):
-            self._steps = int(self._built[signature](params, self.encoder_state, key, table))
-        for host in hosts:
-            if host.error is not None:
-                raise host.error
-
-    @contextlib.contextmanager
-    def _measured(self, hosts: Sequence[Host]) -> Iterator[None]:
-        """Fills `stats` for what its block does."""
-        start = time.perf_counter()
-        yield
+            steps = int(self._built[signature](params, *inputs))
+        errors = [host.error for host in hosts if host.error is not None]
+        if jax.process_count() == 1 and errors:
+            raise errors[0]
+        counts = [(host.searches.seconds, host.prefilled, host.searches.failed) for host in hosts]
+        parts = gather_objects((found, [repr(error) for error in errors], counts))
+        if errors:
+            raise errors[0]
+        if elsewhere := {process: words for process, (_, words, _) in enumerate(parts) if words}:
+            raise RuntimeError(f"the rollout failed in another process: {elsewhere}")
+        searching, prefilled, failed = np.sum([counts for *_, counts in parts], axis=0).T
         self.stats = RolloutStats(
             seconds=time.perf_counter() - start,
-            retrieval_seconds=max(host.searches.seconds for host in hosts),
-            decode_steps=self._steps,
-            prefilled_tokens=sum(host.prefilled for host in hosts),
-            searches_failed=sum(host.searches.failed for host in hosts),
+            retrieval_seconds=float(searching.max()),
+            decode_steps=steps,
+            prefilled_tokens=int(prefilled.sum()),
+            searches_failed=int(failed.sum()),
         )
+        return {index: value for part, *_ in parts for index, value in part.items()}
+
+    def _everywhere(self, tree: PyTree) -> PyTree:
+        """The same values on all devices of the mesh, where other processes have some of them."""
+        if jax.process_count() == 1:
+            return jax.tree.map(jnp.asarray, tree)
+        place = NamedSharding(self.mesh, PartitionSpec())
+        return jax.tree.map(lambda leaf: jax.device_put(leaf, place), tree)
 
     def _answer(self, shard: Any, *report: Any) -> np.ndarray:
         """The callback: NumPy in, NumPy out."""

@@ -91,12 +91,12 @@ class Flows:
         workflows: Sequence[tuple[int, Workflow]],
         host: Host,
         environment: Completion,
-        encode_prompt: Callable[[str], Int[np.ndarray, "T"]],
+        results: dict[int, Any],
         on_finish: Callable[[int], None] = lambda index: None,
     ) -> None:
-        """`workflows` are numbered; the number is their seed."""
-        self.results: dict[int, Any] = {}
-        self._host, self._environment, self._encode = host, environment, encode_prompt
+        """`workflows` are numbered; the number is their seed, and what one returns is put into `results` under it."""
+        self._results = results
+        self._host, self._environment = host, environment
         self._on_finish = on_finish
         self._flows = dict(workflows)
         self._waiting: dict[int, list[Any]] = {}
@@ -118,7 +118,7 @@ class Flows:
             try:
                 asked = self._flows[flow].send(value)
             except StopIteration as end:
-                self.results[flow] = end.value
+                self._results[flow] = end.value
                 del self._flows[flow]
                 self._host.more_may_come = bool(self._flows)
                 self._on_finish(flow)
@@ -141,7 +141,7 @@ class Flows:
 
     def _generate(self, flow: int, place: int, ask: Generate) -> None:
         environment, context = self._environment, self._host.limits.context
-        prompt = self._encode(ask.prompt) if isinstance(ask.prompt, str) else ask.prompt
+        prompt = self._host.encode_prompt(ask.prompt) if isinstance(ask.prompt, str) else ask.prompt
         if ask.stops and ask.stops not in environment.stop_sets:
             raise UserError(
                 f"workflow {flow} stops at {ask.stops}, which is none of {environment.stop_sets}: name all sets of stop "

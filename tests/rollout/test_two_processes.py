@@ -1,0 +1,29 @@
+"""A mesh over two processes gives every process the trajectories that one device gives."""
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+from rrl.rollout.engine import Engine
+from rrl.rollout.workflow import Completion
+from tests.rollout.test_engine import CONFIG, ENVIRONMENT_, KEY
+from tests.rollout.test_workflow import hops
+from tests.rollout.world import make_world
+from tests.two_processes import ROOT, run_twice
+
+
+@pytest.mark.slow
+def test_two_processes_give_the_trajectories_of_one():
+    decoder, tokenizer, retriever, requests = make_world()
+    engine = Engine(decoder, tokenizer, CONFIG, retriever=retriever)
+    alone = engine.run(nnx.state(decoder), requests, ENVIRONMENT_, KEY)
+    flows = [hops(request.question.text) for request in requests[:3]]
+    thoughts = engine.run_workflows(nnx.state(decoder), flows, Completion((("e",), ("e", "o")), 10), KEY)
+    jax.clear_caches()
+    for said in run_twice(str(ROOT / "tests/rollout/two_process_rollout.py")):
+        assert said["tokens"] == [t.tokens.tolist() for t in alone]
+        for found, expected in zip(said["logps"], alone, strict=True):
+            np.testing.assert_allclose(found, expected.logps, atol=1e-5)
+        assert "one process only" in said["refused"]
+        assert said["thoughts"] == [thought.text for _, thought, *_ in thoughts]

@@ -1,0 +1,40 @@
+"""The engine over two processes: python two_process_rollout.py PORT PROCESS; prints what the trajectories are."""
+
+import json
+import sys
+
+import jax
+import numpy as np
+from flax import nnx
+
+PORT, PROCESS = sys.argv[-2], int(sys.argv[-1])
+
+if __name__ == "__main__":
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(f"localhost:{PORT}", num_processes=2, process_id=PROCESS)
+
+    from rrl.parallel.mesh import make_mesh
+    from rrl.parallel.rules import shard
+    from rrl.rollout.engine import Engine, EngineConfig
+    from rrl.rollout.workflow import Completion
+    from tests.rollout.test_engine import CONFIG, ENVIRONMENT_, KEY
+    from tests.rollout.test_workflow import hops
+    from tests.rollout.world import make_world
+
+    decoder, tokenizer, retriever, requests = make_world()
+    mesh = make_mesh(data=2, fsdp=2, tensor=2)
+    params = shard(jax.tree.map(np.asarray, nnx.state(decoder)), mesh)
+    engine = Engine(decoder, tokenizer, CONFIG, retriever=retriever, mesh=mesh)
+    found = engine.run(params, requests, ENVIRONMENT_, KEY)
+    said = {"tokens": [t.tokens.tolist() for t in found], "logps": [t.logps.tolist() for t in found]}
+    said["steps"] = engine.stats.decode_steps
+    try:
+        engine.run(params, requests, ENVIRONMENT_, KEY, reference=True)
+    except ValueError as error:
+        said["refused"] = str(error)
+    small = EngineConfig(rows=4, context=160, feeds=1, feed_tokens=48, patience=4, top_k=2)
+    again = Engine(decoder, tokenizer, small, retriever=retriever, mesh=mesh)
+    flows = [hops(request.question.text) for request in requests[:3]]
+    thoughts = again.run_workflows(params, flows, Completion((("e",), ("e", "o")), 10), KEY)
+    said["thoughts"] = [thought.text for _, thought, *_ in thoughts]
+    print(json.dumps(said))
