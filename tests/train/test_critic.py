@@ -12,6 +12,8 @@ from flax import nnx
 from rrl.errors import UserError
 from rrl.models.config import DecoderConfig
 from rrl.models.heads import ValueModel
+from rrl.parallel.mesh import make_mesh
+from rrl.parallel.rules import shard
 from rrl.rl.optim import OptimConfig
 from rrl.rollout.trajectory import POLICY
 from rrl.train.critic import CriticConfig, make_critic
@@ -92,6 +94,21 @@ def test_values_come_to_explain_the_returns():
         state, metrics = critic.learn(state, TRAJECTORIES, critic.estimate(state, TRAJECTORIES))
         explained.append(metrics["explained_variance"])
     assert explained[0] < 0.2 < 0.6 < explained[-1]
+
+
+def test_a_mesh_gives_the_estimate_and_the_step_of_one_device():
+    found = []
+    for mesh in (None, make_mesh(2, 2, 2)):
+        critic = model()
+        if mesh is not None:
+            nnx.update(critic, shard(nnx.state(critic), mesh))
+        learner, state = make_critic(critic, CONFIG, OBJECTIVE, mesh)
+        estimate = learner.estimate(state, TRAJECTORIES, PENALTIES)
+        (params, _), metrics = learner.learn(state, TRAJECTORIES, estimate)
+        found.append(
+            (params, metrics, [a * (t.roles == POLICY) for a, t in zip(estimate.advantages, TRAJECTORIES)])
+        )
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), *found)
 
 
 def test_whitened_advantages_have_mean_0_and_deviation_1_over_policy_tokens():
