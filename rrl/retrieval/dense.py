@@ -131,6 +131,8 @@ def _build(embeddings: Float[np.ndarray, "N E"], config: ScannConfig) -> Any:
         num_leaves=config.leaves,
         num_leaves_to_search=config.leaves_to_search,
         training_sample_size=min(len(embeddings), max(100 * config.leaves, 20_000)),
+        soar_lambda=1.5 if config.spilled else None,
+        overretrieve_factor=2.0 if config.spilled else None,
     ).score_ah(config.code_dims, anisotropic_quantization_threshold=0.2, training_sample_size=20_000)
     if config.held:
         kind = _scann().scann_builder.ReorderType.BFLOAT16
