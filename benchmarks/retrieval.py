@@ -7,6 +7,7 @@ The index is kept in `--folder`, so that a second run does not build again. fais
 """
 
 import argparse
+import bisect
 import json
 import resource
 import subprocess
@@ -88,13 +89,13 @@ def compare(folder: Path, index: ScannIndex, python: str, rounds: int) -> list[R
     peer.ask(f"flat {K}")
     exact = np.load(folder / "found.npy")
     recall = overlap(index.search(texts, K, asked)[0], exact)
-    nprobe = 1
-    while True:
+
+    def ivf_recall(nprobe: int) -> float:
         peer.ask(f"ivf {nprobe} {K}")
-        ivf_recall = overlap(np.load(folder / "found.npy"), exact)
-        if ivf_recall >= recall or nprobe >= peer.says["leaves"]:
-            break
-        nprobe += max(1, nprobe // 4)
+        return overlap(np.load(folder / "found.npy"), exact)
+
+    nprobe = bisect.bisect_left(range(1, peer.says["leaves"]), recall, key=ivf_recall) + 1
+    equal = ivf_recall(nprobe)
     sides: dict[str, Any] = {
         "ours": lambda: seconds(lambda: index.search(texts, K, asked)),
         "flat": lambda: peer.ask(f"flat {K}")["seconds"],
@@ -113,7 +114,7 @@ def compare(folder: Path, index: ScannIndex, python: str, rounds: int) -> list[R
             "≥ 10×",
         ),
         Row(
-            f"{name}, queries/s against IVF (nprobe {nprobe} of {peer.says['leaves']}, recall {ivf_recall:.4f})",
+            f"{name}, queries/s against IVF (nprobe {nprobe} of {peer.says['leaves']}, recall {equal:.4f})",
             ours,
             f"{QUERIES / took['ivf']:.0f}/s",
             f"{took['ivf'] / took['ours']:.1f}×",
