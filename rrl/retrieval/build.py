@@ -35,6 +35,9 @@ if TYPE_CHECKING:  # BM25 needs no JAX, so building it does not import any.
 BLOCK = 8192
 """Passages between two marks on the disk: what a kill costs at most."""
 
+STATE = ("wanted.json", "corpus.json", "cut.txt")
+"""Files of an unfinished folder that say how far it is."""
+
 SAMPLE = 400
 """Queries on which ScaNN's recall is measured."""
 
@@ -107,10 +110,11 @@ def build_index(
             embeddings, manifest["cut"] = _embed(work, passages, text_encoder, block, progress)
             if kind == "scann":
                 manifest["scann"] = _scann(work, passages, embeddings, text_encoder, memory_gb, progress)
-        for name in ("wanted.json", "corpus.json", "cut.txt"):
-            (work / name).unlink(missing_ok=True)
-        write_manifest(work, manifest)
+        write_manifest(work, manifest, STATE)
     work.rename(out)
+    # Not before: a build that is killed while it ends must know that all is done.
+    for name in STATE:
+        (out / name).unlink(missing_ok=True)
     return manifest
 
 
@@ -163,7 +167,7 @@ def _read(
     )
     if not count:
         raise UserError("corpus: it has no passages; an index needs at least one. Check the corpus file.")
-    if held and held["corpus"] != fingerprint:
+    if held.get("corpus") != fingerprint:
         for name in ("embeddings.npy", "cut.txt"):
             (work / name).unlink(missing_ok=True)
         for name in ("words", "bm25", "scann"):
