@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from rrl.retrieval.ranking import MARGIN, Ranking, rescore, top_k
-from rrl.retrieval.sizing import ScannConfig, choose_scann
+from rrl.retrieval.sizing import ScannConfig, choose_scann, training_sample
 
 PARALLEL = 64
 """Queries from which ScaNN searches with all cores."""
@@ -130,7 +130,9 @@ def _build(embeddings: Float[np.ndarray, "N E"], config: ScannConfig) -> Any:
     builder = builder.tree(
         num_leaves=config.leaves,
         num_leaves_to_search=config.leaves_to_search,
-        training_sample_size=min(len(embeddings), max(100 * config.leaves, 20_000)),
+        training_sample_size=training_sample(config, len(embeddings)),
+        soar_lambda=1.5 if config.spilled else None,
+        overretrieve_factor=2.0 if config.spilled else None,
     ).score_ah(config.code_dims, anisotropic_quantization_threshold=0.2, training_sample_size=20_000)
     if config.held:
         kind = _scann().scann_builder.ReorderType.BFLOAT16

@@ -77,11 +77,12 @@ def _written(stream: BinaryIO, offsets: array.array, passages: Iterable[Passage]
         yield passage
 
 
-def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
-    """Write the manifest, last of all: with versions, and a stamp of every file there."""
+def write_manifest(folder: Path, manifest: dict[str, Any], without: Sequence[str] = ()) -> None:
+    """Write the manifest, last of all: with versions, and a stamp of every file there but those named."""
     versions = {name: importlib.metadata.version(name) for name in ("numpy", "bm25s", "scann")}
     files = sorted(str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file())
-    stamps = {name: _stamp(folder / name) for name in files}
+    left_out = {"manifest.json", *without}
+    stamps = {name: _stamp(folder / name) for name in files if name not in left_out}
     whole = {"format": FORMAT, **manifest, "versions": versions, "files": stamps}
     with replaced(folder / "manifest.json") as stream:
         stream.write(json.dumps(whole, indent=2).encode() + b"\n")

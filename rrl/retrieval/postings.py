@@ -68,7 +68,8 @@ def score_matrix(
         frequencies += np.bincount(block.words, minlength=words)
         passages += len(block.lengths)
         length += int(block.lengths.sum())
-    idf = np.log(1 + (passages - frequencies + 0.5) / (frequencies + 0.5))
+    # Rounded where bm25s rounds, so that the scores are its own to the last bit.
+    idf = np.log(1 + (passages - frequencies + 0.5) / (frequencies + 0.5)).astype(np.float32)
     borders = allocate("indptr", words + 1, np.int64)
     borders[0] = 0
     np.cumsum(frequencies, out=borders[1:])
@@ -81,7 +82,7 @@ def score_matrix(
         norms = k1 * (1 - b + b * block.lengths / (length / passages))
         held, begins, sizes = np.unique(block.words, return_index=True, return_counts=True)
         places = np.repeat(ends[held] - begins, sizes) + np.arange(len(block.words))
-        scores[places] = idf[block.words] * block.counts / (block.counts + norms[block.passages])
+        scores[places] = idf[block.words] * (block.counts / (norms[block.passages] + block.counts))
         positions[places] = block.passages + first
         ends[held] += sizes
         first += len(block.lengths)

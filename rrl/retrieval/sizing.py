@@ -13,10 +13,10 @@ SMALL = 20_000
 GB = 10**9
 
 _OVERHEAD = 12
-"""Bytes a passage beside its code: its id and leaf in ScaNN's tables, its place in the file of offsets."""
+"""Bytes a passage beside its codes: its leaf in ScaNN's tables, its place in the file of offsets."""
 
-_LEVELS = ((2, True), (2, False), (4, False), (8, False))
-"""(dimensions of one 4-bit code, whether bfloat16 vectors stay in memory), by falling accuracy and memory."""
+_LEVELS = ((2, True, True), (2, True, False), (2, False, False), (4, False, False), (8, False, False))
+"""(dimensions of one 4-bit code, spilled, held), see `ScannConfig`; by falling accuracy and memory."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,6 +30,8 @@ class ScannConfig:
     """Candidates whose quantised scores are replaced by exact ones."""
     code_dims: int = 2
     """Dimensions that share one code of 4 bits."""
+    spilled: bool = False
+    """Whether each passage stands in a second leaf too (SOAR, Sun et al. 2023): the same recall from half the leaves."""
     held: bool = False
     """Whether bfloat16 vectors stay in memory, so that only the last few candidates are read from the disk."""
     part: int = 0
@@ -42,42 +44,56 @@ class ScannConfig:
 
 
 def serving_bytes(config: ScannConfig, passages: int, dim: int) -> int:
-    """Memory of an open index. Embeddings and passages stay on the disk, but for brute force."""
+    """Memory of an open index. Embeddings and passages stay on the disk, but for brute force.
+
+    133 MB were measured where this says 136 (400,000 × 128, spilled and held).
+    """
     if not config.leaves:
         return passages * dim * 4
-    vector = math.ceil(dim / config.code_dims) / 2 + (2 * dim if config.held else 0)
+    leaves = 2 if config.spilled else 1
+    vector = leaves * (math.ceil(dim / config.code_dims) / 2 + 4) + (2 * dim if config.held else 0)
     trees = len(config.parts(passages)) * config.leaves * dim * 4
     return round(passages * (vector + _OVERHEAD)) + trees
 
 
+def training_sample(config: ScannConfig, passages: int) -> int:
+    """Passages on which the leaves are trained."""
+    return min(passages, max(100 * config.leaves, 20_000))
+
+
 def building_bytes(config: ScannConfig, passages: int, dim: int) -> int:
-    """Memory while the largest part is indexed: its vectors, one copy of them in ScaNN's hands, its own index."""
+    """Memory while the largest part is indexed: three times its vectors (as read, and two copies in ScaNN's hands), the
+    training sample, and its own index. 210 MB were measured where this says 204 (100,000 × 128).
+    """
     part = min(passages, config.part or passages)
-    return 2 * part * dim * 4 + serving_bytes(dataclasses.replace(config, part=0), part, dim)
+    vectors = 3 * part + training_sample(config, part)
+    return vectors * dim * 4 + serving_bytes(dataclasses.replace(config, part=0), part, dim)
 
 
 def disk_bytes(config: ScannConfig, passages: int, dim: int, characters: int = 700) -> int:
     """Size of the index folder; `characters` is the mean passage with its title."""
-    codes = (math.ceil(dim / config.code_dims) + (2 * dim if config.held else 0) + 4) if config.leaves else 0
+    leaves = 2 if config.spilled else 1
+    codes = leaves * (math.ceil(dim / config.code_dims) + 4) + (2 * dim if config.held else 0)
+    codes = codes if config.leaves else 0
     return passages * (dim * 4 + codes + characters + 8)
 
 
 def choose_scann(passages: int, dim: int, memory_gb: float | None = None) -> ScannConfig:
     """Settings that fit the memory, the most accurate first; `memory_gb` in 10^9 bytes, None: `machine_gb`.
 
-    A tree of about sqrt(n) leaves, of which a tenth is searched at first (the build searches more until the recall is
-    right). Raises UserError with the least memory that would do.
+    A tree of about sqrt(n) leaves, of which a twentieth is searched at first (the build searches more until the recall
+    is right). Raises UserError with the least memory that would do.
     """
     if passages < SMALL:
         return ScannConfig(leaves=0, leaves_to_search=0, reorder=0)
     budget = (memory_gb if memory_gb is not None else machine_gb()) * GB
     least = math.inf
-    for code_dims, held in _LEVELS:
+    for code_dims, spilled, held in _LEVELS:
         for count in range(1, 65):
             part = math.ceil(passages / count)
             leaves = round(math.sqrt(part))
             config = ScannConfig(
-                leaves, max(10, leaves // 10), 200, code_dims, held, part if count > 1 else 0
+                leaves, max(10, leaves // 20), 100, code_dims, spilled, held, part if count > 1 else 0
             )
             needed = max(serving_bytes(config, passages, dim), building_bytes(config, passages, dim))
             least = min(least, needed)
@@ -97,16 +113,16 @@ def machine_gb() -> float:
 def sizing_table(sizes: Iterable[int] = (10**6, 21 * 10**6, 10**8), dim: int = 768) -> str:
     """Markdown: what `choose_scann` does with several budgets, for the docs."""
     lines = [
-        f"| passages × {dim} | `--memory_gb` | leaves | parts | 4-bit code of | vectors in memory | open, GB | building, GB "
-        "| disk, GB |",
-        "|---|---|---|---|---|---|---|---|---|",
+        f"| passages × {dim} | `--memory_gb` | leaves | parts | 4-bit code of | in two leaves | vectors in memory "
+        "| open, GB | building, GB | disk, GB |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for size in sizes:
         for budget in (8, 32, 128, 512):
             try:
                 config = choose_scann(size, dim, budget)
             except UserError:
-                lines.append(f"| {size:,} | {budget} | too little | | | | | | |")
+                lines.append(f"| {size:,} | {budget} | too little | | | | | | | |")
                 continue
             sums = (
                 f"{count(config, size, dim) / GB:.1f}"
@@ -118,6 +134,7 @@ def sizing_table(sizes: Iterable[int] = (10**6, 21 * 10**6, 10**8), dim: int = 7
                 f"{config.leaves:,}",
                 len(config.parts(size)),
                 f"{config.code_dims} dimensions",
+                "yes" if config.spilled else "no",
                 "bfloat16" if config.held else "none",
                 *sums,
             )

@@ -93,6 +93,39 @@ def test_a_changed_corpus_is_embedded_anew(tmp_path: Path) -> None:
     assert contents(out) == contents(tmp_path / "whole")
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_killed_while_it_ends_nothing_is_done_again(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed(self, target):
+        raise KeyboardInterrupt
+
+    file, out = corpus(tmp_path), tmp_path / "index"
+    monkeypatch.setattr(Path, "rename", killed)
+    with pytest.raises(KeyboardInterrupt):
+        build_index(file, out, kind, encoder_for(kind))
+    monkeypatch.undo()
+    if kind != "bm25":
+        monkeypatch.setattr(WordEncoder, "embed_tokens", None)
+    build_index(file, out, kind, encoder_for(kind))
+    monkeypatch.undo()
+    build_index(PASSAGES, tmp_path / "whole", kind, encoder_for(kind))
+    assert contents(out) == contents(tmp_path / "whole")
+    files = [
+        json.loads((folder / "manifest.json").read_text())["files"] for folder in (out, tmp_path / "whole")
+    ]
+    assert files[0] == files[1] and files[0].keys() == contents(out).keys()
+
+
+def test_embeddings_of_who_knows_what_are_not_believed(tmp_path: Path) -> None:
+    work = tmp_path / "index.unfinished"
+    work.mkdir()
+    np.save(work / "embeddings.npy", np.zeros((100, 32), np.float32))
+    (work / "cut.txt").write_text("0\n")
+    build_index(PASSAGES, tmp_path / "index", "exact", WordEncoder())  # type: ignore[arg-type]
+    assert np.load(tmp_path / "index/embeddings.npy").any()
+
+
 def test_an_unfinished_build_with_other_settings_is_refused(tmp_path: Path) -> None:
     (tmp_path / "index.unfinished").mkdir()
     (tmp_path / "index.unfinished/wanted.json").write_text(

@@ -2,12 +2,14 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from rrl.retrieval.dense import ExactIndex, ScannIndex
-from rrl.retrieval.ranking import NOTHING
+from rrl.retrieval.ranking import NOTHING, overlap
+from rrl.retrieval.sizing import ScannConfig
 
 BUILDERS = [ExactIndex, ScannIndex.build]
 CORNERS = np.float32([[1, 0, 0], [0, 1, 0], [0.6, 0.8, 0], [1, 0, 0], [0, 0, 1]])
@@ -58,6 +60,30 @@ def test_scann_finds_what_exact_search_finds(count: int) -> None:
     found, _ = ScannIndex.build(points).search([""] * 100, 5, asked)
     recall = np.mean([len(set(a) & set(b)) / 5 for a, b in zip(exact.tolist(), found.tolist())])
     assert recall == 1 if count < 20_000 else recall >= 0.99
+
+
+FORMS = [
+    ScannConfig(30, 30, 100, held=True),
+    ScannConfig(30, 30, 100, spilled=True),
+    ScannConfig(30, 30, 400, code_dims=4),
+    ScannConfig(20, 20, 100, spilled=True, held=True, part=900),
+]
+
+
+@pytest.mark.parametrize("config", FORMS)
+def test_every_form_of_scann_finds_what_exact_search_finds_also_from_a_folder(
+    tmp_path: Path, config: ScannConfig
+) -> None:
+    points, asked = clustered(2_000, 100)
+    exact, scores = ExactIndex(points).search([""] * 100, 5, asked)
+    assert list(ScannIndex.build_folder(tmp_path / "scann", points, config))[-1] == 2_000
+    (tmp_path / "scann").rename(tmp_path / "moved")
+    for index in (ScannIndex.build(points, config), ScannIndex.load(tmp_path / "moved", points, config)):
+        ids, found = index.search([""] * 100, 5, asked)
+        assert overlap(ids, exact) >= 0.99
+        same = ids == exact
+        np.testing.assert_array_equal(found[same], scores[same])
+        assert all(len(set(row)) == 5 for row in ids.tolist()), "no passage comes twice"
 
 
 def test_scann_is_imported_without_tensorflow_and_only_when_used() -> None:

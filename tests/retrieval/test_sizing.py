@@ -23,7 +23,7 @@ def test_a_small_corpus_needs_no_tree() -> None:
 
 def test_a_tree_has_about_as_many_leaves_as_each_has_passages() -> None:
     config = choose_scann(1_000_000, 384, memory_gb=64)
-    assert config.leaves == 1000 and config.leaves_to_search == 100
+    assert config.leaves == 1000 and config.leaves_to_search == 50
 
 
 @pytest.mark.parametrize("passages", [20_000, 1_000_000, 21_000_000, 100_000_000])

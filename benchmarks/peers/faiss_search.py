@@ -1,0 +1,34 @@
+"""faiss-cpu over saved vectors: each line "flat K" or "ivf NPROBE K" is answered with seconds, and ids in a file."""
+
+import json
+import sys
+import time
+
+import faiss
+import numpy as np
+
+vectors = np.load(sys.argv[1] + "/index/embeddings.npy")
+queries = np.load(sys.argv[1] + "/queries.npy")
+leaves = round(len(vectors) ** 0.5)
+flat = faiss.IndexFlatIP(vectors.shape[1])
+flat.add(vectors)
+began = time.perf_counter()
+ivf = faiss.IndexIVFFlat(
+    faiss.IndexFlatIP(vectors.shape[1]), vectors.shape[1], leaves, faiss.METRIC_INNER_PRODUCT
+)
+ivf.train(vectors[:: max(1, len(vectors) // (100 * leaves))].copy())
+ivf.add(vectors)
+built = time.perf_counter() - began
+
+for line in sys.stdin:
+    kind, *numbers = line.split()
+    said = {"version": faiss.__version__, "leaves": leaves, "build_seconds": built}
+    if kind != "ready":
+        index, k = (flat, int(numbers[0])) if kind == "flat" else (ivf, int(numbers[1]))
+        if kind == "ivf":
+            ivf.nprobe = int(numbers[0])
+        began = time.perf_counter()
+        _, found = index.search(queries, k)
+        said = {"seconds": time.perf_counter() - began}
+        np.save(sys.argv[1] + "/found.npy", found)
+    print(json.dumps(said), flush=True)
