@@ -60,7 +60,7 @@ PUBLISHED = {
     "bm25s": (1.5, 0.75),
 }
 """(k1, b) by name: Pyserini's and BEIR's default, Pyserini's for MS MARCO passages, Lucene's and Elasticsearch's, and
-that of bm25s and rank_bm25, FlashRAG's."""
+that of bm25s and rank_bm25."""
 
 
 class Bm25Index:

@@ -167,10 +167,9 @@ class Retriever:
         """Searches (row, text) pairs batch by batch, into `found` and the cache."""
         size = self.patience.batch
         batches = [missing[at : at + size] for at in range(0, len(missing), size)]
-        if len(batches) == 1:
-            self._keep(
-                batches[0], k, self._search(batches[0], k, self._vectors(batches[0], embeddings)), found
-            )
+        if len(batches) <= 1:
+            for part in batches:
+                self._keep(part, k, self._search(part, k, self._vectors(part, embeddings)), found)
             return
         with ThreadPoolExecutor(1) as pool:
             jobs = [pool.submit(self._search, part, k, self._vectors(part, embeddings)) for part in batches]
