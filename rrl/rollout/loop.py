@@ -58,6 +58,9 @@ class EngineConfig:
             raise UserError(f"top_p={self.top_p} must lie above 0 and not above 1")
 
 
+PATIENCE = ("search_seconds", "stall_seconds")
+"""Fields of an EngineConfig that touch no number, unless a search is given up."""
+
 DECODE, PREFILL = "decode_rows", "prefill_rows"
 """Names of the loop's two halves in a compiled program."""
 

@@ -32,6 +32,7 @@ from rrl.recipes.catalogue import make_recipe
 from rrl.rewards.reader import Reader
 from rrl.rl.optim import OptimConfig
 from rrl.rollout.engine import Engine, EngineConfig
+from rrl.rollout.loop import PATIENCE
 from rrl.rollout.trajectory import Trajectory
 from rrl.train.checkpoints import refuse_other_config
 from rrl.train.critic import CriticConfig
@@ -267,8 +268,8 @@ def identity_of(settings: Settings) -> dict[str, Any]:
         "reader": settings.reader and folder_hash(settings.reader),
         "data": dataclasses.asdict(settings.data),
         "retriever": settings.retriever.identity() | {"encoder": encoder and folder_hash(encoder)},
-        "rollout": dataclasses.asdict(settings.rollout),
-        "reader_rollout": dataclasses.asdict(settings.reader_rollout),
+        "rollout": _sizes(settings.rollout),
+        "reader_rollout": _sizes(settings.reader_rollout),
         "lora": dataclasses.asdict(settings.lora),
         "compute": {name: getattr(settings.compute, name) for name in ("dtype", "param_dtype")},
         "recipe": dataclasses.asdict(settings.recipe),  # type: ignore[call-overload]
@@ -277,6 +278,11 @@ def identity_of(settings: Settings) -> dict[str, Any]:
         files = sorted(pathlib.Path(settings.data.path).iterdir())
         identity["data"] |= {"files": {file.name: file.stat().st_size for file in files if file.is_file()}}
     return identity
+
+
+def _sizes(rollout: EngineConfig) -> dict[str, Any]:
+    """What of an engine's settings its numbers depend on."""
+    return {name: value for name, value in dataclasses.asdict(rollout).items() if name not in PATIENCE}
 
 
 def report(settings: Settings, loaded: Loaded, outcome: Outcome, workdir: pathlib.Path, say: Clock) -> None:

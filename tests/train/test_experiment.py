@@ -13,7 +13,7 @@ from rrl.eval.article import HELD_OUT, TRAINING, UNUSED
 from rrl.recipes.card import card_of, write_card
 from rrl.recipes.rsearch import RSearch
 from rrl.rl.optim import OptimConfig
-from rrl.train.experiment import SECTIONS, Settings, shown_with_sources
+from rrl.train.experiment import SECTIONS, Settings, identity_of, shown_with_sources
 from rrl.train.fields import DERIVED, fill
 from rrl.train.objective import ObjectiveConfig
 from tests.eval.fakes import many
@@ -116,6 +116,16 @@ def test_a_policy_with_our_card_keeps_the_tiny_settings_and_its_own_instruction(
         settings = Settings.of(config(f"policy={folder}{arg}"))
         assert settings.recipe.instruction == instruction
         assert (settings.train, settings.rollout) == (shipped.train, shipped.rollout)
+
+
+def test_how_long_a_run_waits_is_no_part_of_what_it_is(folders, monkeypatch):
+    monkeypatch.setattr("rrl.train.experiment.folder_hash", str)
+    identities = []
+    for name, value in (("stall_seconds", 300.0), ("stall_seconds", 1.0), ("rows", 32)):
+        changed = config()
+        changed.rollout[name] = value
+        identities.append(identity_of(Settings.of(changed)))
+    assert identities[0] == identities[1] != identities[2]
 
 
 @pytest.mark.parametrize("steps", [0, 3])
