@@ -37,6 +37,12 @@ def with_gradients(attention, inputs, segments):
     return [np.where(real, np.asarray(part, np.float32), 0) for part in run(*qkv)]
 
 
+def close(ours, theirs):
+    """Up to rounding, which grows with the numbers: against float64, ours errs by 1e-6 of the largest gradient."""
+    for one, other in zip(ours, theirs):
+        np.testing.assert_allclose(one, other, atol=5e-6 * np.abs(one).max())
+
+
 def masked(inputs):
     """Padding tokens have no gradient in training."""
     return [*inputs[:3], inputs[3] * (SEGMENTS > 0)[..., None, None]]
@@ -52,8 +58,7 @@ def test_splash_interpreted_gives_our_outputs_and_gradients(kv_heads):
     inputs = masked(draw(kv_heads))
     ours = with_gradients(causal_attention, inputs, jnp.asarray(SEGMENTS))
     theirs = with_gradients(interpreted, inputs, jnp.asarray(SEGMENTS))
-    for one, other in zip(ours, theirs):
-        np.testing.assert_allclose(one, other, atol=2e-5)
+    close(ours, theirs)
 
 
 @pytest.mark.parametrize(
@@ -81,8 +86,7 @@ def test_the_mask_given_to_cudnn_is_ours():
     for segments in (jnp.asarray(SEGMENTS), None):
         ours = with_gradients(causal_attention, inputs, segments)
         theirs = with_gradients(stand_in, inputs, segments)
-        for one, other in zip(ours, theirs):
-            np.testing.assert_allclose(one, other, atol=2e-5)
+        close(ours, theirs)
 
 
 @pytest.mark.skipif(jax.default_backend() != "gpu", reason="cuDNN's kernel needs an NVIDIA GPU")
