@@ -42,6 +42,7 @@ EXTRAS = {
         "safetensors>=0.6,<1",
         "pytest>=8.3,<10",
         "pytest-timeout>=2.3,<3",
+        "pytest-xdist>=3.6,<4",
         "hypothesis>=6.120,<7",
         "ruff>=0.14,<0.18",
         "mypy>=1.18,<3",

@@ -42,7 +42,12 @@ def get_config(arg: str = "") -> ConfigDict:
             "top_k": 2,
             "recipe": "rsearch",
             "recipe_options": {"instruction": ""},
-            "environment": {"max_searches": 4, "turn_tokens": 128, "observation_tokens": 256},
+            "environment": {
+                "max_searches": 4,
+                "turn_tokens": 128,
+                "observation_tokens": 256,
+                "correction": "",  # it is shown none
+            },
         },
         "retriever": {"kind": args.retriever, "encoder": args.encoder, "title_weight": 3},
     }

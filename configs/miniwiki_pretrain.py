@@ -1,4 +1,4 @@
-"""Stage 0 of the cold start: a 0.95 M-parameter Qwen2-shaped policy learns to read, copy and compare. No protocol.
+"""Stage 0 of the cold start: a 1.00 M-parameter Qwen2-shaped policy learns to read, copy and compare. No protocol.
 
     python launch/sft.py --config=configs/miniwiki_pretrain.py --workdir=runs/pretrain
 

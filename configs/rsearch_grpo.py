@@ -117,7 +117,7 @@ def get_config(arg: str = "") -> ConfigDict:
         "clip_high": 0.28 if ours else 0.2,
         # Groups whose answers are all right or all wrong differ by format and reader alone, at most by 0.7: a third of the
         # update's time and of its noise.
-        "drop_spread": 0.7 if ours else None,
+        "drop_spread": 0.7 if ours and not real else None,
         "lengths": sized((384, 640, 1024), (1024, 2048, 4096), (1024, 2048, 4096, 8192)),
         "microbatch_tokens": sized(4096, 8192, 32768),
     }
@@ -141,7 +141,9 @@ def get_config(arg: str = "") -> ConfigDict:
         "frozen": ("^embedding$",) if ours else (),
     }
     if tiny and 0 < steps <= 5:  # a smoke run looks at everything, briefly
-        config.data["held_out_per_kind"] = 16
-        config.data["train_per_kind"] = 100
-        config.data["train_worlds"] = 8
+        config.data["held_out_per_kind"] = 8
+        config.data["train_per_kind"] = 50
+        config.data["train_worlds"] = 4
+        config.train["questions"] = 16
+        config.train["eval_every"] = steps
     return with_defaults(config)

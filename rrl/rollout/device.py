@@ -140,32 +140,29 @@ def feed(
     marks: Int[Array, "R"],
     *,
     context: int,
-    buckets: tuple[int, ...],
+    together: int,
 ) -> tuple[Rows, KVCache]:
     """Does what the host sent (`rrl.rollout.exchange.Feed`): copies prefixes, prefills tokens, begins turns, marks rows.
 
-    Row numbers are global, R is no row; on each shard, entries with tokens come first, and of these as many are prefilled
-    as the smallest of `buckets` holds. What begins a turn is left pending, so that its logits come from decoding
-    whether its past was prefilled here or copied.
+    Row numbers are global, R is no row; on each shard, entries with tokens come first, and are prefilled `together` at a
+    time, a divisor of P. (A choice among programs for different numbers of rows would copy the cache.) What begins a turn is
+    left pending, so that its logits come from decoding whether its past was prefilled here or copied.
     """
     count, shards = rows.status.shape[0], feeds.shape[0]
     entry = Feed(*(feeds[..., i].reshape(-1) for i in range(HEADER)))
     cache = cache.copy_rows(entry.source, entry.row, entry.copied)
     busy = jnp.max(jnp.sum(feeds[..., Feed._fields.index("length")] > 0, axis=1))
 
-    def prefill(bucket: int) -> KVCache:
-        if not bucket:
-            return cache
-        part = feeds[:, :bucket].reshape(shards * bucket, -1)
+    def prefill(turn: Array, cache: KVCache) -> KVCache:
+        part = jax.lax.dynamic_slice_in_dim(feeds, turn * together, together, axis=1)
+        part = part.reshape(shards * together, -1)
         row, start, length = (part[:, i] for i in range(3))
         tokens = part[:, HEADER:]
         offsets = jnp.arange(tokens.shape[1])[None, :]
         slots = jnp.where(offsets < length[:, None], start[:, None] + offsets, context)
         return model.extend(tokens, positions=slots, cache=cache, rows=row)[1]
 
-    sizes = (0, *buckets)
-    which = jnp.sum(busy > jnp.array(sizes[:-1]))
-    cache = jax.lax.switch(which, [lambda size=size: prefill(size) for size in sizes])
+    cache = jax.lax.fori_loop(0, (busy + together - 1) // together, prefill, cache)
     target = jnp.where(entry.begin > 0, entry.row, count)
 
     def put(old: Array, new: Array | int) -> Array:

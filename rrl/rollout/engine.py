@@ -260,7 +260,13 @@ class Engine:
         if jax.process_count() == 1:
             return jax.tree.map(jnp.asarray, tree)
         place = NamedSharding(self.mesh, PartitionSpec())
-        return jax.tree.map(lambda leaf: jax.device_put(leaf, place), tree)
+
+        def put(leaf: Any) -> jax.Array:
+            if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+                return jax.random.wrap_key_data(put(jax.random.key_data(leaf)))
+            return jax.device_put(np.asarray(leaf), place)
+
+        return jax.tree.map(put, tree)
 
     def _answer(self, shard: Any, *report: Any) -> np.ndarray:
         """The callback: NumPy in, NumPy out."""

@@ -106,7 +106,8 @@ class Programs:
             feed_tokens=config.feed_tokens,
             query_tokens=encoder.query_tokens if encoder else 0,
         )
-        self.buckets = tuple(sorted({max(1, self.limits.feeds // 4), self.limits.feeds}))
+        feeds = self.limits.feeds
+        self.together = next(rows for rows in range(max(1, feeds // 4), 0, -1) if feeds % rows == 0)
 
     def episode_loop(self, turn_tokens: int, first_accept: int) -> Callable:
         """The jitted program (params, encoder state, key, stop table) -> decode steps; the host has the episodes."""
@@ -208,7 +209,7 @@ class Programs:
     def _feed(
         self, model: Decoder, rows: Rows, cache: KVCache, feeds: jax.Array, marks: jax.Array
     ) -> tuple[Rows, KVCache]:
-        return feed(model, rows, cache, feeds, marks, context=self.config.context, buckets=self.buckets)
+        return feed(model, rows, cache, feeds, marks, context=self.config.context, together=self.together)
 
     def _embed(self, encoder_state: PyTree, queries: jax.Array) -> jax.Array:
         if self.encoder is None:

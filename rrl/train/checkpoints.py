@@ -166,6 +166,10 @@ def read_part(workdir: str | os.PathLike[str], step: int, where: str, template: 
     return jax.tree.unflatten(jax.tree.structure(template), [arrays[names[name]] for name, _ in leaves])
 
 
+SHOWN = 6
+"""Differences that one message names."""
+
+
 def refuse_other_config(
     workdir: str | os.PathLike[str], config: Mapping[str, Any], may_differ: tuple[str, ...] = ()
 ) -> None:
@@ -193,8 +197,9 @@ def refuse_other_config(
         if stored.get(n, absent) != given.get(n, absent)
     ]
     if differing:
+        more = f"; and {len(differing) - SHOWN} more" if len(differing) > SHOWN else ""
         raise UserError(
-            f"workdir {os.fspath(workdir)} holds a run of another config ({'; '.join(differing)}). "
+            f"workdir {os.fspath(workdir)} holds a run of another config ({'; '.join(differing[:SHOWN])}{more}). "
             "Use the same settings to continue it, choose another --workdir, or delete that folder."
         )
 

@@ -66,7 +66,7 @@ class RLConfig:
 
     def __post_init__(self) -> None:
         at_least(1, self, "questions", "samples", "checkpoint_every", where="train.")
-        at_least(0, self, "steps", "eval_every", "temperature", "eval_temperature", where="train.")
+        at_least(0, self, "steps", "seed", "eval_every", "temperature", "eval_temperature", where="train.")
         if not 0 <= self.average_last <= 1:
             raise UserError(
                 f"train.average_last={self.average_last} must lie in 0..1, a share of the updates."
@@ -217,7 +217,13 @@ def train(
             last = measure(start)
             extra["before"] = extra["before"] or last[0]
         progress.begin()
+        saved = start
         while step < config.steps:
+            if stop:  # it came during an evaluation
+                stopped = "signal"
+                if saved != step:
+                    checkpoints.save(step, (params, opt_state, average, *values), extra | {"step": step})
+                break
             began = time.perf_counter()
             chosen = question_order(len(task.train), config.questions, config.seed, step)
             sampled = run_questions(
@@ -253,6 +259,11 @@ def train(
                         params, opt_state, reference, fixed, learned_from, credit
                     )
                     metrics |= {f"train/{name}": value for name, value in update.items()}
+            else:
+                progress.note(
+                    f"step {step + 1}: nothing to learn from: in every group the rewards lie within "
+                    f"objective.drop_spread={config.objective.drop_spread} of each other"
+                )
             step += 1
             if average is not None:
                 average = running_mean(average, params, max(1, step - config.averaged_from))
@@ -292,6 +303,7 @@ def train(
                     last = measure(step)
             if step % config.checkpoint_every == 0 or step == config.steps:
                 checkpoints.save(step, (params, opt_state, average, *values), extra | {"step": step})
+                saved = step
         if stopped == "done" and last is None and task.held_out:
             last = measure(step)
     nnx.update(decoder, learned())

@@ -16,7 +16,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from rrl.data.examples import Example
-from rrl.errors import UserError
+from rrl.errors import UserError, at_least
 from rrl.models.decoder import Decoder, computed
 from rrl.parallel.mesh import put_rows, use_mesh
 from rrl.parallel.rules import constrain_state
@@ -64,6 +64,7 @@ class SFTConfig:
         for name in ("steps", "rows", "row_length", "chunk", "log_every"):
             if getattr(self, name) < 1:
                 raise UserError(f"{name}={getattr(self, name)} must be at least 1.")
+        at_least(0, self, "seed")
 
 
 MAY_DIFFER = ("log_every", "checkpoint_every")

@@ -218,13 +218,13 @@ def test_a_run_that_died_before_its_first_checkpoint_keeps_its_evaluation(parts,
 @pytest.mark.parametrize("after", [2])
 def test_a_signal_loses_no_evaluation(parts, tmp_path, monkeypatch, after):
     class Stop:
-        """A signal that comes during the given step."""
+        """A signal that comes during the given step: it is asked for before and after each."""
 
-        steps = 0
+        asked = 0
 
         def __bool__(self):
-            self.steps += 1
-            return self.steps == after
+            self.asked += 1
+            return self.asked >= 2 * after
 
     with monkeypatch.context() as patch:
         patch.setattr(rl, "stop_requested", lambda: contextlib.nullcontext(Stop()))
@@ -232,6 +232,24 @@ def test_a_signal_loses_no_evaluation(parts, tmp_path, monkeypatch, after):
     assert (stopped.step, stopped.stopped) == (after, "signal" if after < STEPS else "done")
     run(parts, tmp_path, CONFIG)
     assert steps_of(tmp_path) == EVERY_LINE
+
+
+@pytest.mark.parametrize("before", [0, 2])
+def test_a_signal_during_an_evaluation_ends_the_run_there(parts, whole, tmp_path, monkeypatch, before):
+    class Stop:
+        asked = 0
+
+        def __bool__(self):
+            self.asked += 1
+            return self.asked >= 2 * before + 1
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rl, "stop_requested", lambda: contextlib.nullcontext(Stop()))
+        stopped, _ = run(parts, tmp_path, CONFIG)
+    assert (stopped.step, stopped.stopped) == (before, "signal")
+    _, params = run(parts, tmp_path, CONFIG)
+    assert steps_of(tmp_path) == EVERY_LINE
+    jax.tree.map(np.testing.assert_array_equal, params, whole[2])
 
 
 def test_a_finished_run_only_reports_again(parts, whole):

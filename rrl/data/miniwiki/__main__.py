@@ -54,6 +54,9 @@ def main(arguments: list[str] | None = None) -> int:
     if given.out is None and given.tokenizer is None:
         parser.error("nothing to do: give --out=FOLDER, --tokenizer=FOLDER or both")
     try:
+        for flag, folder in (("--out", given.out), ("--tokenizer", given.tokenizer)):
+            if folder is not None and folder.is_file():
+                raise UserError(f"{flag}={folder} is a file; give a folder, or one that is not there yet")
         if given.out is not None:
             wiki = generate(given.split, given.seed, given.passages, given.worlds)
             write(wiki, given.out, given.questions, given.seed)
