@@ -20,16 +20,14 @@ def get_config(arg: str = "") -> ConfigDict:
     config = _grpo(arg)
     from rrl.train.experiment import with_defaults
 
-    ours = (
-        config.rollout.context <= 1024
-    )  # the built-in world's cold-started policy, as rsearch_grpo.py knows it
+    # The built-in world's cold-started policy, as rsearch_grpo.py knows it.
+    ours = config.rollout.context <= 1024
     config.name = config.name.replace("rsearch_grpo", "rsearch_ppo", 1)
     config.objective.kl_estimator = "k1"
     config.objective.kl_in = "reward"
     config.objective.whiten = True
-    config.objective.drop_spread = (
-        None  # a group without spread still teaches the critic, and through it the policy
-    )
+    # A group without spread still teaches the critic, and through it the policy.
+    config.objective.drop_spread = None
     if ours:
         config.objective.kl_coef = 0.01
     config.critic = {"warmup_steps": min(6, config.train.steps // 4) if ours else 0}
