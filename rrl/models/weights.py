@@ -37,6 +37,14 @@ def read_json(file: Path, what: str) -> dict[str, Any]:
     return value
 
 
+def require_folder(field: str, folder: str | Path) -> None:
+    """Raises UserError that names the field whose value is no model folder."""
+    if not (Path(folder) / CONFIG).is_file():
+        raise UserError(
+            f"{field}={str(folder)!r} is no Hugging Face folder (no {CONFIG} there); give one that is"
+        )
+
+
 def read_config(folder: str | Path) -> dict[str, Any]:
     """config.json of a model folder."""
     return read_json(Path(folder) / CONFIG, "which says what the model is")

@@ -23,6 +23,7 @@ from rrl.errors import UserError
 from rrl.models.config import Pooling
 from rrl.models.encoder import Encoder
 from rrl.models.hf import folder_hash, load_encoder, save_encoder
+from rrl.models.weights import require_folder
 from rrl.parallel.mesh import make_mesh
 from rrl.retrieval.settings import SETTINGS_FILE, FolderSettings, TextSettings, read_settings
 
@@ -191,6 +192,7 @@ def load_text_encoder(folder: str | Path, settings: Mapping[str, Any] | None = N
     Raises UserError naming what is missing or not supported.
     """
     folder = Path(folder)
+    require_folder("encoder", folder)
     found = read_settings(folder, settings)
     tokenizer, encoder = load_tokenizer(folder), load_encoder(folder, pooling=found.pooling)
     check_tokenizer(tokenizer, encoder.config, "encoder")

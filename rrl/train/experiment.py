@@ -24,6 +24,7 @@ from rrl.models.decoder import Decoder
 from rrl.models.heads import ValueModel
 from rrl.models.hf import folder_hash, load_language_model, load_value_model, save_decoder
 from rrl.models.lora import LoraConfig, add_lora
+from rrl.models.weights import require_folder
 from rrl.parallel.rules import shard
 from rrl.parallel.runtime import enable_compilation_cache
 from rrl.recipes.base import Recipe
@@ -42,7 +43,7 @@ from rrl.train.hardware import ComputeConfig, MeshConfig
 from rrl.train.metrics import read_metrics
 from rrl.train.objective import ObjectiveConfig
 from rrl.train.rl import MAY_DIFFER, Outcome, RLConfig, Task, train
-from rrl.train.tasks import DataConfig, RetrieverConfig, load_corpora
+from rrl.train.tasks import DataConfig, RetrieverConfig, encoder_folder, load_corpora
 
 SECTIONS = {
     "train": RLConfig,
@@ -98,10 +99,9 @@ class Settings:
         """Checks a config (see configs/rsearch_grpo.py for its form) and that its folders are there; loads nothing yet."""
         settings = cls.parse(config)
         for field, folder in (("policy", settings.policy), ("reader", settings.reader)):
-            if folder and not pathlib.Path(folder, "config.json").is_file():
-                raise UserError(
-                    f"{field}={folder!r} is no Hugging Face folder (no config.json there); give one that is"
-                )
+            if folder:
+                require_folder(field, folder)
+        encoder_folder(settings.retriever)
         if settings.data.path != "miniwiki" and not pathlib.Path(settings.data.path).is_dir():
             raise UserError(
                 f"data={settings.data.path!r} is no folder; give one, or miniwiki for the built-in world"
@@ -261,7 +261,7 @@ def run(config: Mapping[str, Any], workdir: str | pathlib.Path) -> Outcome:
 
 def identity_of(settings: Settings) -> dict[str, Any]:
     """What makes a run this run, apart from its training settings: models and data by content, not by path."""
-    encoder = settings.retriever.encoder
+    encoder = encoder_folder(settings.retriever)
     identity = {
         "name": settings.name,
         "policy": folder_hash(settings.policy),

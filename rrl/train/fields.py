@@ -20,7 +20,8 @@ def fill(section: ConfigDict, kind: type) -> None:
     """Adds the fields of a dataclass that a config section does not list, with their defaults.
 
     A locked config refuses to override what it does not hold. Fields without a default, and those that hold a dataclass
-    (a section of its own), stay out. A field that may be None gets a reference of its other type.
+    (a section of its own), stay out. A field that may be None takes any literal on the command line, `None` among them;
+    its dataclass says what fits.
     """
     hints = typing.get_type_hints(kind)
     for field in dataclasses.fields(kind):
@@ -29,10 +30,10 @@ def fill(section: ConfigDict, kind: type) -> None:
         hint = hints[field.name]
         if isinstance(hint, types.UnionType):
             hint = next(part for part in typing.get_args(hint) if part is not types.NoneType)
-            if field.name in section and section[field.name] is None:
-                del section[field.name]  # None has no type
-                default = None
-            default = FieldReference(default, field_type=hint)
+            if field.name in section:
+                default = section[field.name]
+                del section[field.name]
+            default = FieldReference(default, field_type=object)
         own = dataclasses.is_dataclass(hint) or dataclasses.is_dataclass(default)
         if field.name not in (*section, *DERIVED) and default is not dataclasses.MISSING and not own:
             section[field.name] = default
@@ -46,6 +47,12 @@ def build(kind: type[Fields], values: Mapping[str, Any], where: str, **more: Any
     known = [field.name for field in dataclasses.fields(kind) if field.name not in more]  # type: ignore[arg-type]
     only(known, values, where)
     plain = {name: tuple(v) if isinstance(v, list) else v for name, v in values.items()}
+    hints = typing.get_type_hints(kind)
+    for name, value in plain.items():
+        kinds = typing.get_args(hints[name]) if isinstance(hints[name], types.UnionType) else ()
+        if kinds and not isinstance(value, (*kinds, int) if float in kinds else kinds):
+            allowed = " or ".join("None" if k is types.NoneType else k.__name__ for k in kinds)
+            raise UserError(f"{where}.{name}={value!r} must be {allowed}")
     try:
         return kind(**plain, **more)
     except UserError as error:

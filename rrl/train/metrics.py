@@ -57,14 +57,14 @@ class MetricsWriter:
 
 
 def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """The lines of a metrics file; a last line that a kill cut short is ignored."""
+    """The lines of a metrics file by step; a last line that a kill cut short is ignored."""
     lines = []
     for text in pathlib.Path(path).read_text(encoding="utf-8").splitlines():
         try:
             lines.append(json.loads(text))
         except json.JSONDecodeError:
             break
-    return lines
+    return sorted(lines, key=lambda line: line["step"])
 
 
 def _plain(value: Any) -> Any:

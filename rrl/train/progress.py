@@ -12,7 +12,8 @@ from tqdm import tqdm
 class Progress:
     """Shows step, chosen metrics, tokens/s and time left.
 
-    On a terminal it is one tqdm bar; in a log file or pipe it is a line at most every `seconds`, and one at the end.
+    On a terminal it is one tqdm bar; in a log file or pipe it is a line for the first step, at most one every `seconds`
+    after it, and one at the end.
     """
 
     def __init__(
@@ -61,7 +62,7 @@ class Progress:
         if self._bar is not None:
             self._bar.set_postfix_str(shown, refresh=False)
             self._bar.update(advance)
-        elif now - self._last >= self.seconds or step >= self.total:
+        elif now - self._last >= self.seconds or step >= self.total or advance == step - self._start:
             self._last = now
             done = step - self._start
             left = (now - self._began) / max(1, done) * (self.total - step)

@@ -176,21 +176,21 @@ def train(
         return nnx.merge_state(params if average is None else average, fixed)
 
     def measure(step: int) -> tuple[dict[str, float], list[Trajectory]]:
-        """Evaluates, unless a former life of the run did."""
+        """Evaluates the start (step 0, which the reference is) or what was learned, unless a former life of the run did."""
         if step in recorded:
             return recorded[step], []
         began = time.perf_counter()
         progress.note(f"step {step}: evaluating on {len(task.held_out)} held-out questions ...")
         found, trajectories = evaluate(
             engine,
-            learned(),
+            learned() if step else nnx.merge_state(reference, fixed),
             recipe,
             task.held_out,
             temperature=config.eval_temperature,
             retriever=task.held_out_retriever,
             reader=reader,
         )
-        found |= {"time/eval": time.perf_counter() - began, "minutes": extra["seconds"] / 60}
+        found |= {"time/eval": time.perf_counter() - began, "minutes": extra["seconds"] / 60 if step else 0.0}
         writer.write(step, found)
         progress.note(
             f"step {step}: held-out EM {100 * found['eval/em']:.1f}  F1 {100 * found['eval/f1']:.1f}  "
@@ -212,10 +212,9 @@ def train(
         progress = stack.enter_context(Progress(config.steps, start, "train"))
         step, stopped = start, "done"
         last: tuple[dict[str, float], list[Trajectory]] | None = None
-        due = config.eval_every and start % config.eval_every == 0 and start < config.steps
-        if task.held_out and (start == 0 or due):  # due: the signal that ended the last life came before it
+        due = config.eval_every and start % config.eval_every == 0 and 0 < start < config.steps
+        if task.held_out and due:  # the signal that ended the last life came before it
             last = measure(start)
-            extra["before"] = extra["before"] or last[0]
         progress.begin()
         saved = start
         while step < config.steps:
@@ -283,7 +282,6 @@ def train(
                 "time/step": done - began,
                 "minutes": extra["seconds"] / 60,
             }
-            writer.write(step, metrics)
             progress.update(
                 step,
                 {
@@ -293,6 +291,10 @@ def train(
                 },
                 int(sum(t.policy_tokens for t in sampled)),
             )
+            if task.held_out and not extra["before"] and not stop:  # a first update is what a user waits for
+                with progress.paused():
+                    extra["before"], _ = measure(0)
+            writer.write(step, metrics)
             last = None
             if stop:
                 stopped = "signal" if step < config.steps else "done"
@@ -304,8 +306,9 @@ def train(
             if step % config.checkpoint_every == 0 or step == config.steps:
                 checkpoints.save(step, (params, opt_state, average, *values), extra | {"step": step})
                 saved = step
-        if stopped == "done" and last is None and task.held_out:
-            last = measure(step)
+        if stopped == "done" and task.held_out:
+            last = last or measure(step)
+            extra["before"] = extra["before"] or (measure(0) if step else last)[0]
     nnx.update(decoder, learned())
     after, evaluated = last if last is not None else ({}, [])
     return Outcome(step, stopped, extra["before"], after, extra["seconds"], sampled, evaluated)

@@ -301,7 +301,7 @@ def _demonstrations(
     retrieval = build(RetrieverConfig, given.pop("retriever"), "data.retriever")
     world = build(DataConfig, given, "data")
     recipe = _recipe(config)
-    encoder = load_encoder_of(retrieval)
+    encoder = load_encoder_of(retrieval, "data.retriever")
 
     def some(split: str, worlds: int, number: int) -> list[Example]:
         wiki = generate(split, world.seed, worlds * world.world_size, worlds)

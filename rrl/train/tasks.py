@@ -14,6 +14,7 @@ from rrl.data.passages import Passage
 from rrl.data.questions import Question
 from rrl.data.records import OnError
 from rrl.errors import UserError, at_least, one_of
+from rrl.models.weights import require_folder
 from rrl.retrieval.bm25 import Bm25Config
 from rrl.retrieval.encode import TextEncoder, load_text_encoder
 from rrl.retrieval.folder import KINDS as INDEXES
@@ -125,17 +126,26 @@ def load_retriever(
     return make_retriever(passages, config.kind, encoder, config.bm25())
 
 
-def load_encoder_of(config: RetrieverConfig) -> TextEncoder | None:
-    """The text encoder that a retriever config names, where its kind needs one."""
+def encoder_folder(config: RetrieverConfig, where: str = "retriever") -> str:
+    """The folder of the encoder that a retriever config needs, or nothing.
+
+    Raises UserError that names the field where one is needed and not given, or not there; `where` is the section.
+    """
     if config.kind == "off" or (config.kind == "bm25" and not config.index):
-        return None
-    if config.index:
-        return load_text_encoder(config.encoder) if config.encoder else None
-    if not config.encoder:
+        return ""
+    if not config.encoder and not config.index:
         raise UserError(
-            f"retriever.kind={config.kind} needs retriever.encoder, an encoder folder; or set retriever.kind=bm25"
+            f"{where}.kind={config.kind} needs {where}.encoder, an encoder folder; or set {where}.kind=bm25"
         )
-    return load_text_encoder(config.encoder)
+    if config.encoder:
+        require_folder(f"{where}.encoder", config.encoder)
+    return config.encoder
+
+
+def load_encoder_of(config: RetrieverConfig, where: str = "retriever") -> TextEncoder | None:
+    """The text encoder that a retriever config needs; errors as `encoder_folder`."""
+    folder = encoder_folder(config, where)
+    return load_text_encoder(folder) if folder else None
 
 
 def load_corpora(

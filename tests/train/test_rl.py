@@ -218,13 +218,14 @@ def test_a_run_that_died_before_its_first_checkpoint_keeps_its_evaluation(parts,
 @pytest.mark.parametrize("after", [2])
 def test_a_signal_loses_no_evaluation(parts, tmp_path, monkeypatch, after):
     class Stop:
-        """A signal that comes during the given step: it is asked for before and after each."""
+        """A signal that comes during the given step: it is asked for before and after each, and once before the start is
+        evaluated."""
 
         asked = 0
 
         def __bool__(self):
             self.asked += 1
-            return self.asked >= 2 * after
+            return self.asked >= 2 * after + 1
 
     with monkeypatch.context() as patch:
         patch.setattr(rl, "stop_requested", lambda: contextlib.nullcontext(Stop()))
@@ -234,14 +235,14 @@ def test_a_signal_loses_no_evaluation(parts, tmp_path, monkeypatch, after):
     assert steps_of(tmp_path) == EVERY_LINE
 
 
-@pytest.mark.parametrize("before", [0, 2])
+@pytest.mark.parametrize("before", [0, 1, 2])
 def test_a_signal_during_an_evaluation_ends_the_run_there(parts, whole, tmp_path, monkeypatch, before):
     class Stop:
         asked = 0
 
         def __bool__(self):
             self.asked += 1
-            return self.asked >= 2 * before + 1
+            return self.asked >= 2 * before + (2 if before else 1)
 
     with monkeypatch.context() as patch:
         patch.setattr(rl, "stop_requested", lambda: contextlib.nullcontext(Stop()))
@@ -274,6 +275,21 @@ def test_parameters_move_and_are_held_against_the_frozen_start(whole):
     assert lines[-1]["train/kl"] > 0
     assert lines[0]["train/logp_gap"] < 1e-5
     assert set(outcome.after) >= {"eval/em", "eval/f1", "eval/searches"}
+
+
+def test_the_start_is_what_is_evaluated_first(parts, tmp_path, monkeypatch):
+    """Although the first update has been done by then."""
+    evaluated, evaluate = [], rl.evaluate
+
+    def recorded(engine, params, *rest, **options):
+        evaluated.append(jax.device_get(params))
+        return evaluate(engine, params, *rest, **options)
+
+    monkeypatch.setattr(rl, "evaluate", recorded)
+    run(parts, tmp_path, CONFIG)
+    start = jax.tree.leaves(nnx.state(fresh()))
+    jax.tree.map(np.testing.assert_array_equal, jax.tree.leaves(evaluated[0]), start)
+    assert any((a != b).any() for a, b in zip(jax.tree.leaves(evaluated[1]), start, strict=True))
 
 
 def test_zero_steps_only_evaluate(parts, tmp_path):
