@@ -1,4 +1,5 @@
-"""Rollout speed: `python -m benchmarks.rollout [--only=NAME] [--rounds=5] [--hf_python=PYTHON]`, rows go to RESULTS.md.
+"""Rollout speed: `python -m benchmarks.rollout [--only=NAME] [--rounds=5] [--hf_python=PYTHON]
+[--tunix_python=PYTHON]`; rows go to RESULTS.md.
 
 Every comparison runs both sides in turn, on the same random Qwen2-shaped model, with lengths fixed by forbidding the end of
 sequence. Compilation is in the first round, which is not counted.
@@ -74,39 +75,46 @@ def timed(
 
 
 def single_turn(args: argparse.Namespace) -> list[Row]:
-    """One turn, against Hugging Face's generate."""
+    """One turn, against Hugging Face's generate and Tunix's Sampler (greedy, its fastest)."""
     batch, prompt, new = args.batch, 256, 256
     what = f"one turn, batch {batch}, {prompt} prompt and {new} new tokens, tokens/s"
-    if not imports(args.hf_python, "torch"):
-        return [
-            Row(what, "", "", f"not measured: {args.hf_python} has no torch; give --hf_python", "1.5x HF")
-        ]
+    wanted = {"HF generate": "1.5x", "Tunix Sampler": "3x"}
     made = engine(EngineConfig(rows=batch, context=prompt + new, feeds=batch, feed_tokens=prompt))
     environment = SingleTurn(turn_tokens=new)
+    asked = requests(batch, prompt)
+    sides = {"ours": timed(made, asked, environment, batch * new)}
+    rows, peers = [], {}
     with tempfile.TemporaryDirectory() as folder:
         save_decoder(folder, *model())
-        peer = Peer(args.hf_python, "hf_generate.py", folder, str(batch), str(prompt), str(new))
+        for name, (python, module, script) in {
+            "HF generate": (args.hf_python, "torch", "hf_generate.py"),
+            "Tunix Sampler": (args.tunix_python, "tunix", "tunix_sampler.py"),
+        }.items():
+            if not imports(python, module):
+                rows.append(Row(what, "", name, f"not measured: {python} has no {module}", wanted[name]))
+                continue
+            peers[name] = Peer(python, script, folder, str(batch), str(prompt), str(new))
+            sides[name] = lambda peer=peers[name]: peer.ask("sample")["seconds"]  # type: ignore[misc]
         greedy = made.run(nnx.state(model()[0]), requests(batch, prompt, temperature=0.0), environment, KEY)
-        theirs = np.array(peer.ask("greedy")["tokens"])
-        same = np.mean([t.tokens[prompt:] == other for t, other in zip(greedy, theirs, strict=True)])
-        print(f"greedy tokens equal to theirs: {100 * same:.1f} %", file=sys.stderr)
-        sides = {
-            "ours": timed(made, requests(batch, prompt), environment, batch * new),
-            "Hugging Face": lambda: peer.ask("sample")["seconds"],
-        }
-        found = alternate(sides, args.rounds)
-        peer.close()
-    rates = {name: batch * new / value for name, value in found.items()}
-    return [
+        for name, peer in peers.items():
+            theirs = np.array(peer.ask("greedy")["tokens"])
+            same = np.mean([t.tokens[prompt:] == other for t, other in zip(greedy, theirs, strict=True)])
+            what_is_equal = f"the same, greedy: equal tokens of {batch * new}"
+            rows.append(Row(what_is_equal, f"{100 * same:.1f} %", name, "", "100 %"))
+        rates = {side: batch * new / value for side, value in alternate(sides, args.rounds).items()}
+        for peer in peers.values():
+            peer.close()
+    compared = [
         Row(
             what,
             f"{rates['ours']:.0f}",
-            f"HF generate {rates['Hugging Face']:.0f} ({peer.says['versions']})",
-            f"{rates['ours'] / rates['Hugging Face']:.2f}x",
-            "1.5x",
-        ),
-        Row(f"the same, greedy: equal tokens of {batch * new}", f"{100 * same:.1f} %", "HF", "", "100 %"),
+            f"{name} {rates[name]:.0f} ({peer.says['versions']})",
+            f"{rates['ours'] / rates[name]:.2f}x",
+            wanted[name],
+        )
+        for name, peer in peers.items()
     ]
+    return compared + rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -262,13 +270,19 @@ SECTIONS: dict[str, Callable[[argparse.Namespace], list[Row]]] = {
 }
 
 
+NOTES = {
+    "single_turn": ["Tunix recommends vLLM for rollouts in production; its Sampler is what runs without."]
+}
+
+
 def main() -> None:
     """Measures what is asked for."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", choices=SECTIONS)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--batch", type=int, default=64)
-    parser.add_argument("--hf_python", default=sys.executable)
+    parser.add_argument("--hf_python", default=sys.executable, help="a Python with torch and transformers")
+    parser.add_argument("--tunix_python", default=sys.executable, help="a Python with google-tunix")
     args = parser.parse_args()
     for name, section in SECTIONS.items():
         if args.only in (None, name):
@@ -276,7 +290,7 @@ def main() -> None:
                 f"Rollout: {name.replace('_', ' ')}",
                 f"python -m benchmarks.rollout --only={name}",
                 section(args),
-                [],
+                NOTES.get(name, []),
             )
 
 

@@ -1,7 +1,7 @@
 """R-Search with GRPO.
 
-    python launch/train.py --config=configs/rsearch_grpo.py                      # built-in world, about 12 minutes, 2 cores
-    python launch/train.py --config=configs/rsearch_grpo.py:steps=2              # smoke run, about a minute
+    python launch/train.py --config=configs/rsearch_grpo.py                      # built-in world, about 11 minutes, 2 cores
+    python launch/train.py --config=configs/rsearch_grpo.py:steps=2              # smoke run, 40 seconds
     python launch/train.py --config=configs/rsearch_grpo.py:data=FOLDER,policy=FOLDER    # real questions, any policy
     python launch/train.py --config=configs/rsearch_grpo.py:size=7b,data=FOLDER,policy=FOLDER,reader=FOLDER,encoder=FOLDER
 

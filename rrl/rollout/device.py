@@ -109,9 +109,16 @@ def emit(
 
 
 def decode_until(
-    model: Decoder, rows: Rows, cache: KVCache, sampler: Sampler, *, context: int, enough: int, patience: int
+    model: Decoder,
+    rows: Rows,
+    cache: KVCache,
+    sampler: Sampler,
+    *,
+    context: int,
+    enough: int,
+    patience: int | Int[Array, ""],
 ) -> tuple[Rows, KVCache, Int[Array, ""]]:
-    """Decodes until `enough` rows wait, or some have waited or been held for `patience` steps, or no row runs.
+    """Decodes until `enough` rows wait, or some have waited or been held for `patience` steps (0: not at all), or no row runs.
 
     Returns also how many steps it took.
     """
@@ -119,7 +126,7 @@ def decode_until(
     def going(state: tuple[Rows, KVCache, Array]) -> Array:
         rows, _, steps = state
         waiting = jnp.sum(rows.status == WAIT)
-        nobody = jnp.all((rows.status != WAIT) & (rows.status != HELD))
+        nobody = jnp.all((rows.status != WAIT) & (rows.status != HELD)) & (patience > 0)
         return jnp.any(rows.status == RUN) & (nobody | ((waiting < enough) & (steps < patience)))
 
     def step(state: tuple[Rows, KVCache, Array]) -> tuple[Rows, KVCache, Array]:

@@ -54,11 +54,14 @@ class Limits:
     """Tokens a fed row takes at a time; longer texts go in chunks."""
     query_tokens: int
     """Width of the query encoder's input; 0 without an encoder."""
+    patience: int = 16
+    """Decode steps that a paused row waits at most while others run."""
 
     @property
     def words(self) -> int:
-        """Length of the array that the host returns: feeds, queries, marks."""
-        return self.feeds * (HEADER + self.feed_tokens + self.query_tokens) + self.rows
+        """Length of the array that the host returns: feeds, queries, marks, and two numbers: of the queries, and of the
+        decode steps after which it wants to be asked again if rows are paused."""
+        return self.feeds * (HEADER + self.feed_tokens + self.query_tokens) + self.rows + 2
 
 
 @dataclasses.dataclass(slots=True)

@@ -116,7 +116,7 @@ class Host:
         except BaseException as error:  # raised again by the engine, outside the callback
             self.error = error
         self.stage = "ended by an error"
-        return _packed(*self._blank(), np.full(self.limits.rows, OFF + 1, np.int32))
+        return self._packed(*self._blank(), np.full(self.limits.rows, OFF + 1, np.int32))
 
     # -- what the device has done ------------------------------------------------------------------------------------
 
@@ -251,7 +251,13 @@ class Host:
         for key in self.searches.keys:
             if isinstance(key, int):
                 marks[key] = HELD + 1
-        return _packed(feeds, queries, marks)
+        return self._packed(feeds, queries, marks)
+
+    def _packed(self, feeds: np.ndarray, queries: np.ndarray, marks: np.ndarray) -> Int[np.ndarray, "words"]:
+        """What the device gets. Embeddings are ready as soon as it asks again: then it does not decode before."""
+        patience = 0 if self.encoding else self.limits.patience
+        last = np.array([len(self.encoding), patience], np.int32)
+        return np.concatenate([feeds.ravel(), queries.ravel(), marks, last])
 
     def _feed(self, row: int) -> Int[np.ndarray, "words"] | None:
         """The next of what a row is fed; None where it waits for another row's prompt."""
@@ -292,7 +298,3 @@ class Host:
         if len(todo.tokens):
             self.todo[row] = todo  # at the end
         return out
-
-
-def _packed(*parts: np.ndarray) -> Int[np.ndarray, "words"]:
-    return np.concatenate([part.ravel() for part in parts])

@@ -7,6 +7,7 @@ also be compiled ahead of time for devices that are not there (`rrl.train.plan`)
 import dataclasses
 import functools
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,7 @@ import numpy as np
 from flax import nnx
 from jax.experimental import io_callback
 from jax.sharding import Mesh, PartitionSpec
-from jaxtyping import Array, Int, Key, PyTree
+from jaxtyping import Array, Bool, Int, Key, PyTree
 
 from rrl.errors import UserError, at_least
 from rrl.models.cache import KVCache
@@ -38,7 +39,7 @@ class EngineConfig:
     feed_tokens: int = 256
     """Tokens prefilled at a time; longer texts go in chunks."""
     patience: int = 16
-    """Decode steps that a paused row waits at most while others run."""
+    """Decode steps that a paused row waits at most while others run; one whose query is being encoded waits for none."""
     top_k: int = 3
     """Passages a search returns."""
     top_p: float = 1.0
@@ -78,6 +79,17 @@ class QueryEncoder:
     dim: int
 
 
+class _Answers(NamedTuple):
+    """What the hosts of all data shards answer (see `Limits.words`)."""
+
+    feeds: Int[Array, "shards P words"]
+    queries: Int[Array, "shards*P Q"]
+    marks: Int[Array, "R"]
+    asked: Bool[Array, ""]
+    """Whether there are queries."""
+    patience: Int[Array, ""]
+
+
 class Programs:
     """Builds the programs of one model's graph on one mesh."""
 
@@ -105,6 +117,7 @@ class Programs:
             feeds=min(config.feeds, config.rows // self.shards),
             feed_tokens=config.feed_tokens,
             query_tokens=encoder.query_tokens if encoder else 0,
+            patience=config.patience,
         )
         feeds = self.limits.feeds
         self.together = next(rows for rows in range(max(1, feeds // 4), 0, -1) if feeds % rows == 0)
@@ -122,16 +135,17 @@ class Programs:
                 return jnp.any(state[0].status != OFF)
 
             def body(state: tuple) -> tuple:
-                rows, cache, embeddings, steps = state
+                rows, cache, embeddings, patience, steps = state
                 with jax.named_scope(DECODE):
-                    rows, cache, more = self._decode(model, rows, cache, sampler)
-                feeds, queries, marks = self._unpack(self._ask(rows, embeddings))
+                    rows, cache, more = self._decode(model, rows, cache, sampler, patience)
+                answer = self._unpack(self._ask(rows, embeddings))
                 with jax.named_scope(PREFILL):
-                    prefilling = nnx.merge(self.graph, self._unhoisted(params, feeds))
-                    rows, cache = self._feed(prefilling, rows, cache, feeds, marks)
-                return rows, cache, self._embed(encoder_state, queries), steps + more
+                    prefilling = nnx.merge(self.graph, self._unhoisted(params, answer.feeds))
+                    rows, cache = self._feed(prefilling, rows, cache, answer.feeds, answer.marks)
+                embeddings = self._embed(encoder_state, answer.queries, answer.asked, embeddings)
+                return rows, cache, embeddings, answer.patience, steps + more
 
-            start = (*self._start(model, turn_tokens), jnp.int32(0))
+            start = (*self._start(model, turn_tokens), jnp.int32(self.config.patience), jnp.int32(0))
             return jax.lax.while_loop(going, body, start)[-1]
 
         return episode_loop
@@ -140,9 +154,11 @@ class Programs:
         """The same, driven from the host step by step."""
 
         @functools.partial(jax.jit, donate_argnums=2)
-        def decode_step(params: PyTree, rows: Rows, cache: KVCache, key: Key, table: jax.Array) -> tuple:
+        def decode_step(
+            params: PyTree, rows: Rows, cache: KVCache, key: Key, table: jax.Array, patience: jax.Array
+        ) -> tuple:
             sampler = self._sampler(key, table, first_accept)
-            return self._decode(nnx.merge(self.graph, params), rows, cache, sampler)
+            return self._decode(nnx.merge(self.graph, params), rows, cache, sampler, patience)
 
         @functools.partial(jax.jit, donate_argnums=2)
         def feed_step(
@@ -159,9 +175,9 @@ class Programs:
 
         def drive(params: PyTree, encoder_state: PyTree, key: Key, table: jax.Array) -> jax.Array:
             rows, cache, embeddings = self._start(nnx.merge(self.graph, params), turn_tokens)
-            steps = jnp.int32(0)
+            patience, steps = jnp.int32(self.config.patience), jnp.int32(0)
             while np.any(np.asarray(rows.status) != OFF):
-                rows, cache, more = decode_step(params, rows, cache, key, table)
+                rows, cache, more = decode_step(params, rows, cache, key, table, patience)
                 steps += more
                 report = [np.asarray(part) for part in _report(rows, embeddings)]
                 words = []
@@ -169,9 +185,10 @@ class Programs:
                     turn = [part[shard * per_shard : (shard + 1) * per_shard] for part in report[:-1]]
                     count = self.limits.feeds
                     words.append(self.answer(shard, *turn, report[-1][shard * count : (shard + 1) * count]))
-                feeds, queries, marks = self._unpack(jnp.asarray(np.stack(words)))
-                rows, cache = feed_step(params, rows, cache, feeds, marks)
-                embeddings = embed(encoder_state, queries)
+                answer = self._unpack(jnp.asarray(np.stack(words)))
+                rows, cache = feed_step(params, rows, cache, answer.feeds, answer.marks)
+                embeddings = embed(encoder_state, answer.queries, answer.asked, embeddings)
+                patience = answer.patience
             return steps
 
         return drive
@@ -194,7 +211,7 @@ class Programs:
         return Sampler(key, table, self.eos, first_accept, self.config.top_p, self.config.sample_top_k)
 
     def _decode(
-        self, model: Decoder, rows: Rows, cache: KVCache, sampler: Sampler
+        self, model: Decoder, rows: Rows, cache: KVCache, sampler: Sampler, patience: jax.Array
     ) -> tuple[Rows, KVCache, jax.Array]:
         return decode_until(
             model,
@@ -203,7 +220,7 @@ class Programs:
             sampler,
             context=self.config.context,
             enough=self.limits.feeds * self.shards,
-            patience=self.config.patience,
+            patience=patience,
         )
 
     def _feed(
@@ -211,14 +228,21 @@ class Programs:
     ) -> tuple[Rows, KVCache]:
         return feed(model, rows, cache, feeds, marks, context=self.config.context, together=self.together)
 
-    def _embed(self, encoder_state: PyTree, queries: jax.Array) -> jax.Array:
-        if self.encoder is None:
-            return jnp.zeros((queries.shape[0], 0), jnp.float32)
-        encoder = nnx.merge(self.encoder.graph, encoder_state)
-        return encoder.embed(queries, queries != self.encoder.pad_token_id)
+    def _embed(
+        self, encoder_state: PyTree, queries: jax.Array, asked: jax.Array, before: jax.Array
+    ) -> jax.Array:
+        """Embeddings of the queries, where there are any; otherwise what was there `before`."""
+        if (query_encoder := self.encoder) is None:
+            return before
 
-    def _unpack(self, words: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Splits the hosts' answers [shards, words] into feeds (with global row numbers), queries and marks."""
+        def embed() -> jax.Array:
+            encoder = nnx.merge(query_encoder.graph, encoder_state)
+            return encoder.embed(queries, queries != query_encoder.pad_token_id)
+
+        return jax.lax.cond(asked, embed, lambda: before)
+
+    def _unpack(self, words: jax.Array) -> "_Answers":
+        """Splits the hosts' answers [shards, words]; rows get their global numbers."""
         limits = self.limits
         feed_words = limits.feeds * (HEADER + limits.feed_tokens)
         query_words = limits.feeds * limits.query_tokens
@@ -229,8 +253,13 @@ class Programs:
         feeds = feeds.at[..., Feed._fields.index("row")].set(row)
         feeds = feeds.at[..., Feed._fields.index("source")].set(source + first_row)
         queries = words[:, feed_words : feed_words + query_words]
-        marks = words[:, feed_words + query_words :].reshape(-1)
-        return feeds, queries.reshape(self.shards * limits.feeds, limits.query_tokens), marks
+        return _Answers(
+            feeds,
+            queries.reshape(self.shards * limits.feeds, limits.query_tokens),
+            marks=words[:, feed_words + query_words : -2].reshape(-1),
+            asked=jnp.any(words[:, -2] > 0),
+            patience=jnp.min(words[:, -1]),
+        )
 
     def _ask(self, rows: Rows, embeddings: jax.Array) -> jax.Array:
         """Calls every data shard's host once; tensor ranks other than 0 get the answer by a sum."""

@@ -174,6 +174,9 @@ def test_a_tokenizer_larger_than_the_vocabulary_is_refused(tmp_path: Path) -> No
 
 
 def test_a_folder_without_settings_says_what_to_write(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"encoder=.* is no Hugging Face folder \(no config.json there\)"):
+        load_text_encoder(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
     with pytest.raises(UserError, match=r"no text_encoder.json.*query_prefix, passage_prefix.*family.*e5"):
         load_text_encoder(tmp_path)
     (tmp_path / "text_encoder.json").write_text('{"prefix": "q"}')

@@ -8,12 +8,16 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from rrl.data.miniwiki import generate
 from rrl.errors import UserError
 from rrl.models.decoder import Decoder
 from rrl.parallel.mesh import make_mesh
+from rrl.retrieval.encode import load_text_encoder
+from rrl.retrieval.index import make_retriever
 from rrl.rl.logprobs import token_logprobs
 from rrl.rollout.engine import Engine, EngineConfig
 from rrl.rollout.episodes import Request
+from rrl.rollout.host import Host
 from rrl.rollout.protocol import Append, Finish, SearchFor, SingleTurn, Stream
 from rrl.rollout.trajectory import ENVIRONMENT, POLICY, PROMPT
 from rrl.train.pack import pack
@@ -58,6 +62,27 @@ def same(first, second, tolerance=1e-5):
         np.testing.assert_allclose(one.logps, other.logps, atol=tolerance)
         assert one.ended == other.ended
         assert one.searches == other.searches
+
+
+def test_a_row_does_not_wait_for_others_while_its_query_is_encoded(world, monkeypatch):
+    decoder, tokenizer, _, requests = world
+    passages = generate("train", seed=0, passages=60).passages
+    retriever = make_retriever(passages, "exact", load_text_encoder("assets/miniwiki-encoder"))
+    config = dataclasses.replace(CONFIG, feeds=8)
+    engine, packed, runs = Engine(decoder, tokenizer, config, retriever=retriever), Host._packed, []
+
+    def patient(host, *parts):
+        words = packed(host, *parts)
+        words[-1] = config.patience
+        return words
+
+    for change in (packed, patient):
+        monkeypatch.setattr(Host, "_packed", change)
+        runs.append(engine.run(nnx.state(decoder), requests, ENVIRONMENT_, KEY))
+        runs.append(engine.stats.decode_steps)
+    at_once, steps, later, more = runs
+    same(at_once, later, 0)
+    assert steps < more and any(search.titles for t in at_once for search in t.searches)
 
 
 def test_every_question_comes_back_in_order_with_consistent_arrays(world, trajectories):

@@ -1,0 +1,79 @@
+"""Tunix's Sampler, greedy: python tunix_sampler.py FOLDER BATCH PROMPT NEW; a line in, seconds and the tokens out."""
+
+import importlib.metadata
+import json
+import pathlib
+import sys
+import time
+
+import numpy as np
+from flax import nnx
+from tunix.generate.sampler import CacheConfig, Sampler
+from tunix.models.qwen2.model import ModelConfig, Qwen2
+from tunix.models.qwen2.params import create_model_from_safe_tensors
+
+folder, batch, prompt, new = sys.argv[1], *map(int, sys.argv[2:5])
+hf = json.loads(pathlib.Path(folder, "config.json").read_text())
+config = ModelConfig(
+    num_layers=hf["num_hidden_layers"],
+    vocab_size=hf["vocab_size"],
+    embed_dim=hf["hidden_size"],
+    hidden_dim=hf["intermediate_size"],
+    num_heads=hf["num_attention_heads"],
+    head_dim=hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"],
+    num_kv_heads=hf["num_key_value_heads"],
+    rope_theta=(hf.get("rope_parameters") or hf)["rope_theta"],
+    norm_eps=hf["rms_norm_eps"],
+    use_tied_embedding=hf["tie_word_embeddings"],
+)
+prompts = np.random.default_rng(0).integers(0, hf["vocab_size"], (batch, prompt))
+
+
+class Prompts:
+    """Stands in for a tokenizer: the text "7" is the seventh prompt."""
+
+    def encode(self, text: str, **_: object) -> list[int]:
+        return prompts[int(text)].tolist()
+
+    def decode(self, ids: object, **_: object) -> str:
+        return ""
+
+    def bos_id(self) -> int:
+        return 0  # none is put before a prompt
+
+    def eos_id(self) -> int:
+        return -1
+
+    def pad_id(self) -> int:
+        return 0
+
+
+try:
+    model = create_model_from_safe_tensors(folder, config, None)
+    weights = "the same weights"
+except Exception as error:  # the time does not depend on them
+    print(f"random weights: {error!r}", file=sys.stderr)
+    model, weights = Qwen2(config, rngs=nnx.Rngs(0)), "random weights"
+cache = CacheConfig(
+    cache_size=prompt + new,
+    num_layers=config.num_layers,
+    num_kv_heads=config.num_kv_heads,
+    head_dim=config.head_dim,
+)
+sampler = Sampler(model, Prompts(), cache)
+for line in sys.stdin:
+    if line.strip() == "ready":
+        versions = ", ".join(f"{n} {importlib.metadata.version(n)}" for n in ("google-tunix", "jax"))
+        print(json.dumps({"versions": f"{versions}, {weights}"}))
+    else:
+        began = time.perf_counter()
+        out = sampler(
+            [str(i) for i in range(batch)],
+            max_generation_steps=new,
+            max_prompt_length=prompt,
+            eos_tokens=[-1],
+            temperature=0.0,
+        )
+        tokens = [np.asarray(row).tolist() for row in out.tokens]
+        print(json.dumps({"seconds": time.perf_counter() - began, "tokens": tokens}))
+    sys.stdout.flush()
