@@ -134,6 +134,9 @@ class Turns:
     def react(self, episode: Any, text: str, stop: str) -> Any:
         return SearchFor("query") if episode.turn < self.searches else Finish("done")
 
+    def overflow(self, episode: Any, message: Any, room: int) -> Any:
+        return Finish("context_limit")
+
     def observe(self, episode: Any, passages: Any) -> Any:
         if not self.again:
             return Append(body="a b " * self.observation_tokens)

@@ -146,10 +146,17 @@ class Host:
             self.to_encode.append((row, action.query))
 
     def _append(self, row: int, live: Live, message: Append) -> None:
+        room = self.limits.context - live.used
         ids = message_ids(message, self.encode, self.environment.observation_tokens)
-        if live.used + len(ids) >= self.limits.context:
-            self._finish(row, live, "context_limit")
-            return
+        if len(ids) >= room:
+            action = self.environment.overflow(live.episode, message, room)
+            if not isinstance(action, Append):
+                self._act(row, live, action)
+                return
+            ids = message_ids(action, self.encode, self.environment.observation_tokens)
+            if len(ids) >= room:
+                self._finish(row, live, "context_limit")
+                return
         # The last sampled token is not in the cache yet.
         self.todo[row] = _Todo(np.concatenate([live.last, ids]), live.used - 1)
         live.answered(ids, self.decode(ids))

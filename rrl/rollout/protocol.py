@@ -9,7 +9,7 @@ from jaxtyping import Int
 
 from rrl.data.passages import Passage, render
 from rrl.data.questions import Question
-from rrl.errors import at_least
+from rrl.errors import at_least, one_of
 from rrl.rollout.trajectory import Search
 from rrl.text.spans import boxes
 
@@ -41,6 +41,8 @@ class Append:
     prefix: str = ""
     body: str = ""
     suffix: str = ""
+    most: int | None = None
+    """Most tokens of the three together, for which the body is cut further."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -82,14 +84,19 @@ class Environment(Protocol):
     def observe(self, episode: Episode, passages: Sequence[Passage] | None) -> Action:
         """Answers a search; `passages` is None when it failed."""
 
+    def overflow(self, episode: Episode, message: Append, room: int) -> Action:
+        """Answers in place of `message`, which does not fit: the context has room for `room` tokens, one of which the
+        policy needs to go on. A message that does not fit either ends the episode as "context_limit"."""
+
 
 def message_ids(
     message: Append, encode: Callable[[str], Int[np.ndarray, "T"]], body_tokens: int
 ) -> Int[np.ndarray, "T"]:
     """Token ids of an environment's message; the body is cut to `body_tokens`, so that what closes it survives."""
-    return np.concatenate(
-        [encode(message.prefix), encode(message.body)[:body_tokens], encode(message.suffix)]
-    )
+    prefix, body, suffix = (encode(part) for part in (message.prefix, message.body, message.suffix))
+    if message.most is not None:
+        body_tokens = min(body_tokens, max(0, message.most - len(prefix) - len(suffix)))
+    return np.concatenate([prefix, body[:body_tokens], suffix])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,8 +119,12 @@ class Stream:
         "To answer, I write the answer between <{answer}> and </{answer}>."
     )
     failure: str = "The search failed."
+    when_full: str = "end"
+    """What an observation does that does not fit the context: "end" ends the episode, "cut" shortens it so that one whole
+    turn still fits, and ends the episode where that leaves no room."""
 
     def __post_init__(self) -> None:
+        one_of(("end", "cut"), self, "when_full", where="environment.")
         at_least(0, self, "max_searches", where="environment.")
         at_least(1, self, "turn_tokens", "observation_tokens", where="environment.")
 
@@ -141,6 +152,12 @@ class Stream:
         body = self.failure if passages is None else render(passages)
         return Append(f"\n<{self.observation}>\n", body, f"\n</{self.observation}>\n")
 
+    def overflow(self, episode: Episode, message: Append, room: int) -> Action:
+        most = room - self.turn_tokens
+        if self.when_full == "end" or most <= 0:
+            return Finish("context_limit")
+        return dataclasses.replace(message, most=most)
+
 
 @dataclasses.dataclass(frozen=True)
 class SingleTurn:
@@ -158,3 +175,6 @@ class SingleTurn:
 
     def observe(self, episode: Episode, passages: Sequence[Passage] | None) -> Append:
         raise NotImplementedError("a single-turn environment never searches")
+
+    def overflow(self, episode: Episode, message: Append, room: int) -> Action:
+        raise NotImplementedError("a single-turn environment never answers")

@@ -52,6 +52,9 @@ class Trajectory:
     """Where each context begins: what the policy saw when it wrote a token is what lies between the last start and it."""
     rewards: dict[str, float] = dataclasses.field(default_factory=dict)
     """Reward by component, and "total"."""
+    turn_rewards: dict[int, float] | None = None
+    """What each turn earned, paid at its last policy token, where a recipe rewards steps (R3-RAG); None: the total is paid at
+    the end."""
     metrics: dict[str, float] = dataclasses.field(default_factory=dict)
     """em, f1, ... of the final answer."""
     answer: str = ""
@@ -63,6 +66,23 @@ class Trajectory:
     def contexts(self) -> list[slice]:
         """The tokens of each context."""
         return [slice(*ends) for ends in itertools.pairwise((*self.starts, len(self.tokens)))]
+
+    @property
+    def token_rewards(self) -> Float[np.ndarray, "T"]:
+        """When what was earned is paid: `turn_rewards`, or the total at the last policy token."""
+        paid = np.zeros(len(self.tokens), np.float32)
+        own = np.flatnonzero(self.roles == POLICY)
+        if self.turn_rewards is None:
+            paid[own[-1:]] = self.rewards["total"]
+            return paid
+        for turn, reward in self.turn_rewards.items():
+            written = own[self.turns[own] == turn]
+            if not len(written):
+                raise ValueError(
+                    f"question {self.question.id!r}: turn {turn} earned {reward} but nothing was written in it"
+                )
+            paid[written[-1]] = reward
+        return paid
 
     @property
     def policy_tokens(self) -> int:

@@ -21,7 +21,7 @@ from rrl.data.questions import Question
 from rrl.errors import UserError
 from rrl.rollout.episodes import Request
 from rrl.rollout.host import Host
-from rrl.rollout.protocol import CONTEXT, EOS, TURN_TOKENS, Action, Episode, Finish
+from rrl.rollout.protocol import CONTEXT, EOS, TURN_TOKENS, Action, Append, Episode, Finish
 from rrl.rollout.searches import Asker
 from rrl.rollout.trajectory import POLICY, Trajectory
 
@@ -81,6 +81,9 @@ class Completion:
 
     def observe(self, episode: Episode, passages: Sequence[Passage] | None) -> Action:
         raise NotImplementedError("a completion never searches")
+
+    def overflow(self, episode: Episode, message: Append, room: int) -> Action:
+        raise NotImplementedError("a completion is never answered")
 
 
 class Flows:

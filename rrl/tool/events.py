@@ -60,3 +60,7 @@ class Watched:
         text = action.body if isinstance(action, Append) else render(passages or ())
         self._tell(Event("observation", text, tuple(p.title for p in passages or ())))
         return action
+
+    def overflow(self, episode: Episode, message: Append, room: int) -> Action:
+        """As the environment inside does; what was told was the whole message."""
+        return self._inner.overflow(episode, message, room)

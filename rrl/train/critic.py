@@ -123,14 +123,11 @@ class Critic:
     ) -> Estimate:
         """Values, returns and advantages (whitened over the policy tokens of the batch where the objective says so).
 
-        The total reward is paid at the last policy token, less `penalties` (the KL) at each.
+        A token's reward is what is paid there (`Trajectory.token_rewards`), less its entry in `penalties` (the KL).
         """
-        rewards = []
-        for index, t in enumerate(trajectories):
-            reward = np.zeros(len(t.tokens), np.float32) if penalties is None else -penalties[index]
-            own = np.flatnonzero(t.roles == POLICY)
-            reward[own[-1:]] += t.rewards["total"]
-            rewards.append(reward)
+        rewards = [t.token_rewards for t in trajectories]
+        if penalties is not None:
+            rewards = [paid - penalty for paid, penalty in zip(rewards, penalties, strict=True)]
         found = self._estimate(state[0], self.fixed, trajectories, {"reward": rewards})
         advantages = found["advantage"]
         if self.objective.whiten:

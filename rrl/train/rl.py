@@ -315,7 +315,11 @@ def train(
 
 
 def permute_rewards(trajectories: Sequence[Trajectory], rng: np.random.Generator) -> None:
-    """Deals the totals out at random over the batch, in place."""
+    """Deals the totals, and what turns earned, out at random over the batch, in place."""
     totals = rng.permutation([t.rewards["total"] for t in trajectories])
     for trajectory, total in zip(trajectories, totals, strict=True):
         trajectory.rewards["total"] = float(total)
+    paid = [(t.turn_rewards, turn) for t in trajectories if t.turn_rewards for turn in t.turn_rewards]
+    earned = rng.permutation([rewards[turn] for rewards, turn in paid])
+    for (rewards, turn), reward in zip(paid, earned, strict=True):
+        rewards[turn] = float(reward)

@@ -189,6 +189,24 @@ def test_the_context_ends_an_episode_and_a_long_prompt_is_refused(world):
         engine.run(nnx.state(decoder), [long], Stream(turn_tokens=4), KEY)
 
 
+def test_an_observation_that_does_not_fit_is_what_the_environment_says(world):
+    decoder, tokenizer, retriever, requests = world
+    requests = requests[:6]
+    longest = max(len(request.prompt) for request in requests)
+    config = dataclasses.replace(CONFIG, context=longest + 60)
+
+    def run(when_full):
+        environment = dataclasses.replace(ENVIRONMENT_, when_full=when_full)
+        engine = Engine(decoder, tokenizer, config, retriever=retriever)
+        return engine.run(nnx.state(decoder), requests, environment, KEY)
+
+    ended, cut = run("end"), run("cut")
+    assert {t.ended for t in ended} >= {"context_limit"}
+    assert all(len(t.tokens) <= config.context for t in (*ended, *cut))
+    assert sum(t.policy_tokens for t in cut) > sum(t.policy_tokens for t in ended)
+    assert any(t.segments[-2][1].endswith("</observation>\n") for t in cut if t.roles[-1] == POLICY)
+
+
 def test_a_tokenizer_larger_than_the_model_is_refused(world):
     decoder, tokenizer, _, _ = world
     small = Decoder(dataclasses.replace(decoder.config, vocab_size=100), rngs=nnx.Rngs(0))

@@ -67,6 +67,16 @@ def test_an_observation_holds_the_documents_as_printed_or_says_that_the_search_f
     assert STREAM.observe(episode, None).body == STREAM.failure
 
 
+def test_an_observation_that_does_not_fit_ends_the_episode_or_is_cut_for_a_whole_turn():
+    episode, message = Episode(Question("q", "q", ("a",))), STREAM.observe(None, None)
+    assert STREAM.overflow(episode, message, 900) == Finish("context_limit")
+    cut = dataclasses.replace(STREAM, when_full="cut")
+    assert cut.overflow(episode, message, 900) == dataclasses.replace(message, most=400)
+    assert cut.overflow(episode, message, 500) == Finish("context_limit")
+    with pytest.raises(UserError, match=r"environment\.when_full='drop' is unknown; choose one of end, cut"):
+        dataclasses.replace(STREAM, when_full="drop")
+
+
 @pytest.mark.parametrize("wrong", [{"max_searches": -1}, {"turn_tokens": 0}, {"observation_tokens": 0}])
 def test_sizes_out_of_range_are_refused(wrong):
     with pytest.raises(UserError, match=rf"environment\.{next(iter(wrong))}=.* must be at least"):
@@ -76,3 +86,7 @@ def test_sizes_out_of_range_are_refused(wrong):
 def test_only_the_body_is_cut():
     ids = message_ids(Append("<a>", "x" * 50, "</a>"), lambda text: np.frombuffer(text.encode(), np.uint8), 7)
     assert bytes(ids.astype(np.uint8)) == b"<a>xxxxxxx</a>"
+    ids = message_ids(
+        Append("<a>", "x" * 50, "</a>", 9), lambda text: np.frombuffer(text.encode(), np.uint8), 7
+    )
+    assert bytes(ids.astype(np.uint8)) == b"<a>xx</a>"

@@ -322,3 +322,16 @@ def test_permuted_rewards_keep_their_multiset(parts):
     totals = [t.rewards["total"] for t in trajectories]
     assert sorted(totals) == list(range(12))
     assert totals != list(range(12))
+
+
+def test_permuted_rewards_of_turns_keep_their_multiset_too(parts):
+    questions, engine, recipe = parts
+    trajectories = run_questions(
+        engine, nnx.state(fresh()), recipe, questions[:3], key=jax.random.key(0), samples=4
+    )
+    for place, t in enumerate(trajectories):
+        t.turn_rewards = {0: float(place)}
+    permute_rewards(trajectories, np.random.default_rng(0))
+    dealt = [t.turn_rewards[0] for t in trajectories]
+    assert sorted(dealt) == list(range(12)) and dealt != list(range(12))
+    assert all(t.token_rewards.sum() == t.turn_rewards[0] for t in trajectories)

@@ -1,0 +1,39 @@
+"""A finished episode: when its rewards are paid."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from rrl.data.questions import Question
+from rrl.rollout.trajectory import ENVIRONMENT, POLICY, PROMPT, Trajectory
+
+ROLES = np.array([PROMPT, POLICY, POLICY, ENVIRONMENT, POLICY, POLICY, ENVIRONMENT])
+ONE = Trajectory(
+    question=Question("q7", "?", ("a",)),
+    request=0,
+    group=0,
+    tokens=np.arange(7),
+    roles=ROLES,
+    logps=np.zeros(7),
+    sampled_logps=np.zeros(7),
+    turns=np.array([0, 0, 0, 0, 1, 1, 1]),
+    segments=[],
+    searches=[],
+    ended="done",
+    rewards={"total": 3.0},
+)
+
+
+def test_the_total_is_paid_at_the_last_policy_token():
+    assert ONE.token_rewards.tolist() == [0, 0, 0, 0, 0, 3, 0]
+
+
+def test_a_turn_is_paid_at_its_last_policy_token_in_place_of_the_total():
+    by_turn = dataclasses.replace(ONE, turn_rewards={0: 0.5, 1: -1.0})
+    assert by_turn.token_rewards.tolist() == [0, 0, 0.5, 0, 0, -1, 0]
+
+
+def test_a_turn_without_policy_tokens_earns_nothing():
+    with pytest.raises(ValueError, match="'q7': turn 2 earned 1.0 but nothing was written in it"):
+        _ = dataclasses.replace(ONE, turn_rewards={2: 1.0}).token_rewards
