@@ -35,5 +35,5 @@ def test_a_turn_is_paid_at_its_last_policy_token_in_place_of_the_total():
 
 
 def test_a_turn_without_policy_tokens_earns_nothing():
-    with pytest.raises(ValueError, match="'q7': turn 2 earned 1.0 but nothing was written in it"):
+    with pytest.raises(ValueError, match=r"'q7': turn 2 earned 1\.0 but nothing was written in it"):
         _ = dataclasses.replace(ONE, turn_rewards={2: 1.0}).token_rewards
