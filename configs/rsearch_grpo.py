@@ -140,6 +140,8 @@ def get_config(arg: str = "") -> ConfigDict:
         "b2": 0.999,
         "frozen": ("^embedding$",) if ours else (),
     }
+    # Says when reward or entropy stay at zero or the KL runs away; action=stop ends the run at its last good checkpoint.
+    config.guard = {"action": "warn", "steps": 10}
     if tiny and 0 < steps <= 5:  # a smoke run looks at everything, briefly
         config.data["held_out_per_kind"] = 8
         config.data["train_per_kind"] = 50

@@ -22,8 +22,9 @@ def main(_: Sequence[str]) -> None:
     from rrl.train.experiment import run
 
     config = _CONFIG.value
-    if run(config, _WORKDIR.value or f"runs/{config.name}").stopped == "signal":
-        sys.exit(launcher.STOPPED)
+    outcome = run(config, _WORKDIR.value or f"runs/{config.name}")
+    if outcome.stopped != "done":
+        sys.exit(launcher.STOPPED if outcome.stopped == "signal" else launcher.COLLAPSED)
 
 
 if __name__ == "__main__":

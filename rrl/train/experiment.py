@@ -39,6 +39,7 @@ from rrl.train.checkpoints import refuse_other_config
 from rrl.train.critic import CriticConfig
 from rrl.train.export import write_model_files
 from rrl.train.fields import build, fill, only
+from rrl.train.guard import GuardConfig
 from rrl.train.hardware import ComputeConfig, MeshConfig
 from rrl.train.metrics import read_metrics
 from rrl.train.objective import ObjectiveConfig
@@ -56,6 +57,7 @@ SECTIONS = {
     "lora": LoraConfig,
     "mesh": MeshConfig,
     "compute": ComputeConfig,
+    "guard": GuardConfig,
 }
 """The dataclass behind each section of a config, but for `recipe`."""
 CRITIC = {"critic": CriticConfig, "critic_optim": OptimConfig}
@@ -130,7 +132,15 @@ class Settings:
             name=values["name"],
             policy=values["policy"],
             reader=values["reader"],
-            train=build(RLConfig, values["train"], "train", optim=optim, objective=objective, critic=critic),
+            train=build(
+                RLConfig,
+                values["train"],
+                "train",
+                optim=optim,
+                objective=objective,
+                critic=critic,
+                guard=build(GuardConfig, values["guard"], "guard"),
+            ),
             rollout=rollout,
             data=build(DataConfig, values["data"], "data"),
             retriever=build(RetrieverConfig, values["retriever"], "retriever"),
@@ -231,7 +241,7 @@ def run(config: Mapping[str, Any], workdir: str | pathlib.Path) -> Outcome:
     """Trains as the config says and writes metrics, curves, trajectories, summary and the policy to `workdir`.
 
     Running it again with the same config continues; a finished run only reports again. A run that a signal stopped
-    writes everything but `summary.txt`, the mark of a finished one.
+    writes everything but `summary.txt`, the mark of a finished one; one that its guard ended reports its last good checkpoint.
     """
     say = Clock()
     settings = Settings.of(config)
@@ -302,7 +312,7 @@ def report(settings: Settings, loaded: Loaded, outcome: Outcome, workdir: pathli
             sources=[source for _, source in shown],
         )
     facts = {
-        "steps": f"{outcome.step} of {settings.train.steps} ({outcome.stopped})",
+        "steps": f"{outcome.step} of {settings.train.steps} ({outcome.stopped}{outcome.reason and f': {outcome.reason}'})",
         "minutes": f"{outcome.seconds / 60:.1f} of training, {(time.perf_counter() - say.began) / 60:.1f} of this command",
         "policy": f"{settings.policy} (sha256 {folder_hash(settings.policy)[:12]})",
         "retriever": f"{settings.retriever.index or settings.retriever.kind}, top {settings.rollout.top_k}",
@@ -319,7 +329,7 @@ def report(settings: Settings, loaded: Loaded, outcome: Outcome, workdir: pathli
         temperature=settings.train.eval_temperature,
         files=files,
     )
-    if outcome.stopped == "done":
+    if outcome.stopped != "signal":
         (workdir / "summary.txt").write_text(text + "\n", encoding="utf-8")
     print(text)
 

@@ -13,6 +13,8 @@ from rrl.parallel.runtime import prepare_host, use_huge_pages
 
 STOPPED = 143
 """Exit code of a run that SIGTERM or Ctrl-C stopped after saving; the same command continues it."""
+COLLAPSED = 3
+"""Exit code of a run that its guard ended."""
 
 
 def run(main: Callable[[Sequence[str]], None], callbacks: bool = True) -> None:

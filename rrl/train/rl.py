@@ -25,12 +25,15 @@ from rrl.rl.optim import (
     make_optimizer,
     make_schedule,
     running_mean,
+    skipped_updates,
     split_trained,
 )
 from rrl.rollout.engine import Engine
 from rrl.rollout.trajectory import Trajectory
 from rrl.train.checkpoints import Checkpoints, stop_requested
 from rrl.train.critic import CriticConfig, State, make_critic
+from rrl.train.dump import dump_batch
+from rrl.train.guard import Guard, GuardConfig
 from rrl.train.metrics import MetricsWriter, read_metrics
 from rrl.train.objective import ObjectiveConfig
 from rrl.train.progress import Progress
@@ -46,6 +49,7 @@ class RLConfig:
     """Updates; 0 only evaluates."""
     optim: OptimConfig
     objective: ObjectiveConfig
+    guard: GuardConfig = dataclasses.field(default_factory=GuardConfig)
     critic: CriticConfig | None = None
     """PPO: advantages come from a critic by GAE, and the recipe's own are not used; None: they are."""
     questions: int = 256
@@ -83,7 +87,7 @@ class RLConfig:
         return self.steps - round(self.average_last * self.steps)
 
 
-MAY_DIFFER = ("checkpoint_every",)
+MAY_DIFFER = ("checkpoint_every", *(f"guard.{field.name}" for field in dataclasses.fields(GuardConfig)))
 """Fields that a continued run may change: they do not touch its numbers."""
 
 
@@ -108,7 +112,7 @@ class Outcome:
 
     step: int
     stopped: str
-    """done, or signal."""
+    """done, signal, or collapse."""
     before: dict[str, float]
     after: dict[str, float]
     seconds: float
@@ -117,6 +121,8 @@ class Outcome:
     """Trajectories of the last training step of this life; none where it was finished already."""
     evaluated: list[Trajectory]
     """Of the last evaluation, likewise."""
+    reason: str = ""
+    """What the guard saw."""
 
 
 def question_order(count: int, size: int, seed: int, step: int) -> np.ndarray:
@@ -176,7 +182,7 @@ def train(
         return nnx.merge_state(params if average is None else average, fixed)
 
     def measure(step: int) -> tuple[dict[str, float], list[Trajectory]]:
-        """Evaluates the start (step 0, which the reference is) or what was learned, unless a former life of the run did."""
+        """Evaluates the start (step 0, which the reference is) or what was learned, unless that has been done."""
         if step in recorded:
             return recorded[step], []
         began = time.perf_counter()
@@ -192,6 +198,7 @@ def train(
         )
         found |= {"time/eval": time.perf_counter() - began, "minutes": extra["seconds"] / 60 if step else 0.0}
         writer.write(step, found)
+        recorded[step] = {"step": step} | found
         progress.note(
             f"step {step}: held-out EM {100 * found['eval/em']:.1f}  F1 {100 * found['eval/f1']:.1f}  "
             f"searches {found['eval/searches']:.2f}  ({found['time/eval']:.0f} s)"
@@ -210,13 +217,18 @@ def train(
         writer = stack.enter_context(MetricsWriter(workdir, start))
         recorded = {line["step"]: line for line in read_metrics(writer.path) if "eval/em" in line}
         progress = stack.enter_context(Progress(config.steps, start, "train"))
-        step, stopped = start, "done"
+        step, stopped, guard, reason = start, "done", Guard(config.guard), ""
         last: tuple[dict[str, float], list[Trajectory]] | None = None
         due = config.eval_every and start % config.eval_every == 0 and 0 < start < config.steps
         if task.held_out and due:  # the signal that ended the last life came before it
             last = measure(start)
         progress.begin()
         saved = start
+        states = [opt_state, *(state for _, state in values)]
+        skipped = {
+            name: float(skipped_updates(state))
+            for name, state in zip(("train/skipped", "critic/skipped"), states, strict=False)
+        }
         while step < config.steps:
             if stop:  # it came during an evaluation
                 stopped = "signal"
@@ -258,6 +270,12 @@ def train(
                         params, opt_state, reference, fixed, learned_from, credit
                     )
                     metrics |= {f"train/{name}": value for name, value in update.items()}
+                counted = {name: metrics.get(name, before) for name, before in skipped.items()}
+                if counted != skipped:
+                    file = dump_batch(checkpoints.workdir / "not_finite", step + 1, learned_from, credit)
+                    kept = f"; the batch is in {file}" if file else ""
+                    progress.note(f"step {step + 1}: a gradient was not finite, its update is left out{kept}")
+                    skipped = counted
             else:
                 progress.note(
                     f"step {step + 1}: nothing to learn from: in every group the rewards lie within "
@@ -296,6 +314,11 @@ def train(
                     extra["before"], _ = measure(0)
             writer.write(step, metrics)
             last = None
+            if reason := guard.look(step, metrics):
+                progress.note(f"step {step}: collapsed? {reason}")
+                if config.guard.action == "stop":
+                    stopped = "collapse"
+                    break
             if stop:
                 stopped = "signal" if step < config.steps else "done"
                 checkpoints.save(step, (params, opt_state, average, *values), extra | {"step": step})
@@ -303,15 +326,24 @@ def train(
             if config.eval_every and step % config.eval_every == 0 and step < config.steps and task.held_out:
                 with progress.paused():
                     last = measure(step)
-            if step % config.checkpoint_every == 0 or step == config.steps:
+            good = (
+                not guard.suspects or config.guard.action != "stop"
+            )  # the last checkpoint is one to go back to
+            if (step % config.checkpoint_every == 0 and good) or step == config.steps:
                 checkpoints.save(step, (params, opt_state, average, *values), extra | {"step": step})
                 saved = step
-        if stopped == "done" and task.held_out:
+        if stopped == "collapse" and checkpoints.latest is not None:
+            (params, opt_state, average, *values), extra = checkpoints.restore(
+                (params, opt_state, average, *values)
+            )
+            step = int(extra["step"])
+            progress.note(f"ended at the last good checkpoint, of step {step}")
+        if stopped != "signal" and task.held_out:
             last = last or measure(step)
             extra["before"] = extra["before"] or (measure(0) if step else last)[0]
     nnx.update(decoder, learned())
     after, evaluated = last if last is not None else ({}, [])
-    return Outcome(step, stopped, extra["before"], after, extra["seconds"], sampled, evaluated)
+    return Outcome(step, stopped, extra["before"], after, extra["seconds"], sampled, evaluated, reason)
 
 
 def permute_rewards(trajectories: Sequence[Trajectory], rng: np.random.Generator) -> None:

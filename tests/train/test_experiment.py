@@ -137,7 +137,7 @@ def test_steps_are_those_given(steps):
 def test_a_config_holds_every_field_with_its_default():
     filled = config()
     for name, kind in SECTIONS.items():
-        own = {"optim", "objective", "critic"} if name == "train" else set(DERIVED)
+        own = {"optim", "objective", "critic", "guard"} if name == "train" else set(DERIVED)
         assert set(filled[name]) == {field.name for field in dataclasses.fields(kind)} - own
     assert (filled.train.checkpoint_every, filled.objective.minibatches, filled.optim.b1) == (20, 1, 0.9)
     ordinary = config("policy=models/Qwen2.5-7B-Instruct").objective

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import json
 
 import jax
 import numpy as np
@@ -25,6 +26,7 @@ from rrl.rollout.protocol import Stream
 from rrl.rollout.trajectory import POLICY
 from rrl.train import rl
 from rrl.train.critic import CriticConfig
+from rrl.train.guard import GuardConfig
 from rrl.train.metrics import read_metrics
 from rrl.train.objective import ObjectiveConfig
 from rrl.train.rl import RLConfig, Task, permute_rewards, question_order, train
@@ -63,7 +65,17 @@ def fresh() -> Decoder:
     return Decoder(config, rngs=nnx.Rngs(0))
 
 
-def run(parts, workdir, config, die_at: int | None = None, decoder=None, value_model=None):
+def run(
+    parts,
+    workdir,
+    config,
+    die_at: int | None = None,
+    decoder=None,
+    value_model=None,
+    poor_from: int = 10**9,
+    poisoned: int = 0,
+):
+    """`die_at`, `poor_from` and `poisoned` count batches that were scored, those of evaluations too."""
     questions, engine, recipe = parts
     decoder = decoder or fresh()
     calls = 0
@@ -78,7 +90,12 @@ def run(parts, workdir, config, die_at: int | None = None, decoder=None, value_m
                 raise ConnectionError("the machine went away")
             super().score(trajectories, reader)
             for t in trajectories:
-                t.rewards["total"] = float(t.tokens[t.roles == POLICY].sum() % 7)
+                own = t.tokens[t.roles == POLICY]
+                t.rewards["total"] = float(own.sum() % 7) if calls < poor_from else 0.0
+
+        def advantages(self, trajectories):
+            found = super().advantages(trajectories)
+            return found * np.nan if calls == poisoned else found
 
     recipe = Scored(**{f.name: getattr(recipe, f.name) for f in dataclasses.fields(recipe)})
     task = Task(questions[:8], questions[8:])
@@ -309,6 +326,34 @@ def test_an_epoch_asks_each_question_once():
     assert sorted(asked[:10]) == sorted(asked[10:]) == list(range(10))
     assert not np.array_equal(asked[:10], asked[10:])
     assert np.array_equal(question_order(10, 5, 3, 1), asked[5:10])
+
+
+def test_a_run_that_collapsed_ends_at_its_last_good_checkpoint(parts, tmp_path):
+    guarded = dataclasses.replace(CONFIG, guard=GuardConfig("stop", steps=2), checkpoint_every=1)
+    outcome, params = run(parts, tmp_path / "poor", guarded, poor_from=5)  # steps 3 and 4
+    assert (outcome.stopped, outcome.step) == ("collapse", 2)
+    assert outcome.reason == "the reward is at most 0 in each step from 3 to 4"
+    _, second = run(parts, tmp_path / "two", dataclasses.replace(CONFIG, steps=2))
+    jax.tree.map(np.testing.assert_array_equal, params, second)
+    assert (
+        steps_of(tmp_path / "poor") == EVERY_LINE[:-1]
+    )  # what happened is still there, step 2 evaluated once
+    assert outcome.after["eval/f1"] == lines(tmp_path / "poor")[3]["eval/f1"]
+    warned = dataclasses.replace(guarded, guard=GuardConfig("warn", steps=2))
+    assert run(parts, tmp_path / "warned", warned, poor_from=5)[0].stopped == "done"
+
+
+def test_a_batch_without_a_finite_gradient_is_left_out_and_kept_for_study(parts, tmp_path, capsys):
+    _, params = run(parts, tmp_path, CONFIG, poisoned=3)  # step 2
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(params))
+    assert "step 2: a gradient was not finite" in capsys.readouterr().err
+    (file,) = (tmp_path / "not_finite").iterdir()
+    kept = np.load(file)
+    assert file.name == "step_000002.npz" and np.isnan(kept["advantages"]).all()
+    about = json.loads(str(kept["about"]))
+    assert len(about) == len(kept["lengths"]) == 12 and kept["lengths"].sum() == len(kept["tokens"])
+    assert {one["id"] for one in about} <= {question.id for question in parts[0]}
+    assert [line["train/skipped"] for line in lines(tmp_path) if "train/skipped" in line] == [0, 1, 1, 1]
 
 
 def test_permuted_rewards_keep_their_multiset(parts):

@@ -1,0 +1,57 @@
+"""Batches whose gradient was not finite, kept for study."""
+
+import json
+import pathlib
+from collections.abc import Sequence
+
+import numpy as np
+
+from rrl.rollout.trajectory import Trajectory
+from rrl.train.update import Advantages
+
+MOST = 5
+"""Batches that a folder keeps: a run that never recovers does not fill the disk."""
+
+
+def dump_batch(
+    folder: str | pathlib.Path, step: int, trajectories: Sequence[Trajectory], advantages: Advantages
+) -> pathlib.Path | None:
+    """Writes what an update learned from to `folder/step_N.npz`; None where there are `MOST` files already.
+
+    Arrays over the tokens of all trajectories, one after another: tokens, roles, logps, sampled_logps, turns, advantages;
+    lengths (tokens of each trajectory); and `about`, JSON with id, text, rewards, contexts and end of each.
+    """
+    folder = pathlib.Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / f"step_{step:06d}.npz"
+    if len(list(folder.glob("step_*.npz"))) >= MOST:
+        return None
+    along = [
+        np.broadcast_to(np.asarray(a, np.float32), len(t.tokens))
+        for a, t in zip(advantages, trajectories, strict=True)
+    ]
+    about = [
+        {
+            "id": t.question.id,
+            "question": t.question.text,
+            "request": t.request,
+            "group": t.group,
+            "ended": t.ended,
+            "starts": [int(start) for start in t.starts],
+            "rewards": t.rewards,
+            "segments": [[role, text] for role, text in t.segments],
+        }
+        for t in trajectories
+    ]
+    np.savez_compressed(
+        file,
+        tokens=np.concatenate([t.tokens for t in trajectories]),
+        roles=np.concatenate([t.roles for t in trajectories]),
+        logps=np.concatenate([t.logps for t in trajectories]),
+        sampled_logps=np.concatenate([t.sampled_logps for t in trajectories]),
+        turns=np.concatenate([t.turns for t in trajectories]),
+        advantages=np.concatenate(along),
+        lengths=np.array([len(t.tokens) for t in trajectories]),
+        about=np.array(json.dumps(about)),
+    )
+    return file

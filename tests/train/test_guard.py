@@ -1,0 +1,48 @@
+"""Signs of collapse, and how long they must last."""
+
+import pytest
+
+from rrl.errors import UserError
+from rrl.train.guard import Guard, GuardConfig
+
+WELL = {"reward/total": 1.0, "train/entropy": 0.5, "train/kl": 0.1, "train/grad_norm": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("sick", "sign"),
+    [
+        ({"reward/total": 0.0}, "the reward is at most 0 in each step from 3 to 5"),
+        ({"train/entropy": 0.0005}, "the entropy is at most 0.001 in each step from 3 to 5"),
+        ({"train/kl": 10.5}, "the KL from the reference is above 10 in each step from 3 to 5"),
+        ({"train/kl": float("nan")}, "the KL from the reference is above 10 in each step from 3 to 5"),
+        ({"train/grad_norm": float("inf")}, "no gradient is finite in each step from 3 to 5"),
+    ],
+)
+def test_a_sign_that_lasts_is_named_once(sick, sign):
+    guard = Guard(GuardConfig(steps=3))
+    assert [guard.look(step, WELL) for step in (1, 2)] == ["", ""] and not guard.suspects
+    found = [guard.look(step, WELL | sick) for step in range(3, 8)]
+    assert found == ["", "", sign, "", ""] and guard.suspects
+
+
+def test_a_step_without_the_sign_ends_it_and_one_without_the_metric_does_not():
+    guard, poor = Guard(GuardConfig(steps=2)), {"train/entropy": 0.0}
+    assert guard.look(1, poor) == "" and guard.look(2, {}) == ""
+    assert guard.look(3, poor) == "the entropy is at most 0.001 in each step from 1 to 3"
+    assert guard.look(4, WELL) == "" and guard.look(5, poor) == ""
+
+
+def test_signs_that_come_together_are_named_together():
+    guard = Guard(GuardConfig(steps=1))
+    assert guard.look(1, {"reward/total": -1.0, "train/kl": 11.0}).count(";") == 1
+
+
+def test_off_does_not_look():
+    guard = Guard(GuardConfig("off", steps=1))
+    assert guard.look(1, {"reward/total": 0.0}) == "" and not guard.suspects
+
+
+@pytest.mark.parametrize("wrong", [{"action": "halt"}, {"steps": 0}, {"kl": -1.0}, {"entropy": float("nan")}])
+def test_settings_out_of_range_are_refused(wrong):
+    with pytest.raises(UserError, match=rf"^guard\.{next(iter(wrong))}="):
+        GuardConfig(**wrong)
