@@ -19,7 +19,7 @@ from rrl.errors import UserError
 from rrl.models.attention_backends import Backend
 from rrl.models.config import DecoderConfig
 from rrl.models.decoder import Remat
-from rrl.models.weights import read_config
+from rrl.models.hf import read_decoder_config
 from rrl.parallel.mesh import data_shards
 from rrl.parallel.topology import GIB, Topology, open_topology
 from rrl.train import programs
@@ -187,7 +187,7 @@ def plan(
 def policy_shape(folder: str) -> tuple[DecoderConfig, str]:
     """The shape of a policy's folder, or of a published model that the folder is named after."""
     if pathlib.Path(folder, "config.json").is_file():
-        return DecoderConfig.from_hf(read_config(folder)), f"{folder}/config.json"
+        return read_decoder_config(folder), f"{folder}/config.json"
     for name, fields in PUBLISHED.items():
         if pathlib.Path(folder).name.startswith(name):
             return DecoderConfig.from_hf(fields), f"the published shape of {name}; no folder {folder} here"

@@ -18,6 +18,7 @@ from rrl.models.hf import (
     load_decoder,
     load_encoder,
     load_language_model,
+    load_value_model,
     save_decoder,
     save_encoder,
 )
@@ -185,6 +186,33 @@ def test_missing_files_are_named(folder, tmp_path):
         load_decoder(folder)
     with pytest.raises(UserError, match=r"no config.json"):
         load_decoder(tmp_path / "nowhere")
+    (folder / "pytorch_model.bin").touch()
+    with pytest.raises(UserError, match=r"only pytorch_model.bin, which is not read; save it again"):
+        load_decoder(folder)
     (folder / "config.json").write_text("{")
     with pytest.raises(UserError, match="not valid JSON"):
         load_decoder(folder)
+
+
+@pytest.mark.parametrize(
+    "read", [load_decoder, load_value_model, load_encoder, lambda at: load_language_model(at, "policy")]
+)
+def test_what_is_wrong_with_a_config_is_said_with_its_folder(folder, read):
+    train_tokenizer(["some text"], 259).save_pretrained(folder)
+    (folder / "config.json").write_text(json.dumps({"model_type": "mamba"}))
+    with pytest.raises(UserError, match=f"{folder.name}: config.json: model_type='mamba' is not"):
+        read(folder)
+
+
+def test_the_pointer_that_git_lfs_leaves_is_known(folder):
+    (folder / WEIGHTS).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 9\n")
+    with pytest.raises(UserError, match=r"model.safetensors \(\d+ bytes\) .*git lfs pull"):
+        load_decoder(folder)
+
+
+def test_a_head_of_several_labels_is_no_value_head(folder):
+    break_weights(folder, lambda t: t.update({"score.weight": np.zeros((3, 16), np.float32)}))
+    with pytest.raises(
+        UserError, match=r"model.safetensors: tensor score.weight \(3, 16\) has 3 labels.*num_labels=1"
+    ):
+        load_value_model(folder)
