@@ -108,7 +108,9 @@ def test_ppos_critic_is_compiled_and_counted(tmp_path):
 def test_a_critic_of_7b_is_another_model_beside_the_policy():
     alone, both = (plan(make("size=7b"), "h100:8") for make in (get_config, get_ppo))
     more = both.memory["update"]["critic"] + both.memory["update"]["critic's optimiser"]
-    assert more * 8 == pytest.approx(12 * (7.616e9 - 152064 * 3584), rel=0.01)  # float32, Adam; it has no head
+    assert more * 8 == pytest.approx(
+        12 * (7.616e9 - 152064 * 3584), rel=0.01
+    )  # float32, Adam; it has no head
     assert sum(both.memory["update"].values()) - sum(alone.memory["update"].values()) == pytest.approx(more)
     # Values once, then forward, twice that back and, with remat, forward again: the reference's place in the policy's.
     headless = both.costs["critic update"].flops
@@ -294,17 +296,25 @@ def test_a_program_that_the_compiler_refuses_for_its_size_is_part_of_the_plan():
     assert isinstance(program, Program)
 
 
-HAS_TPU_COMPILER = importlib.util.find_spec("libtpu") is not None
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed: pip install -e '.[tpu]'"
 )
-@pytest.mark.parametrize("topology", ["v5e:4x4", "v5p:4x4x4"])
-def test_the_7b_rollout_and_grpo_update_compile_and_fit(topology):
-    found = plan(get_config("size=7b"), topology)
+@pytest.mark.parametrize(
+    ("make", "topology", "rank"),
+    [
+        pytest.param(get_config, "v5e:4x4", 0, id="grpo-v5e:4x4"),
+        pytest.param(get_config, "v5p:4x4x4", 0, id="grpo-v5p:4x4x4"),
+        # Two models with Adam's state fill 16 v5e; with adapters on the policy there is room for the critic.
+        pytest.param(get_ppo, "v5e:4x4", 32, id="ppo-v5e:4x4-adapters"),
+        pytest.param(get_ppo, "v5p:4x4x4", 0, id="ppo-v5p:4x4x4"),
+    ],
+)
+def test_the_7b_rollout_and_updates_compile_and_fit(make, topology, rank):
+    config = make("size=7b")
+    config.lora.rank = rank
+    found = plan(config, topology)
     print(report(found))
     assert not any(program.too_large for program in found.programs)
     assert found.fits, report(found)
