@@ -197,6 +197,7 @@ def load_language_model(
     field: str,
     *,
     chat: bool = True,
+    context: int = 0,
     dtype: DTypeLike = jnp.float32,
     param_dtype: DTypeLike = jnp.float32,
     mesh: Mesh | None = None,
@@ -206,14 +207,25 @@ def load_language_model(
     """A decoder (see `load_decoder`) and its tokenizer from one folder, which `field` (policy, reader, ...) names.
 
     Raises:
-        UserError: as `load_decoder`; a tokenizer that is not the model's, or (with `chat`) without a chat template.
+        UserError: as `load_decoder`; a tokenizer that is not the model's, or (with `chat`) without a chat template; a
+            `context` longer than the model's.
     """
-    tokenizer = load_tokenizer(folder)
-    check_tokenizer(tokenizer, read_decoder_config(folder), field, chat=chat)
+    tokenizer, config = load_tokenizer(folder), read_decoder_config(folder)
+    check_tokenizer(tokenizer, config, field, chat=chat)
+    check_context(config, context, f"{field}={str(folder)!r}")
     decoder = load_decoder(
         folder, dtype=dtype, param_dtype=param_dtype, mesh=mesh, attention=attention, remat=remat
     )
     return decoder, tokenizer
+
+
+def check_context(config: DecoderConfig, context: int, where: str) -> None:
+    """Raises UserError for texts longer than the positions that a model was made for."""
+    if context > config.max_positions:
+        raise UserError(
+            f"{where}: a context of {context} tokens is more than the model's max_position_embeddings="
+            f"{config.max_positions}; give its rollout a shorter context"
+        )
 
 
 def save_decoder(

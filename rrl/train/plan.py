@@ -19,7 +19,7 @@ from rrl.errors import UserError
 from rrl.models.attention_backends import Backend
 from rrl.models.config import DecoderConfig
 from rrl.models.decoder import Remat
-from rrl.models.hf import read_decoder_config
+from rrl.models.hf import check_context, read_decoder_config
 from rrl.parallel.mesh import data_shards
 from rrl.parallel.topology import GIB, Topology, open_topology
 from rrl.train import programs
@@ -110,6 +110,7 @@ def plan(
     """
     settings = Settings.parse(config)
     shape, source = policy_shape(settings.policy)
+    check_context(shape, settings.rollout.context, f"policy={settings.policy!r}")
     slice_ = open_topology(topology)
     sizes = dataclasses.asdict(settings.mesh)
     if set(sizes.values()) == {1}:

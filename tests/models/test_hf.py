@@ -180,6 +180,17 @@ def test_a_tokenizer_that_is_not_the_models_is_refused_before_its_weights_are_re
         assert load_language_model(tmp_path, "policy")[1].eos_token_id == 2
 
 
+def test_a_context_longer_than_the_models_is_refused_before_its_weights_are_read(tmp_path):
+    shape = dataclasses.replace(SMALL, vocab_size=259, max_positions=64)
+    save_decoder(tmp_path, filled(shape), train_tokenizer(["some text"], 259))
+    assert load_language_model(tmp_path, "reader", chat=False, context=64)
+    (tmp_path / WEIGHTS).unlink()
+    with pytest.raises(
+        UserError, match=r"reader='.*': a context of 65 tokens .* max_position_embeddings=64; give"
+    ):
+        load_language_model(tmp_path, "reader", chat=False, context=65)
+
+
 def test_missing_files_are_named(folder, tmp_path):
     (folder / WEIGHTS).unlink()
     with pytest.raises(UserError, match=r"no model.safetensors"):

@@ -157,6 +157,14 @@ def test_what_does_not_go_together_is_refused_before_anything_is_compiled(topolo
         plan(with_mesh(get_config("size=7b"), **mesh), topology)
 
 
+def test_a_context_beyond_the_policys_positions_is_refused(tmp_path):
+    config = tiny_config(tmp_path)
+    with config.unlocked():
+        config.rollout.context, config.objective.lengths = 256, (256,)
+    with pytest.raises(UserError, match=r"a context of 256 tokens .* max_position_embeddings=128"):
+        plan(config, "cpu:8")
+
+
 def test_a_policy_without_folder_or_published_shape_is_refused():
     with pytest.raises(UserError, match=r"policy='models/Other-1B' is no Hugging Face folder.*Qwen2.5-7B"):
         policy_shape("models/Other-1B")
