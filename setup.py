@@ -37,7 +37,7 @@ EXTRAS = {
     "notebooks": ["jupyter>=1.1,<2", "nbclient>=0.10,<1", "ipykernel>=6.29,<8"],
     # Cluster launches need nothing yet beyond the base.
     "launch": [],
-    "parity": ["torch>=2.6,<3", "sentence-transformers>=5,<7"],
+    "parity": ["torch>=2.6,<3", "sentence-transformers>=5,<7", "faiss-cpu>=1.10,<2"],
     "test": [
         "safetensors>=0.6,<1",
         "pytest>=8.3,<10",

@@ -91,8 +91,9 @@ class DecoderConfig:
         """Reads config.json of transformers 4 or 5.
 
         Raises:
-            UserError: model_type is unknown, a field is missing, or the config asks for something that this decoder
-                does not do (sliding windows, other RoPE scalings, other activations, other biases).
+            UserError: model_type is unknown, a field is missing or no number of its kind, or the config asks for
+                something that this decoder does not do (sliding windows, other RoPE scalings, other activations, other
+                biases).
         """
         model_type = hf.get("model_type")
         if model_type not in FAMILIES:
@@ -100,26 +101,26 @@ class DecoderConfig:
                 f"config.json: model_type={model_type!r} is not supported; choose one of {', '.join(FAMILIES)}"
             )
         _refuse_unsupported(hf)
-        heads, hidden = _need(hf, "num_attention_heads"), _need(hf, "hidden_size")
+        heads, hidden = _whole(hf, "num_attention_heads"), _whole(hf, "hidden_size")
         theta, scaling = _rope(hf)
-        eos = hf.get("eos_token_id")
+        eos = _token(hf, "eos_token_id", several=True)
         return cls(
-            vocab_size=_need(hf, "vocab_size"),
+            vocab_size=_whole(hf, "vocab_size"),
             hidden=hidden,
-            layers=_need(hf, "num_hidden_layers"),
+            layers=_whole(hf, "num_hidden_layers"),
             heads=heads,
-            kv_heads=hf.get("num_key_value_heads") or heads,
-            head_dim=hf.get("head_dim") or hidden // heads,
-            mlp=_need(hf, "intermediate_size"),
+            kv_heads=_whole(hf, "num_key_value_heads", heads),
+            head_dim=_whole(hf, "head_dim", hidden // heads),
+            mlp=_whole(hf, "intermediate_size"),
             model_type=model_type,
             rope_theta=theta,
             rope_scaling=scaling,
-            rms_eps=float(hf.get("rms_norm_eps", 1e-6)),
+            rms_eps=_positive(hf, "rms_norm_eps", 1e-6),
             tie_embeddings=bool(hf.get("tie_word_embeddings", False)),
-            max_positions=_need(hf, "max_position_embeddings"),
-            bos_token_id=hf.get("bos_token_id"),
+            max_positions=_whole(hf, "max_position_embeddings"),
+            bos_token_id=_token(hf, "bos_token_id"),
             eos_token_id=tuple(eos) if isinstance(eos, list) else eos,
-            pad_token_id=hf.get("pad_token_id"),
+            pad_token_id=_token(hf, "pad_token_id"),
         )
 
     def to_hf(self) -> dict[str, Any]:
@@ -254,7 +255,8 @@ class EncoderConfig:
         """Reads config.json.
 
         Raises:
-            UserError: model_type is unknown, a field is missing, or an activation or position scheme that is not BERT's.
+            UserError: model_type is unknown, a field is missing or no number of its kind, or the activation, the position
+                scheme or the direction of attention is not BERT's.
         """
         model_type = hf.get("model_type")
         if model_type not in ENCODER_FAMILIES:
@@ -268,17 +270,21 @@ class EncoderConfig:
             raise UserError(
                 f"config.json: position_embedding_type={kind!r} is not supported; it must be 'absolute'"
             )
-        pad = hf.get("pad_token_id")
+        if hf.get("is_decoder"):
+            raise UserError(
+                "config.json: is_decoder=true is not supported: an encoder's tokens see those after them too; "
+                "it must be false"
+            )
         return cls(
-            vocab_size=_need(hf, "vocab_size"),
-            hidden=_need(hf, "hidden_size"),
-            layers=_need(hf, "num_hidden_layers"),
-            heads=_need(hf, "num_attention_heads"),
-            mlp=_need(hf, "intermediate_size"),
-            max_positions=_need(hf, "max_position_embeddings"),
-            type_vocab_size=hf.get("type_vocab_size", 2),
-            layer_norm_eps=float(hf.get("layer_norm_eps", 1e-12)),
-            pad_token_id=ENCODER_FAMILIES[model_type].pad_token_id if pad is None else pad,
+            vocab_size=_whole(hf, "vocab_size"),
+            hidden=_whole(hf, "hidden_size"),
+            layers=_whole(hf, "num_hidden_layers"),
+            heads=_whole(hf, "num_attention_heads"),
+            mlp=_whole(hf, "intermediate_size"),
+            max_positions=_whole(hf, "max_position_embeddings"),
+            type_vocab_size=_whole(hf, "type_vocab_size", 2),
+            layer_norm_eps=_positive(hf, "layer_norm_eps", 1e-12),
+            pad_token_id=_whole(hf, "pad_token_id", ENCODER_FAMILIES[model_type].pad_token_id, least=0),
             model_type=model_type,
             pooling=pooling,
         )
@@ -304,19 +310,44 @@ class EncoderConfig:
         }
 
 
-def _need(hf: Mapping[str, Any], field: str) -> Any:
-    if hf.get(field) is None:
+def _whole(hf: Mapping[str, Any], field: str, default: int | None = None, least: int = 1) -> int:
+    """A field that counts something; without a default it must be there."""
+    value = default if hf.get(field) is None else hf[field]
+    if value is None:
         raise UserError(
             f"config.json: field {field!r} is missing; this is not a complete {hf.get('model_type')} config"
         )
-    return hf[field]
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise UserError(f"config.json: {field}={value!r} must be a whole number of at least {least}")
+    return value
+
+
+def _positive(fields: Mapping[str, Any], field: str, default: float | None = None) -> float:
+    value = default if fields.get(field) is None else fields[field]
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+        raise UserError(f"config.json: {field}={value!r} must be a number above 0")
+    return float(value)
+
+
+def _token(hf: Mapping[str, Any], field: str, several: bool = False) -> Any:
+    """A token's id, or with `several` a list of them; None where there is none."""
+    value = hf.get(field)
+    each = value if several and isinstance(value, list) else [] if value is None else [value]
+    if any(isinstance(token, bool) or not isinstance(token, int) for token in each):
+        raise UserError(f"config.json: {field}={value!r} must be the id of a token, a whole number")
+    return value
 
 
 def _refuse_unsupported(hf: Mapping[str, Any]) -> None:
     if hf.get("use_sliding_window") or "sliding_attention" in (hf.get("layer_types") or ()):
         raise UserError(
-            "config.json asks for sliding-window attention (use_sliding_window or layer_types), which is not supported; "
-            "only models that attend to the whole context can be loaded"
+            f"config.json asks for sliding-window attention (use_sliding_window or layer_types; sliding_window="
+            f"{hf.get('sliding_window')!r}), which is not supported; only models that attend to the whole context can be "
+            "loaded"
+        )
+    if others := sorted(set(map(str, hf.get("layer_types") or ())) - {"full_attention"}):
+        raise UserError(
+            f"config.json: layer_types has {', '.join(others)}, which is not supported; all must be 'full_attention'"
         )
     if (act := hf.get("hidden_act", "silu")) != "silu":
         raise UserError(f"config.json: hidden_act={act!r} is not supported; it must be 'silu'")
@@ -329,8 +360,16 @@ def _refuse_unsupported(hf: Mapping[str, Any]) -> None:
 
 def _rope(hf: Mapping[str, Any]) -> tuple[float, Llama3Scaling | None]:
     """RoPE base and scaling, from transformers 5's rope_parameters or transformers 4's rope_theta and rope_scaling."""
-    rope = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
-    theta = float(rope.get("rope_theta") or hf.get("rope_theta") or 10_000.0)
+    name = "rope_parameters" if hf.get("rope_parameters") else "rope_scaling"
+    rope = hf.get(name) or {}
+    if not isinstance(rope, Mapping) or any(isinstance(value, Mapping) for value in rope.values()):
+        raise UserError(
+            f"config.json: {name}={rope!r} is not supported; it must be one object for all layers"
+        )
+    theta = _positive(rope if rope.get("rope_theta") else hf, "rope_theta", 10_000.0)
+    for fields in (rope, hf):
+        if (share := fields.get("partial_rotary_factor")) not in (None, 1):
+            raise UserError(f"config.json: partial_rotary_factor={share!r} is not supported; it must be 1")
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":
         return theta, None
@@ -338,7 +377,12 @@ def _rope(hf: Mapping[str, Any]) -> tuple[float, Llama3Scaling | None]:
         raise UserError(
             f"config.json: RoPE scaling rope_type={kind!r} is not supported; it must be 'default' or 'llama3'"
         )
-    fields = {field.name for field in dataclasses.fields(Llama3Scaling)}
-    if missing := fields - rope.keys():
+    known = [field.name for field in dataclasses.fields(Llama3Scaling)]
+    if missing := set(known) - rope.keys():
         raise UserError(f"config.json: RoPE scaling 'llama3' lacks {', '.join(sorted(missing))}")
-    return theta, Llama3Scaling(**{name: rope[name] for name in fields})
+    factor, low, high = (_positive(rope, field) for field in known[:3])
+    if high <= low:
+        raise UserError(
+            f"config.json: RoPE scaling 'llama3' has high_freq_factor={high:g}, which must be above low_freq_factor={low:g}"
+        )
+    return theta, Llama3Scaling(factor, low, high, _whole(rope, known[3]))

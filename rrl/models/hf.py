@@ -1,8 +1,9 @@
 """Hugging Face folders in and out: which tensor of theirs is which parameter of ours."""
 
 import collections
+import contextlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -14,6 +15,7 @@ from jax.typing import DTypeLike
 from transformers import PreTrainedTokenizerBase
 
 from rrl.data.tokenizer import check_tokenizer, load_tokenizer
+from rrl.errors import UserError
 from rrl.models.attention_backends import Backend
 from rrl.models.config import ENCODER_FAMILIES, DecoderConfig, EncoderConfig, Pooling
 from rrl.models.decoder import Decoder, Remat
@@ -21,7 +23,15 @@ from rrl.models.encoder import Encoder
 from rrl.models.heads import ValueModel
 from rrl.models.lora import merged
 from rrl.models.transfer import Entry, export, load, shapes
-from rrl.models.weights import CONFIG, SHARD_SIZE, folder_hash, read_config, write_folder, write_json
+from rrl.models.weights import (
+    CONFIG,
+    SHARD_SIZE,
+    Weights,
+    folder_hash,
+    read_config,
+    write_folder,
+    write_json,
+)
 
 Body = TypeVar("Body", bound=Decoder)
 
@@ -30,6 +40,9 @@ __all__ = [
     "load_decoder",
     "load_encoder",
     "load_language_model",
+    "load_value_model",
+    "read_decoder_config",
+    "read_encoder_config",
     "save_decoder",
     "save_description",
     "save_encoder",
@@ -85,6 +98,28 @@ _ENCODER = (
 _ENCODER_IGNORED = re.compile(r"pooler\..*|cls\..*|lm_head\..*|embeddings\.position_ids")
 
 
+def read_decoder_config(folder: str | Path) -> DecoderConfig:
+    """The shape of the decoder in a folder; UserError as from `DecoderConfig.from_hf`, with the folder's name."""
+    with _of(folder):
+        return DecoderConfig.from_hf(read_config(folder))
+
+
+def read_encoder_config(folder: str | Path, pooling: Pooling | None = None) -> EncoderConfig:
+    """The shape of the encoder in a folder; UserError as from `EncoderConfig.from_hf`, with the folder's name."""
+    with _of(folder):
+        return EncoderConfig.from_hf(read_config(folder), pooling or Pooling())
+
+
+@contextlib.contextmanager
+def _of(folder: str | Path) -> Iterator[None]:
+    """Errors within the block say whose config.json they are about."""
+    try:
+        yield
+    except UserError as error:
+        named = str(folder) in str(error)
+        raise UserError(str(error) if named else f"{folder}: {error}") from error
+
+
 def load_decoder(
     folder: str | Path,
     *,
@@ -122,6 +157,13 @@ def load_value_model(
 
     Arguments and errors as for `load_decoder`.
     """
+    weights = Weights(folder)
+    shape = weights.shape("score.weight") if "score.weight" in weights.names() else (1,)
+    if shape[0] != 1:
+        raise UserError(
+            f"{weights.file('score.weight')}: tensor score.weight {shape} has {shape[0]} labels, but a value model has one; "
+            "give a ...ForSequenceClassification with num_labels=1, or a language model, whose new head starts at 0"
+        )
     return _open(ValueModel, folder, dtype, param_dtype, mesh, attention, remat)
 
 
@@ -135,7 +177,7 @@ def _open(
     remat: Remat,
 ) -> Body:
     """A decoder or what is built on one."""
-    config = DecoderConfig.from_hf(read_config(folder))
+    config = read_decoder_config(folder)
     abstract = nnx.eval_shape(
         lambda: kind(
             config,
@@ -155,6 +197,7 @@ def load_language_model(
     field: str,
     *,
     chat: bool = True,
+    context: int = 0,
     dtype: DTypeLike = jnp.float32,
     param_dtype: DTypeLike = jnp.float32,
     mesh: Mesh | None = None,
@@ -164,14 +207,25 @@ def load_language_model(
     """A decoder (see `load_decoder`) and its tokenizer from one folder, which `field` (policy, reader, ...) names.
 
     Raises:
-        UserError: as `load_decoder`; a tokenizer that is not the model's, or (with `chat`) without a chat template.
+        UserError: as `load_decoder`; a tokenizer that is not the model's, or (with `chat`) without a chat template; a
+            `context` longer than the model's.
     """
-    tokenizer = load_tokenizer(folder)
-    check_tokenizer(tokenizer, DecoderConfig.from_hf(read_config(folder)), field, chat=chat)
+    tokenizer, config = load_tokenizer(folder), read_decoder_config(folder)
+    check_tokenizer(tokenizer, config, field, chat=chat)
+    check_context(config, context, f"{field}={str(folder)!r}")
     decoder = load_decoder(
         folder, dtype=dtype, param_dtype=param_dtype, mesh=mesh, attention=attention, remat=remat
     )
     return decoder, tokenizer
+
+
+def check_context(config: DecoderConfig, context: int, where: str) -> None:
+    """Raises UserError for texts longer than the positions that a model was made for."""
+    if context > config.max_positions:
+        raise UserError(
+            f"{where}: a context of {context} tokens is more than the model's max_position_embeddings="
+            f"{config.max_positions}; give its rollout a shorter context"
+        )
 
 
 def save_decoder(
@@ -227,7 +281,7 @@ def load_encoder(
     config.json does not tell the pooling (None: mean, unit length); `load_text_encoder` finds it. The other arguments and
     the errors are those of `load_decoder`.
     """
-    config = EncoderConfig.from_hf(read_config(folder), pooling or Pooling())
+    config = read_encoder_config(folder, pooling)
     prefix = ENCODER_FAMILIES[config.model_type].prefix
     abstract = nnx.eval_shape(lambda: Encoder(config, rngs=nnx.Rngs(0), dtype=dtype, param_dtype=param_dtype))
     return load(folder, abstract, _ENCODER, _ENCODER_IGNORED, mesh, prefix)

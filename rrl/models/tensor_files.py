@@ -25,6 +25,7 @@ FLOATS = {
 """Names of the dtypes that parameters may have in a file."""
 
 _METADATA = "__metadata__"
+_POINTER = b"version https://git-lfs"
 _LENGTH = 8
 """Bytes that tell the length of the header; the header is padded to a multiple of it."""
 
@@ -58,6 +59,9 @@ def read_header(file: Path) -> dict[str, Stored]:
     size = file.stat().st_size
     try:
         with file.open("rb") as stream:
+            if stream.read(len(_POINTER)) == _POINTER:
+                raise ValueError("it is the pointer that Git LFS leaves in its place, try `git lfs pull`")
+            stream.seek(0)
             length = int.from_bytes(stream.read(_LENGTH), "little")
             if size < _LENGTH or length > size - _LENGTH:
                 raise ValueError(f"its header would end at byte {_LENGTH + length}")

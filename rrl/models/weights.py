@@ -200,9 +200,9 @@ def _publish(
 def _weight_map(folder: Path) -> dict[str, str]:
     """Which file each tensor is in, by the index."""
     found = read_json(folder / INDEX, "which lists the weight files").get("weight_map")
-    if not isinstance(found, dict) or not found:
+    if not isinstance(found, dict) or not found or not all(isinstance(name, str) for name in found.values()):
         raise UserError(
-            f"{folder / INDEX}: no weight_map, which says where each tensor is; download it again"
+            f"{folder / INDEX}: no weight_map, which says in which file each tensor is; download it again"
         )
     return found
 
@@ -211,8 +211,11 @@ def _weight_files(folder: Path) -> list[Path]:
     if (folder / SINGLE).is_file():
         return [folder / SINGLE]
     if not (folder / INDEX).is_file():
+        pickled = sorted(file.name for file in folder.glob("pytorch_model*.bin"))
         raise UserError(
-            f"{folder}: no {SINGLE} and no {INDEX}; give a Hugging Face folder with safetensors weights"
+            f"{folder}: no {SINGLE} and no {INDEX}"
+            + (f", only {pickled[0]}, which is not read; save it again with transformers" if pickled else "")
+            + "; give a Hugging Face folder with safetensors weights"
         )
     shards = sorted(set(_weight_map(folder).values()))
     for name in shards:

@@ -72,6 +72,10 @@ def open_topology(name: str) -> Topology:
         raise UserError(f"topology={name!r} is unknown; write a chip and its number, such as {examples}")
     chip = CHIPS[kind]
     if chip.platform == "tpu":
+        if len(sizes) != (grid := chip.shape.count("x") + 1):  # libtpu takes slices that nobody offers
+            raise UserError(
+                f"topology={name!r}: a slice of {chip.label}s has {grid} dimensions; write one such as {chip.shape}"
+            )
         devices = _tpu(name)
         return Topology(name, chip, len(devices), devices)
     if len(sizes) > 1:

@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from rrl.errors import UserError
-from rrl.models.config import EncoderConfig
-from rrl.models.weights import read_config, read_json
+from rrl.models.hf import read_encoder_config
+from rrl.models.weights import read_json
 
 MODULES_FILE = "modules.json"
 
@@ -40,7 +40,7 @@ def read_sentence_transformers(folder: Path) -> dict[str, Any]:
 
 def text_lengths(folder: Path) -> dict[str, int]:
     """`query_tokens` and `passage_tokens` that the model and its files allow, queries at most QUERY_TOKENS."""
-    most = EncoderConfig.from_hf(read_config(folder)).max_tokens
+    most = read_encoder_config(folder).max_tokens
     stated = _optional(folder / "sentence_bert_config.json")
     length = stated.get("max_seq_length") or _optional(folder / "tokenizer_config.json").get(
         "model_max_length"

@@ -73,7 +73,8 @@ class Estimate:
 
 
 class Critic:
-    """The programs of a critic for one value model; its state is the caller's (`make_critic` gives the first)."""
+    """A critic for one value model; its state is the caller's (`make_critic` gives the first). `descent` holds the jitted
+    programs of its update."""
 
     def __init__(
         self,
@@ -113,7 +114,7 @@ class Critic:
             return jnp.sum(mask * found), sums
 
         self._estimate = Scorer(estimate, objective, mesh)
-        self._descent = Descent(loss, optimizer, (*MOMENTS, "clip_fraction"), mesh)
+        self.descent = Descent(loss, optimizer, (*MOMENTS, "clip_fraction"), mesh)
 
     def estimate(
         self,
@@ -156,7 +157,7 @@ class Critic:
         params, opt_state = state
         with use_mesh(self.mesh):
             for batches, total in packed * config.epochs:
-                params, opt_state, sums = self._descent.step(params, opt_state, self.fixed, batches, total)
+                params, opt_state, sums = self.descent.step(params, opt_state, self.fixed, batches, total)
                 found.append(sums | {"clip_fraction": sums["clip_fraction"] / total})
         once = {name: sum(sums[name] for sums in found[: len(packed)]) for name in MOMENTS}
         tokens = max(once["count"], 1.0)

@@ -92,8 +92,9 @@ def costs(
     batches = objective.epochs * max(1.0, tokens / (objective.rows(length, shards) * length))
     forward = forward_flops(config, tokens, mean_keys, written)
     # Forward, twice that back (once where weights are frozen), with remat forward again; and the reference.
-    passes = {"none": 3, "dots": 3, "full": 4}[remat] + 1 - (settings.lora.rank > 0)
-    return {
+    back = {"none": 3, "dots": 3, "full": 4}[remat]
+    passes = back + 1 - (settings.lora.rank > 0)
+    parts = {
         "rollout": Cost(
             forward,
             steps * (weights + held) + prefills * weights,
@@ -110,6 +111,22 @@ def costs(
             rate.get("optimiser step", 0.0) * objective.optimizer_steps,
         ),
     }
+    if (critic := settings.train.critic) is not None:
+        headless = forward_flops(config, tokens, mean_keys, 0.0)
+        times = critic.epochs * back + 1  # and once for the values before the update
+        size = matrix_parameters(config) + config.hidden * config.vocab_size
+        own = max(1.0, tokens / (objective.rows(length, shards) * length))
+        parts["critic update"] = Cost(
+            times * headless,
+            own * times * F32 * size,
+            rate.get("critic update", 0.0) * own * critic.epochs,
+        )
+        parts["critic step"] = Cost(
+            critic.optimizer_steps * 12.0 * size,
+            critic.optimizer_steps * 7 * F32 * size,
+            rate.get("critic step", 0.0) * critic.optimizer_steps,
+        )
+    return parts
 
 
 def cache_bytes(config: DecoderConfig, rows: float, slots: float, itemsize: int) -> float:

@@ -201,6 +201,7 @@ def load(settings: Settings, say: Clock) -> Loaded:
     decoder, tokenizer = load_language_model(
         settings.policy,
         "policy",
+        context=settings.rollout.context,
         dtype=jnp.dtype(compute.dtype),
         param_dtype=jnp.dtype(compute.param_dtype),
         mesh=mesh if mesh.size > 1 else None,
@@ -226,6 +227,7 @@ def load(settings: Settings, say: Clock) -> Loaded:
         frozen = load_language_model(
             settings.reader,
             "reader",
+            context=settings.reader_rollout.context,
             dtype=jnp.dtype(compute.dtype),
             param_dtype=jnp.dtype(compute.dtype),
             mesh=mesh if mesh.size > 1 else None,

@@ -16,9 +16,15 @@ from transformers import PreTrainedTokenizerBase
 from rrl.errors import UserError
 from rrl.models.config import DecoderConfig
 from rrl.models.decoder import Decoder
-from rrl.models.hf import folder_hash, load_decoder, save_decoder, save_description
+from rrl.models.hf import (
+    folder_hash,
+    load_decoder,
+    read_decoder_config,
+    save_decoder,
+    save_description,
+)
 from rrl.models.lora import LoraConfig, add_lora
-from rrl.models.weights import CONFIG, read_config, read_json, write_json
+from rrl.models.weights import CONFIG, read_json, write_json
 from rrl.parallel.mesh import make_mesh
 from rrl.parallel.rules import shardings
 from rrl.recipes.card import Card, write_card
@@ -148,7 +154,7 @@ def _read_decoder(
         decoder = load_decoder(_start(workdir, described, start), mesh=mesh)
         add_lora(decoder, lora, rngs=nnx.Rngs(0))
     else:
-        config = DecoderConfig.from_hf(read_config(described))
+        config = read_decoder_config(described)
         decoder = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))
     graph, trained, fixed = split_trained(decoder, frozen)
     places = shardings(trained, mesh)

@@ -19,7 +19,7 @@ from rrl.errors import UserError
 from rrl.models.attention_backends import Backend
 from rrl.models.config import DecoderConfig
 from rrl.models.decoder import Remat
-from rrl.models.weights import read_config
+from rrl.models.hf import check_context, read_decoder_config
 from rrl.parallel.mesh import data_shards
 from rrl.parallel.topology import GIB, Topology, open_topology
 from rrl.train import programs
@@ -52,7 +52,7 @@ PUBLISHED: Mapping[str, Mapping[str, Any]] = {
 }
 """The config.json fields of the models in the papers' runs, for who plans before downloading."""
 
-STATE = ("parameters", "reference", "optimiser state", "gradients")
+STATE = ("parameters", "reference", "optimiser state", "critic", "critic's optimiser", "gradients")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,7 +72,7 @@ class Plan:
     remat: Remat
     attention: Backend
     memory: dict[str, dict[str, float]]
-    """Bytes of one device by phase (rollout, update, optimiser step) and part."""
+    """Bytes of one device by phase (rollout, update, optimiser step, and the critic's two) and part."""
     programs: list[Program]
     """What was compiled; empty where sizes are counted."""
     costs: dict[str, Cost]
@@ -109,11 +109,8 @@ def plan(
         UserError: no such topology, libtpu is missing, sizes that do not multiply to the chips, no shape for the policy.
     """
     settings = Settings.parse(config)
-    if settings.train.critic is not None:
-        raise UserError(
-            "config.critic: a plan counts no critic yet; plan the config without it, and leave room for another model"
-        )
     shape, source = policy_shape(settings.policy)
+    check_context(shape, settings.rollout.context, f"policy={settings.policy!r}")
     slice_ = open_topology(topology)
     sizes = dataclasses.asdict(settings.mesh)
     if set(sizes.values()) == {1}:
@@ -140,20 +137,36 @@ def plan(
     state = {
         "parameters": device_bytes(model.params) + device_bytes(model.fixed),
         "reference": device_bytes(model.reference),
-        "optimiser state": device_bytes(programs.optimizer_state(settings, model, devices)),
+        "optimiser state": device_bytes(
+            programs.optimizer_state(settings.train.optim, model.params, devices)
+        ),
     }
+    critic = model.critic
+    if critic is not None and settings.train.critic is not None:
+        optim = programs.optimizer_state(settings.train.critic.optim, critic.params, devices)
+        state |= {
+            "critic": device_bytes(critic.params) + device_bytes(critic.fixed),
+            "critic's optimiser": device_bytes(optim),
+        }
     compiled: list[Program] = []
     if isinstance(devices, Mesh):
-        for compiler in programs.COMPILERS:
+        for compiler in (*programs.COMPILERS, *(programs.CRITIC_COMPILERS if critic else ())):
             say(f"compiling {compiler.__name__} for {topology} ...")
             compiled.append(compiler(settings, model, devices))
             last = compiled[-1]
             say(
-                f"{last.name}: {last.seconds:.0f} s, {(last.arguments + last.temporaries) / GIB:.2f} GiB of each device"
+                f"{last.name}: {last.seconds:.0f} s; the program and its arguments take "
+                f"{(last.arguments + last.temporaries) / GIB:.2f} GiB of each device"
             )
         rest = {program.name: program.temporaries for program in compiled}
     else:
         rest = temporaries(settings, shape, devices, remat=remat, parameters=trained + fixed, trained=trained)
+        if critic is not None:
+            counts = [_count(part) for part in (critic.params, critic.fixed)]
+            own = temporaries(
+                settings, shape, devices, remat=remat, parameters=sum(counts), trained=counts[0]
+            )
+            rest |= {"critic update": own["update"], "critic step": own["optimiser step"]}
     itemsize = jnp.dtype(dtype).itemsize
     cache = cache_device_bytes(shape, settings.rollout.rows, settings.rollout.context, itemsize, devices)
     if compiled and not compiled[0].too_large:
@@ -164,6 +177,12 @@ def plan(
         "update": state | gradients | {"activations": rest["update"]},
         "optimiser step": state | gradients | {"activations": rest["optimiser step"]},
     }
+    if critic is not None:
+        gradients = {"gradients": device_bytes(critic.params)}
+        memory |= {
+            phase: state | gradients | {"activations": rest[phase]}
+            for phase in ("critic update", "critic step")
+        }
     workload = Workload.of(settings, tokens, policy_tokens)
     traffic = {part: kinds for program in compiled for part, kinds in program.traffic.items()}
     return Plan(
@@ -187,7 +206,7 @@ def plan(
 def policy_shape(folder: str) -> tuple[DecoderConfig, str]:
     """The shape of a policy's folder, or of a published model that the folder is named after."""
     if pathlib.Path(folder, "config.json").is_file():
-        return DecoderConfig.from_hf(read_config(folder)), f"{folder}/config.json"
+        return read_decoder_config(folder), f"{folder}/config.json"
     for name, fields in PUBLISHED.items():
         if pathlib.Path(folder).name.startswith(name):
             return DecoderConfig.from_hf(fields), f"the published shape of {name}; no folder {folder} here"
@@ -234,12 +253,13 @@ def first_knob(plan: Plan) -> str:
         return f"--config.rollout.feed_tokens={fewer}: what prefilling holds is the largest part, and goes with it"
     length = objective.lengths[-1]
     each = objective.rows(length, shards) // shards
-    if phase == "update" and plan.remat != "full":
+    updates = phase.endswith("update")
+    if updates and plan.remat != "full":
         return (
             f"--config.compute.remat=full (now {plan.remat}): what the backward pass keeps of each layer is the largest "
             "part"
         )
-    if phase == "update" and each > 1:
+    if updates and each > 1:
         fewer = max(1, math.floor(each * (1 - excess / parts["activations"])))
         return (
             f"--config.objective.microbatch_tokens={fewer * shards * length} (now {objective.microbatch_tokens}): "

@@ -29,14 +29,13 @@ def _head(plan: Plan) -> list[str]:
         f"kernels   remat={plan.remat}, attention={plan.attention}",
         f"rollout   {rollout.rows} rows of {rollout.context} tokens",
         f"update    microbatches of {rows} rows of {length} tokens",
-        "left out  reader and query encoder",
     ]
     if rows * length > objective.microbatch_tokens:
         lines.append(
             f"          (objective.microbatch_tokens={objective.microbatch_tokens} is less than a row for each of the "
             f"{data_shards(plan.mesh)} data shards)"
         )
-    return lines
+    return [*lines, "left out  reader and query encoder"]
 
 
 def _memory(plan: Plan) -> list[str]:
@@ -85,9 +84,11 @@ def _time(plan: Plan) -> list[str]:
     for name, cost in plan.costs.items():
         seconds = cost.seconds(chip, chips)
         total += seconds
+        # What is sent is read from compiled programs.
+        links = f"{cost.sent / chip.interconnect:.1f} s" if plan.programs or chips == 1 else "not counted"
         lines.append(
             f"  {name:<16}{seconds:>8.1f} s at least: {cost.flops:.3g} FLOPs {cost.flops / chip.flops / chips:.1f} s, memory "
-            f"{cost.bytes / chip.bandwidth / chips:.1f} s, links {cost.sent / chip.interconnect:.1f} s"
+            f"{cost.bytes / chip.bandwidth / chips:.1f} s, links {links}"
         )
     return [*lines, f"  {'in all':<16}{total:>8.1f} s at least, at the chip's published speeds"]
 

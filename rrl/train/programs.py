@@ -1,14 +1,15 @@
 """The programs of a run, compiled from shapes alone for devices that need not be there.
 
 These are the programs that a run executes: the rollout's episode loop with its host callback, the accumulation of one
-microbatch's gradient (policy and reference log-probabilities, loss, backward pass) and the optimiser's step.
+microbatch's gradient (policy and reference log-probabilities, loss, backward pass) and the optimiser's step; with PPO, the
+same two of the critic. What only goes forward (the critic's values, the KL in the reward) needs less than these.
 """
 
 import dataclasses
 import re
 import time
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -21,16 +22,32 @@ from jaxtyping import PyTree
 from rrl.models.attention_backends import Backend
 from rrl.models.config import DecoderConfig
 from rrl.models.decoder import Decoder, Remat, computed
+from rrl.models.heads import ValueModel
 from rrl.models.lora import add_lora
 from rrl.parallel.mesh import ROW_AXES, data_shards
 from rrl.parallel.rules import optimizer_shardings, shardings
 from rrl.rl.batch import Batch
-from rrl.rl.optim import make_optimizer, split_trained
+from rrl.rl.optim import OptimConfig, make_optimizer, split_trained
 from rrl.rollout.automaton import compile_stops
 from rrl.rollout.loop import DECODE, PREFILL, Programs
+from rrl.train.critic import Critic
+from rrl.train.descent import Descent
 from rrl.train.experiment import Settings
 from rrl.train.hlo import Traffic, collectives
+from rrl.train.objective import ObjectiveConfig
 from rrl.train.update import Updater
+
+Body = TypeVar("Body", bound=Decoder)
+
+
+@dataclasses.dataclass(frozen=True)
+class Valued:
+    """PPO's critic as shapes on a mesh, all of it in the dtype of the master weights."""
+
+    graph: nnx.GraphDef
+    params: PyTree
+    """What is trained."""
+    fixed: PyTree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +62,7 @@ class Model:
     """What is trained as it was at the start, in the dtype of the computation."""
     fixed: PyTree
     """The others, in the dtype of the computation; both models share them."""
+    critic: Valued | None = None
 
     @classmethod
     def of(
@@ -60,8 +78,8 @@ class Model:
     ) -> "Model":
         """Nothing is allocated."""
 
-        def make() -> Decoder:
-            decoder = Decoder(
+        def body(kind: type[Body]) -> Body:
+            return kind(
                 config,
                 rngs=nnx.Rngs(0),
                 dtype=dtype,
@@ -69,6 +87,9 @@ class Model:
                 remat=remat,
                 attention=attention,
             )
+
+        def make() -> Decoder:
+            decoder = body(Decoder)
             add_lora(decoder, settings.lora, rngs=nnx.Rngs(0))
             return decoder
 
@@ -76,7 +97,13 @@ class Model:
         reference, fixed = jax.eval_shape(
             lambda *states: tuple(computed(state, dtype) for state in states), params, fixed
         )
-        return cls(config, graph, *(_placed(state, mesh) for state in (params, reference, fixed)))
+        critic = None
+        if settings.train.critic is not None:
+            valued = nnx.eval_shape(lambda: body(ValueModel))
+            head, *states = split_trained(valued, settings.train.critic.optim.frozen)
+            critic = Valued(head, *(_placed(state, mesh) for state in states))
+        params, reference, fixed = (_placed(state, mesh) for state in (params, reference, fixed))
+        return cls(config, graph, params, reference, fixed, critic)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,35 +146,35 @@ def rollout(settings: Settings, model: Model, mesh: Mesh) -> Program:
 
 def accumulate(settings: Settings, model: Model, mesh: Mesh) -> Program:
     """Log-probabilities under policy and reference, loss and gradient of the largest microbatch."""
-    length = settings.train.objective.lengths[-1]
-    rows = settings.train.objective.rows(length, data_shards(mesh))
-    split = NamedSharding(mesh, PartitionSpec(ROW_AXES))
-
-    def side(dtype: DTypeLike) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((rows, length), dtype, sharding=split)
-
-    extras = {name: side(jnp.float32) for name in settings.train.objective.extras}
-    batch = Batch(side(jnp.int32), side(jnp.int32), side(jnp.int32), side(jnp.bool_), extras)
     descent = _updater(settings, model).descent
-    sums = {name: _whole((), jnp.float32, mesh) for name in descent.sums}
-    shapes = (model.params, (model.reference, model.fixed), model.params, sums, batch)
-    return _compile("update", descent.accumulate, shapes, mesh)
+    batch = _microbatch(settings.train.objective, settings.train.objective.extras, mesh)
+    frozen = (model.reference, model.fixed)
+    return _accumulate("update", descent, model.params, frozen, batch, mesh)
 
 
 def apply(settings: Settings, model: Model, mesh: Mesh) -> Program:
     """The optimiser's step."""
-    shapes = (
-        model.params,
-        optimizer_state(settings, model, mesh),
-        model.params,
-        _whole((), jnp.float32, mesh),
+    return _apply(
+        "optimiser step", _updater(settings, model).descent, settings.train.optim, model.params, mesh
     )
-    return _compile("optimiser step", _updater(settings, model).descent.apply, shapes, mesh)
 
 
-def optimizer_state(settings: Settings, model: Model, mesh: Mesh | AbstractMesh) -> PyTree:
-    """The optimiser's state as shapes on the mesh."""
-    state = jax.eval_shape(make_optimizer(settings.train.optim).init, model.params)
+def critic_accumulate(settings: Settings, model: Model, mesh: Mesh) -> Program:
+    """Values, loss and gradient of the largest microbatch."""
+    critic, valued, _ = _critic(settings, model)
+    batch = _microbatch(settings.train.objective, ("value", "return"), mesh)
+    return _accumulate("critic update", critic.descent, valued.params, valued.fixed, batch, mesh)
+
+
+def critic_apply(settings: Settings, model: Model, mesh: Mesh) -> Program:
+    """The step of the critic's optimiser."""
+    critic, valued, optim = _critic(settings, model)
+    return _apply("critic step", critic.descent, optim, valued.params, mesh)
+
+
+def optimizer_state(optim: OptimConfig, params: PyTree, mesh: Mesh | AbstractMesh) -> PyTree:
+    """An optimiser's state as shapes on the mesh."""
+    state = jax.eval_shape(make_optimizer(optim).init, params)
     return jax.tree.map(
         lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
         state,
@@ -167,6 +194,38 @@ def device_bytes(tree: PyTree) -> float:
 
 def _updater(settings: Settings, model: Model) -> Updater:
     return Updater(model.graph, make_optimizer(settings.train.optim), settings.train.objective)
+
+
+def _critic(settings: Settings, model: Model) -> tuple[Critic, Valued, OptimConfig]:
+    config, valued = settings.train.critic, model.critic
+    assert config is not None and valued is not None  # what is called has a critic
+    made = Critic(valued.graph, valued.fixed, make_optimizer(config.optim), config, settings.train.objective)
+    return made, valued, config.optim
+
+
+def _microbatch(objective: ObjectiveConfig, extras: Iterable[str], mesh: Mesh) -> Batch:
+    """The largest one, as shapes on the mesh."""
+    length = objective.lengths[-1]
+    rows = objective.rows(length, data_shards(mesh))
+    split = NamedSharding(mesh, PartitionSpec(ROW_AXES))
+
+    def side(dtype: DTypeLike) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((rows, length), dtype, sharding=split)
+
+    beside = {name: side(jnp.float32) for name in extras}
+    return Batch(side(jnp.int32), side(jnp.int32), side(jnp.int32), side(jnp.bool_), beside)
+
+
+def _accumulate(
+    name: str, descent: Descent, params: PyTree, frozen: PyTree, batch: Batch, mesh: Mesh
+) -> Program:
+    sums = {key: _whole((), jnp.float32, mesh) for key in descent.sums}
+    return _compile(name, descent.accumulate, (params, frozen, params, sums, batch), mesh)
+
+
+def _apply(name: str, descent: Descent, optim: OptimConfig, params: PyTree, mesh: Mesh) -> Program:
+    shapes = (params, optimizer_state(optim, params, mesh), params, _whole((), jnp.float32, mesh))
+    return _compile(name, descent.apply, shapes, mesh)
 
 
 def _compile(
@@ -218,4 +277,7 @@ def _no_host(*report: Any) -> np.ndarray:
     raise RuntimeError("a planned rollout has no host")
 
 
-COMPILERS: tuple[Callable[[Settings, Model, Mesh], Program], ...] = (rollout, accumulate, apply)
+Compiler = Callable[[Settings, Model, Mesh], Program]
+COMPILERS: tuple[Compiler, ...] = (rollout, accumulate, apply)
+CRITIC_COMPILERS: tuple[Compiler, ...] = (critic_accumulate, critic_apply)
+"""Those of PPO's critic."""

@@ -59,6 +59,30 @@ def test_transformers_5_rope_parameters_are_read():
         ({"hidden_size": None}, "'hidden_size' is missing"),
         ({"num_key_value_heads": 3}, "heads=28 is not a multiple of kv_heads=3"),
         ({"head_dim": 7}, "head_dim=7 is odd"),
+        ({"sliding_window": 4096, "use_sliding_window": True}, "sliding_window=4096"),
+        ({"layer_types": ["chunked_attention"]}, "layer_types has chunked_attention"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.25}}, "partial_rotary_factor=0.25"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, "one object for all layers"),
+        ({"rope_scaling": "yarn"}, "rope_scaling='yarn'"),
+        ({"rope_theta": "big"}, "rope_theta='big' must be a number above 0"),
+        ({"rms_norm_eps": 0}, "rms_norm_eps=0 must be a number above 0"),
+        ({"hidden_size": "3584"}, "hidden_size='3584' must be a whole number"),
+        ({"num_attention_heads": 0}, "num_attention_heads=0 must be a whole number of at least 1"),
+        ({"num_key_value_heads": 0}, "num_key_value_heads=0 must be"),
+        ({"eos_token_id": [1, "end"]}, r"eos_token_id=\[1, 'end'\] must be the id of a token"),
+        (
+            {
+                "rope_scaling": {
+                    "rope_type": "llama3",
+                    "factor": 8.0,
+                    "low_freq_factor": 4.0,
+                    "high_freq_factor": 4.0,
+                    "original_max_position_embeddings": 64,
+                }
+            },
+            "high_freq_factor=4, which must be above low_freq_factor=4",
+        ),
     ],
 )
 def test_what_the_decoder_cannot_do_is_refused_by_name(change, message):
@@ -74,6 +98,10 @@ def test_what_the_decoder_cannot_do_is_refused_by_name(change, message):
         ({"position_embedding_type": "relative_key"}, "relative_key"),
         ({"model_type": "roberta", "pad_token_id": 50}, "no position after pad_token_id=50"),
         ({"num_attention_heads": 5}, "multiple of heads=5"),
+        ({"num_attention_heads": 0}, "num_attention_heads=0 must be"),
+        ({"is_decoder": True}, "is_decoder=true is not supported"),
+        ({"pad_token_id": -1}, "pad_token_id=-1 must be a whole number of at least 0"),
+        ({"layer_norm_eps": "small"}, "layer_norm_eps='small' must be a number"),
     ],
 )
 def test_what_the_encoder_cannot_do_is_refused_by_name(change, message, encoder_config):

@@ -18,6 +18,7 @@ from rrl.models.hf import (
     load_decoder,
     load_encoder,
     load_language_model,
+    load_value_model,
     save_decoder,
     save_encoder,
 )
@@ -179,12 +180,50 @@ def test_a_tokenizer_that_is_not_the_models_is_refused_before_its_weights_are_re
         assert load_language_model(tmp_path, "policy")[1].eos_token_id == 2
 
 
+def test_a_context_longer_than_the_models_is_refused_before_its_weights_are_read(tmp_path):
+    shape = dataclasses.replace(SMALL, vocab_size=259, max_positions=64)
+    save_decoder(tmp_path, filled(shape), train_tokenizer(["some text"], 259))
+    assert load_language_model(tmp_path, "reader", chat=False, context=64)
+    (tmp_path / WEIGHTS).unlink()
+    with pytest.raises(
+        UserError, match=r"reader='.*': a context of 65 tokens .* max_position_embeddings=64; give"
+    ):
+        load_language_model(tmp_path, "reader", chat=False, context=65)
+
+
 def test_missing_files_are_named(folder, tmp_path):
     (folder / WEIGHTS).unlink()
     with pytest.raises(UserError, match=r"no model.safetensors"):
         load_decoder(folder)
     with pytest.raises(UserError, match=r"no config.json"):
         load_decoder(tmp_path / "nowhere")
+    (folder / "pytorch_model.bin").touch()
+    with pytest.raises(UserError, match=r"only pytorch_model.bin, which is not read; save it again"):
+        load_decoder(folder)
     (folder / "config.json").write_text("{")
     with pytest.raises(UserError, match="not valid JSON"):
         load_decoder(folder)
+
+
+@pytest.mark.parametrize(
+    "read", [load_decoder, load_value_model, load_encoder, lambda at: load_language_model(at, "policy")]
+)
+def test_what_is_wrong_with_a_config_is_said_with_its_folder(folder, read):
+    train_tokenizer(["some text"], 259).save_pretrained(folder)
+    (folder / "config.json").write_text(json.dumps({"model_type": "mamba"}))
+    with pytest.raises(UserError, match=f"{folder.name}: config.json: model_type='mamba' is not"):
+        read(folder)
+
+
+def test_the_pointer_that_git_lfs_leaves_is_known(folder):
+    (folder / WEIGHTS).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 9\n")
+    with pytest.raises(UserError, match=r"model.safetensors \(\d+ bytes\) .*git lfs pull"):
+        load_decoder(folder)
+
+
+def test_a_head_of_several_labels_is_no_value_head(folder):
+    break_weights(folder, lambda t: t.update({"score.weight": np.zeros((3, 16), np.float32)}))
+    with pytest.raises(
+        UserError, match=r"model.safetensors: tensor score.weight \(3, 16\) has 3 labels.*num_labels=1"
+    ):
+        load_value_model(folder)

@@ -204,7 +204,8 @@ def test_a_model_that_is_none_of_ours_is_refused_by_its_config(sharded, untouche
         load_decoder(sharded)
 
 
-def test_an_index_without_a_map_is_refused(sharded, untouched):
-    (sharded / INDEX).write_text("{}")
+@pytest.mark.parametrize("index", [{}, {"weight_map": {NORM: 5}}])
+def test_an_index_without_a_map_to_files_is_refused(sharded, untouched, index):
+    (sharded / INDEX).write_text(json.dumps(index))
     with pytest.raises(UserError, match=rf"{INDEX}: no weight_map"):
         load_decoder(sharded)

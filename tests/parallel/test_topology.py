@@ -35,6 +35,15 @@ def test_only_tpus_have_a_grid():
         open_topology("h100:2x4")
 
 
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [("v6e:4x4x4", "v6es has 2 .*v6e:4x4"), ("v5e:16", "v5es has 2"), ("v5p:4x4", "v5ps has 3")],
+)
+def test_a_slice_has_as_many_dimensions_as_its_chips_are_wired_in(name, words):
+    with pytest.raises(UserError, match=f"topology='{name}': a slice of TPU {words}"):
+        open_topology(name)
+
+
 def test_more_cpus_than_jax_started_with_are_refused():
     count = len(jax.devices("cpu")) + 1
     with pytest.raises(UserError, match=f"xla_force_host_platform_device_count={count}"):

@@ -53,6 +53,18 @@ def test_exact_search_agrees_with_a_full_sort_over_chunks(monkeypatch: pytest.Mo
     np.testing.assert_array_equal(ExactIndex(points).search([""] * 20, 5, asked)[0], expected)
 
 
+@pytest.mark.parity
+def test_exact_search_is_that_of_faiss() -> None:
+    faiss = pytest.importorskip("faiss", reason="faiss is not installed; parity needs the extra [parity]")
+    points, asked = clustered(3_000, 50, dim=24)
+    index = faiss.IndexFlatIP(24)
+    index.add(points)
+    expected, order = index.search(asked, 10)
+    ids, scores = ExactIndex(points).search([""] * 50, 10, asked)
+    np.testing.assert_array_equal(ids, order)
+    np.testing.assert_allclose(scores, expected, atol=1e-6)
+
+
 @pytest.mark.parametrize("count", [2_000, 25_000])
 def test_scann_finds_what_exact_search_finds(count: int) -> None:
     points, asked = clustered(count, 100)

@@ -11,6 +11,7 @@ import pytest
 from jax.sharding import AbstractMesh
 
 from configs.rsearch_grpo import get_config
+from configs.rsearch_ppo import get_config as get_ppo
 from rrl.errors import UserError
 from rrl.models.config import DecoderConfig
 from rrl.parallel.mesh import AXES
@@ -41,9 +42,9 @@ def with_mesh(config, data=1, fsdp=1, tensor=1):
     return config
 
 
-def tiny_config(folder):
+def tiny_config(folder, make=get_config):
     (folder / "config.json").write_text(json.dumps(TINY))
-    config = get_config(f"policy={folder}")
+    config = make(f"policy={folder}")
     with config.unlocked():
         config.rollout.update(rows=8, context=64, feeds=2, feed_tokens=16)
         config.objective.lengths = (64,)
@@ -90,6 +91,33 @@ def test_the_parts_are_those_of_the_shapes(compiled):
     assert compiled.memory["update"]["gradients"] == rollout["parameters"]
 
 
+def test_ppos_critic_is_compiled_and_counted(tmp_path):
+    found = plan(with_mesh(tiny_config(tmp_path, get_ppo), fsdp=4, tensor=2), "cpu:8")
+    assert [program.name for program in found.programs][3:] == ["critic update", "critic step"]
+    assert list(found.memory) == list(found.costs) == [program.name for program in found.programs]
+    rollout, update = found.memory["rollout"], found.memory["critic update"]
+    # The policy's kernels and embedding; the output for values is a column.
+    assert rollout["critic"] == pytest.approx(rollout["parameters"], rel=0.05)
+    assert update["gradients"] == rollout["critic"]
+    assert 2 * rollout["critic"] <= rollout["critic's optimiser"] < 2.1 * rollout["critic"]
+    text = report(found)
+    for line in ("critic's optimiser", "collectives of one critic update", "IT FITS: "):
+        assert line in text, line
+
+
+def test_a_critic_of_7b_is_another_model_beside_the_policy():
+    alone, both = (plan(make("size=7b"), "h100:8") for make in (get_config, get_ppo))
+    more = both.memory["update"]["critic"] + both.memory["update"]["critic's optimiser"]
+    assert more * 8 == pytest.approx(
+        12 * (7.616e9 - 152064 * 3584), rel=0.01
+    )  # float32, Adam; it has no head
+    assert sum(both.memory["update"].values()) - sum(alone.memory["update"].values()) == pytest.approx(more)
+    # Values once, then forward, twice that back and, with remat, forward again: the reference's place in the policy's.
+    headless = both.costs["critic update"].flops
+    assert 0.95 < headless / both.costs["update"].flops < 1
+    assert both.costs["update"].flops == alone.costs["update"].flops
+
+
 def test_what_is_frozen_is_counted_in_the_dtype_of_the_computation_as_the_run_holds_it():
     config = get_config("size=7b")
     config.lora.rank = 8
@@ -112,6 +140,7 @@ def test_nothing_of_a_7b_run_is_compiled_or_allocated_for_gpus_and_the_report_sa
     assert "AN ESTIMATE by count" in text
     assert "the published shape of Qwen2.5-7B" in text
     assert "IT FITS (an estimate)" in text
+    assert "links not counted" in text  # they are read from compiled programs
     assert "attention=cudnn" in text
 
 
@@ -126,6 +155,14 @@ def test_nothing_of_a_7b_run_is_compiled_or_allocated_for_gpus_and_the_report_sa
 def test_what_does_not_go_together_is_refused_before_anything_is_compiled(topology, mesh, message):
     with pytest.raises(UserError, match=message):
         plan(with_mesh(get_config("size=7b"), **mesh), topology)
+
+
+def test_a_context_beyond_the_policys_positions_is_refused(tmp_path):
+    config = tiny_config(tmp_path)
+    with config.unlocked():
+        config.rollout.context, config.objective.lengths = 256, (256,)
+    with pytest.raises(UserError, match=r"a context of 256 tokens .* max_position_embeddings=128"):
+        plan(config, "cpu:8")
 
 
 def test_a_policy_without_folder_or_published_shape_is_refused():
@@ -214,6 +251,10 @@ STATE = {"parameters": 1, "reference": 1, "optimiser state": 2}
             r"--config.objective.microbatch_tokens=65536 \(now 131072\)",
         ),
         (
+            made({"critic update": STATE | {"critic": 1, "activations": 16}}, remat="dots"),
+            r"--config.compute.remat=full \(now dots\)",
+        ),
+        (
             made({"update": STATE | {"activations": 16}}, remat="dots"),
             r"--config.compute.remat=full \(now dots\)",
         ),
@@ -268,9 +309,20 @@ def test_a_program_that_the_compiler_refuses_for_its_size_is_part_of_the_plan():
 @pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed: pip install -e '.[tpu]'"
 )
-@pytest.mark.parametrize("topology", ["v5e:4x4", "v5p:4x4x4"])
-def test_the_7b_rollout_and_grpo_update_compile_and_fit(topology):
-    found = plan(get_config("size=7b"), topology)
+@pytest.mark.parametrize(
+    ("make", "topology", "rank"),
+    [
+        pytest.param(get_config, "v5e:4x4", 0, id="grpo-v5e:4x4"),
+        pytest.param(get_config, "v5p:4x4x4", 0, id="grpo-v5p:4x4x4"),
+        # Two models with Adam's state fill 16 v5e; with adapters on the policy there is room for the critic.
+        pytest.param(get_ppo, "v5e:4x4", 32, id="ppo-v5e:4x4-adapters"),
+        pytest.param(get_ppo, "v5p:4x4x4", 0, id="ppo-v5p:4x4x4"),
+    ],
+)
+def test_the_7b_rollout_and_updates_compile_and_fit(make, topology, rank):
+    config = make("size=7b")
+    config.lora.rank = rank
+    found = plan(config, topology)
     print(report(found))
     assert not any(program.too_large for program in found.programs)
     assert found.fits, report(found)

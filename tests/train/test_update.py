@@ -109,6 +109,14 @@ SPLITS = {
 }
 
 
+def test_an_update_takes_the_memory_of_what_it_replaces_and_leaves_the_reference():
+    updater, (params, reference, fixed), optimizer = made(ObjectiveConfig())
+    state = optimizer.init(params)
+    updater(params, state, reference, fixed, TRAJECTORIES, ADVANTAGES)
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(params))
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves((reference, fixed)))
+
+
 @pytest.mark.parametrize("name", SPLITS)
 def test_any_split_into_microbatches_and_any_packing_gives_the_same_step(name):
     # Plain steps at rate 0.1: gradients agree to 1e-5.
