@@ -46,7 +46,7 @@ class Descent:
         def apply(
             params: PyTree, opt_state: optax.OptState, grads: PyTree, total: jax.Array
         ) -> tuple[PyTree, optax.OptState, dict[str, jax.Array]]:
-            grads = jax.tree.map(lambda g: g / total, grads)
+            grads = jax.tree.map(lambda g: (g / total).astype(g.dtype), grads)
             updates, opt_state = optimizer.update(grads, opt_state, params)
             metrics = {"grad_norm": optax.global_norm(grads), "skipped": skipped_updates(opt_state)}
             return optax.apply_updates(params, updates), opt_state, metrics

@@ -45,7 +45,8 @@ class ComputeConfig:
     dtype: str = "float32"
     """Of the computation and of the key-value cache; norms, softmax, log-probabilities and losses are float32."""
     param_dtype: str = "float32"
-    """Of the parameters that the optimiser changes: the master weights."""
+    """Of the parameters that the optimiser changes, the master weights, and of its state. In bfloat16 a step smaller than
+    0.4 % of a weight is lost: for high learning rates only."""
     attention: str = "auto"
     """Kernel of packed batches: xla, cudnn (NVIDIA GPUs, 16 bit), splash (TPUs), or auto: the fastest that runs there."""
     remat: Remat = "none"

@@ -300,6 +300,23 @@ def test_adapters_learn_beside_a_policy_that_stays():
     assert all(size > 0 for name, size in moved.items() if name.endswith("_lora_b"))
 
 
+def test_master_weights_in_bfloat16_move_and_stay_in_bfloat16():
+    """Adam's moments too, which have the parameters' dtype."""
+    decoder = fresh()
+    nnx.update(decoder, jax.tree.map(lambda x: x.astype(jnp.bfloat16), nnx.state(decoder)))
+    graph, params, fixed = split_trained(decoder, ())
+    reference, optimizer = jax.tree.map(jnp.copy, params), make_optimizer(OptimConfig(lr=1e-2, total_steps=9))
+    state, objective = optimizer.init(params), ObjectiveConfig(lengths=(64,))
+    new, state, metrics = Updater(graph, optimizer, objective)(
+        params, state, reference, fixed, TRAJECTORIES, ADVANTAGES
+    )
+    floats = [
+        leaf.dtype for leaf in jax.tree.leaves((new, state)) if jnp.issubdtype(leaf.dtype, jnp.floating)
+    ]
+    assert set(floats) == {jnp.dtype(jnp.bfloat16)} and metrics["skipped"] == 0
+    assert not all(jax.tree.leaves(jax.tree.map(jnp.array_equal, new, reference)))
+
+
 def test_a_step_raises_what_had_advantage_and_lowers_what_had_none():
     def likelihood(params, trajectory):
         decoder = nnx.merge(nnx.split(fresh())[0], params)

@@ -1,0 +1,246 @@
+"""Update speed and memory: `python -m benchmarks.update [--only=NAME] [--rounds=5] [--torch_python=PYTHON]`; rows go to
+RESULTS.md.
+
+The step is GRPO's: log-probabilities under policy and frozen reference, clipped ratio, k3, gradient, AdamW, in float32.
+"""
+
+import argparse
+import dataclasses
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from benchmarks.measure import Peer, Row, alternate, imports, seconds, write
+from rrl.data.miniwiki import KINDS, generate
+from rrl.data.questions import Question
+from rrl.data.tokenizer import load_tokenizer
+from rrl.models.config import DecoderConfig
+from rrl.models.decoder import Decoder
+from rrl.models.hf import load_language_model, save_decoder
+from rrl.models.weights import read_config
+from rrl.recipes.card import read_card
+from rrl.recipes.catalogue import make_recipe
+from rrl.retrieval.index import make_retriever
+from rrl.rl.batch import Batch
+from rrl.rl.logprobs import token_logprobs
+from rrl.rl.optim import OptimConfig, make_optimizer, split_trained
+from rrl.rollout.engine import Engine, EngineConfig
+from rrl.rollout.trajectory import POLICY, PROMPT, Trajectory
+from rrl.train.objective import ObjectiveConfig
+from rrl.train.rollouts import run_questions
+from rrl.train.tasks import mixed_questions
+from rrl.train.update import Updater, microbatches
+
+TINY = "assets/miniwiki-policy"
+OPTIM = OptimConfig(lr=1e-4, total_steps=1000, schedule="constant")
+QWEN_HALF_BILLION = {
+    "model_type": "qwen2",
+    "vocab_size": 151936,
+    "hidden_size": 896,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 14,
+    "num_key_value_heads": 2,
+    "intermediate_size": 4864,
+    "rope_theta": 1e6,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": True,
+    "max_position_embeddings": 32768,
+}
+
+
+class Learner:
+    """A decoder with its optimiser and reference, which takes steps."""
+
+    def __init__(self, decoder: Decoder, config: ObjectiveConfig) -> None:
+        graph, params, self.fixed = split_trained(decoder, ())
+        self.reference = jax.tree.map(jnp.copy, params)
+        self.params, optimizer = params, make_optimizer(OPTIM)
+        self.state = optimizer.init(params)
+        self.updater = Updater(graph, optimizer, config)
+        self.loss = 0.0
+
+    def step(self, batches: Sequence[Batch], total: float) -> None:
+        """One optimiser step on packed rows."""
+        frozen = (self.reference, self.fixed)
+        self.params, self.state, found = self.updater.descent.step(
+            self.params, self.state, frozen, batches, total
+        )
+        self.loss = found["loss"]
+
+
+def made_up(rows: int, length: int, prompt: int, vocabulary: int) -> tuple[list[Trajectory], np.ndarray]:
+    """Trajectories of one length, as `peers/torch_step.py` draws them, and their advantages."""
+    draws = np.random.default_rng(0)
+    tokens = draws.integers(0, vocabulary, (rows, length))
+    old = draws.normal(-np.log(vocabulary), 0.1, (rows, length)).astype(np.float32)
+    advantages = draws.normal(size=(rows, 1)).astype(np.float32)[:, 0]
+    roles = np.where(np.arange(length) < prompt, PROMPT, POLICY).astype(np.int8)
+    turns, asked = np.zeros(length, np.int16), Question("", "", ())
+    made = [
+        Trajectory(asked, i, i, tokens[i].astype(np.int32), roles, old[i], old[i], turns, [], [], "done")
+        for i in range(rows)
+    ]
+    return made, advantages
+
+
+def step(args: argparse.Namespace) -> list[Row]:
+    """One step, against torch and transformers."""
+    found = []
+    wide = dataclasses.replace(
+        DecoderConfig.from_hf(read_config(TINY)), vocab_size=8192, hidden=512, heads=8, kv_heads=2, mlp=1536
+    )
+    for name, config in (("the shipped policy's shape", None), ("512 wide, 8,192 tokens", wide)):
+        config = config or DecoderConfig.from_hf(read_config(TINY))
+        config = dataclasses.replace(config, head_dim=config.hidden // config.heads)
+        rows, length, prompt = 16, 512, 64
+        what = f"a step on {rows} x {length} tokens, {name}, tokens/s"
+        if not imports(args.torch_python, "torch"):
+            found.append(Row(what, "", "", f"not measured: {args.torch_python} has no torch", "0.9x"))
+            continue
+        decoder = Decoder(config, rngs=nnx.Rngs(0))
+        objective = ObjectiveConfig(
+            kl_coef=0.1, clip_high=0.28, lengths=(length,), microbatch_tokens=rows * length
+        )
+        batches, total = microbatches(*made_up(rows, length, prompt, config.vocab_size), objective)
+        with tempfile.TemporaryDirectory() as folder:
+            save_decoder(folder, decoder, load_tokenizer(TINY))
+            peer = Peer(args.torch_python, "torch_step.py", folder, str(rows), str(length), str(prompt))
+            learner = Learner(decoder, objective)
+            learner.step(batches, total)
+            theirs = peer.ask("step")["loss"]
+            gap = abs(learner.loss - theirs) / abs(theirs)
+            sides: dict[str, Callable[[], float]] = {
+                "ours": lambda learner=learner, batches=batches, total=total: seconds(  # type: ignore[misc]
+                    lambda: learner.step(batches, total)
+                ),
+                "torch": lambda peer=peer: peer.ask("step")["seconds"],  # type: ignore[misc]
+            }
+            took = alternate(sides, args.rounds)
+            peer.close()
+        rates = {side: rows * length / value for side, value in took.items()}
+        found.append(
+            Row(
+                what,
+                f"{rates['ours']:.0f}",
+                f"{rates['torch']:.0f} ({peer.says['versions']}, SDPA)",
+                f"{rates['ours'] / rates['torch']:.2f}x",
+                "0.9x",
+            )
+        )
+        found.append(
+            Row("the loss of its first step", f"{gap:.0e} apart, relatively", f"{theirs:.6f}", "", "the same")
+        )
+    return found
+
+
+def memory(args: argparse.Namespace) -> list[Row]:
+    """The compiler's count of what a step needs, against one whose logits exist all at once."""
+    config, length = DecoderConfig.from_hf(QWEN_HALF_BILLION), 4096
+    graph, params = nnx.split(
+        nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0), dtype=jnp.bfloat16, remat="full"))
+    )
+    rows_of_table = []
+
+    def loss(params: Any, batch: Batch, whole: bool) -> jax.Array:
+        model = nnx.merge(graph, params)
+        if whole:
+            hidden = model(batch.tokens, positions=batch.positions, segment_ids=batch.segment_ids)
+            logits = jax.nn.log_softmax(model.unembed(hidden[:, :-1]).astype(jnp.float32))
+            return -jnp.take_along_axis(logits, batch.tokens[:, 1:, None], axis=-1).sum()
+        return -token_logprobs(model, batch).logp.sum()
+
+    for rows in (1, 8):
+        shape = jax.ShapeDtypeStruct((rows, length), jnp.int32)
+        batch = Batch(shape, shape, shape, jax.ShapeDtypeStruct((rows, length), jnp.bool_))
+        peaks = []
+        for whole in (False, True):
+            compiled = jax.jit(jax.grad(loss), static_argnums=2).lower(params, batch, whole).compile()
+            peaks.append(compiled.memory_analysis().temp_size_in_bytes / 2**30)
+        rows_of_table.append(
+            Row(
+                f"log-probabilities and gradient, {rows} x {length} tokens, 151,936 words, 0.5B shape: GiB beside the arguments",
+                f"{peaks[0]:.2f}",
+                f"all logits at once {peaks[1]:.2f}",
+                f"{peaks[0] / peaks[1]:.2f}",
+                "at most 0.25",
+            )
+        )
+    return rows_of_table
+
+
+def packing(args: argparse.Namespace) -> list[Row]:
+    """Search traces of the shipped policy in packed rows, against one padded row each."""
+    decoder, tokenizer = load_language_model(TINY, "policy")
+    card = read_card(TINY)
+    assert card is not None
+    recipe = make_recipe("rsearch", {"instruction": card.fields["instruction"]}, {"max_searches": 4})
+    wiki = generate("train", 1, 1000, 5)
+    retriever = make_retriever(wiki.passages, "bm25")
+    config = EngineConfig(rows=64, context=1024, feeds=16, feed_tokens=96, top_k=2, top_p=0.95)
+    engine = Engine(decoder, tokenizer, config, retriever=retriever)
+    questions = [item.question for item in mixed_questions(wiki, 8, KINDS, 1)][:32]
+    traces = run_questions(
+        engine, nnx.state(decoder), recipe, questions, key=jax.random.key(0), samples=4, reader=None
+    )
+    advantages = np.random.default_rng(0).normal(size=len(traces)).astype(np.float32)
+    longest = -(-max(len(t.tokens) for t in traces) // 128) * 128
+    lengths = tuple(sorted({min(384, longest), min(640, longest), longest}))
+    packed = ObjectiveConfig(lengths=lengths, microbatch_tokens=4096)
+    padded = ObjectiveConfig(lengths=(longest,), microbatch_tokens=longest)
+    sides: dict[str, Callable[[], float]] = {}
+    for name, objective, groups in (
+        ("packed", packed, [range(len(traces))]),
+        ("padded", padded, [[i] for i in range(len(traces))]),
+    ):
+        batches: list[Batch] = []
+        for group in groups:
+            found, _ = microbatches([traces[i] for i in group], advantages[list(group)], objective)
+            batches += found
+        if name == "padded":
+            together = max(1, 4096 // longest)
+            batches = [
+                jax.tree.map(lambda *x: np.concatenate(x), *batches[i : i + together])
+                for i in range(0, len(batches) - together + 1, together)
+            ]
+        learner = Learner(load_language_model(TINY, "policy")[0], objective)
+        sides[name] = lambda learner=learner, batches=batches: seconds(  # type: ignore[misc]
+            lambda: learner.step(batches, 1000.0)
+        )
+    took = alternate(sides, args.rounds)
+    tokens = [len(t.tokens) for t in traces]
+    return [
+        Row(
+            f"{len(traces)} search traces of {min(tokens)} to {max(tokens)} tokens (mean {np.mean(tokens):.0f}): seconds a step",
+            f"{took['packed']:.2f}",
+            f"a padded row each {took['padded']:.2f}",
+            f"{took['padded'] / took['packed']:.2f}x",
+            "1.8x",
+        )
+    ]
+
+
+SECTIONS: dict[str, Callable[[argparse.Namespace], list[Row]]] = {
+    section.__name__: section for section in (step, memory, packing)
+}
+
+
+def main() -> None:
+    """Measures what is asked for."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", choices=SECTIONS)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--torch_python", default=sys.executable, help="a Python with torch and transformers")
+    args = parser.parse_args()
+    for name, section in SECTIONS.items():
+        if args.only in (None, name):
+            write(f"Update: {name}", f"python -m benchmarks.update --only={name}", section(args), [])
+
+
+if __name__ == "__main__":
+    main()
