@@ -159,6 +159,13 @@ def test_listing_the_defaults_changes_no_setting(folders):
     assert Settings.of(whole | short) == Settings.of(whole)
 
 
+def test_the_default_run_is_printed_beside_clean_demonstrations_and_no_other(folders):
+    name, em = Settings.of(config()).reference
+    assert "4,000 clean demonstrations" in name and em == 0.733
+    for arg in ("steps=2", "control=permuted", "policy=assets/miniwiki-policy", "data=folder"):
+        assert "reference" not in config(arg)
+
+
 def test_an_unknown_section_is_refused(folders):
     wrong = config()
     wrong.roolout = ConfigDict({"rows": 3})
