@@ -214,6 +214,10 @@ def train(
                 (params, opt_state, average, *values)
             )
             start = int(extra["step"])
+        elif (
+            config.guard.action == "stop"
+        ):  # what a run goes back to that collapses before its first checkpoint
+            checkpoints.save(0, (params, opt_state, average, *values), extra | {"step": 0})
         writer = stack.enter_context(MetricsWriter(workdir, start))
         recorded = {line["step"]: line for line in read_metrics(writer.path) if "eval/em" in line}
         progress = stack.enter_context(Progress(config.steps, start, "train"))
@@ -332,7 +336,7 @@ def train(
             if (step % config.checkpoint_every == 0 and good) or step == config.steps:
                 checkpoints.save(step, (params, opt_state, average, *values), extra | {"step": step})
                 saved = step
-        if stopped == "collapse" and checkpoints.latest is not None:
+        if stopped == "collapse":
             (params, opt_state, average, *values), extra = checkpoints.restore(
                 (params, opt_state, average, *values)
             )
