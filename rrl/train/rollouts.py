@@ -13,7 +13,7 @@ from rrl.retrieval.retriever import Retriever
 from rrl.rollout.engine import Engine
 from rrl.rollout.episodes import Request
 from rrl.rollout.trajectory import ENVIRONMENT, POLICY, PROMPT, Trajectory
-from rrl.text.chat import chat_ids
+from rrl.text.chat import chat_ids, chat_text
 
 
 def run_questions(
@@ -45,6 +45,18 @@ def run_questions(
     )
     recipe.score(trajectories, reader)
     return trajectories
+
+
+def refuse_long_prompts(engine: Engine, recipe: Recipe, questions: Sequence[Question]) -> None:
+    """Raises UserError for a question whose prompt does not fit the context, which a run would else find on its way.
+
+    A token has a byte at least, so that only prompts with many bytes are encoded.
+    """
+    template = len(chat_text(engine.tokenizer, "").encode())
+    for question in questions:
+        prompt = recipe.prompt(question)
+        if len(prompt.encode()) + template + 2 > engine.config.context:
+            engine.check_prompt(question, chat_ids(engine.tokenizer, prompt))
 
 
 def describe(trajectories: Sequence[Trajectory], prefix: str) -> dict[str, float]:
