@@ -13,7 +13,7 @@ from flax import nnx
 from jaxtyping import PyTree
 
 from rrl.data.questions import Question
-from rrl.errors import UserError, at_least
+from rrl.errors import UserError, at_least, at_most
 from rrl.models.decoder import Decoder, computed
 from rrl.models.heads import ValueModel
 from rrl.recipes.base import Answers, Recipe
@@ -71,6 +71,7 @@ class RLConfig:
     def __post_init__(self) -> None:
         at_least(1, self, "questions", "samples", "checkpoint_every", where="train.")
         at_least(0, self, "steps", "seed", "eval_every", "temperature", "eval_temperature", where="train.")
+        at_most(2**32 - 1, self, "seed", where="train.")
         if not 0 <= self.average_last <= 1:
             raise UserError(
                 f"train.average_last={self.average_last} must lie in 0..1, a share of the updates."
