@@ -64,7 +64,7 @@ class SFTConfig:
         for name in ("steps", "rows", "row_length", "chunk", "log_every"):
             if getattr(self, name) < 1:
                 raise UserError(f"{name}={getattr(self, name)} must be at least 1.")
-        at_least(0, self, "seed")
+        at_least(0, self, "seed", "eval_every", "patience", "checkpoint_every", "minutes")
         at_most(2**32 - 1, self, "seed")
 
 
