@@ -20,18 +20,27 @@ import numpy as np
 from flax import nnx
 
 from benchmarks.measure import Peer, Row, alternate, imports, seconds, write
+from rrl.data.miniwiki import KINDS, generate
 from rrl.data.questions import Question
 from rrl.data.tokenizer import load_tokenizer
 from rrl.models.config import DecoderConfig
 from rrl.models.decoder import Decoder
-from rrl.models.hf import save_decoder
+from rrl.models.hf import load_language_model, save_decoder
 from rrl.models.weights import read_config
+from rrl.recipes.card import read_card
+from rrl.recipes.catalogue import make_recipe
+from rrl.retrieval.encode import load_text_encoder
+from rrl.retrieval.index import make_retriever
 from rrl.rollout.engine import Engine, EngineConfig
 from rrl.rollout.episodes import Request
 from rrl.rollout.protocol import Append, Finish, Restart, SearchFor, SingleTurn
+from rrl.train.rollouts import run_questions
+from rrl.train.tasks import mixed_questions
 
 SHAPE = "assets/miniwiki-policy"
 KEY = jax.random.key(0)
+TRAINING = {"max_searches": 4, "turn_tokens": 128, "observation_tokens": 256, "correction": ""}
+"""The environment of configs/rsearch_grpo.py."""
 NO_QUESTION = Question("", "", ())
 
 
@@ -268,8 +277,51 @@ def mixed(args: argparse.Namespace) -> list[Row]:
     ]
 
 
+def training(args: argparse.Namespace) -> list[Row]:
+    """The shipped policy's training rollouts in the built-in world, against decoding alone at the same batch."""
+    decoder, tokenizer = load_language_model(SHAPE, "policy")
+    card = read_card(SHAPE)
+    assert card is not None
+    recipe = make_recipe("rsearch", {"instruction": card.fields["instruction"]}, TRAINING)
+    wiki = generate("train", 1, 1600, 8)
+    questions = [item.question for item in mixed_questions(wiki, 100, KINDS, 1)]
+    retriever = make_retriever(wiki.passages, "scann", load_text_encoder("assets/miniwiki-encoder"))
+    config = EngineConfig(rows=64, context=1024, feeds=16, feed_tokens=96, top_k=2, top_p=0.95)
+    params, new = nnx.state(decoder), 256
+    made, alone = Engine(decoder, tokenizer, config, retriever=retriever), Engine(decoder, tokenizer, config)
+    alone.programs.eos = jnp.full(1, -1, jnp.int32)
+    rates: dict[str, list[float]] = {"episodes": [], "decoding": []}
+    busy = []
+
+    def episodes_of(turn: list[int]) -> float:
+        turn[0] += 1
+        asked = questions[32 * (turn[0] % 10) :][:32]
+        run_questions(made, params, recipe, asked, key=jax.random.key(turn[0]), samples=4, reader=None)
+        rates["episodes"].append(made.stats.policy_tokens / made.stats.seconds)
+        busy.append(made.stats.policy_tokens / made.stats.decode_steps / config.rows)
+        return made.stats.seconds
+
+    def decoding() -> float:
+        alone.run(params, requests(config.rows, 64), SingleTurn(turn_tokens=new), KEY)
+        rates["decoding"].append(config.rows * new / alone.stats.seconds)
+        return alone.stats.seconds
+
+    turn = [0]
+    alternate({"episodes": lambda: episodes_of(turn), "decoding": decoding}, args.rounds)
+    useful, raw = (float(np.median(rates[name][1:])) for name in ("episodes", "decoding"))
+    return [
+        Row(
+            "128 training episodes of the built-in world over 64 rows, prompts, searches and all: policy tokens/s",
+            f"{useful:.0f} ({100 * np.median(busy[1:]):.0f} % of the rows write)",
+            f"64 rows that only decode {raw:.0f}",
+            f"{100 * useful / raw:.0f} %",
+            "at least 60 %",
+        )
+    ]
+
+
 SECTIONS: dict[str, Callable[[argparse.Namespace], list[Row]]] = {
-    section.__name__: section for section in (single_turn, episodes, group, latency, mixed)
+    section.__name__: section for section in (single_turn, episodes, group, latency, mixed, training)
 }
 
 

@@ -86,8 +86,7 @@ class TextEncoder:
     def embed_queries(self, queries: Sequence[str]) -> Float[np.ndarray, "Q E"]:
         """Embeddings float32 of the queries, by JAX; padded to a power of two of queries, so few programs compile."""
         tokens = self.tokenize_queries(queries)
-        rows = max(SMALLEST_BUCKET, 1 << (len(tokens) - 1).bit_length()) if len(tokens) else SMALLEST_BUCKET
-        return np.asarray(self._embed(tokens, rows), np.float32)[: len(tokens)]
+        return np.asarray(self._embed(tokens, _bucket(len(tokens))), np.float32)[: len(tokens)]
 
     def embed_passages(self, passages: Sequence[Passage], batch: int = BATCH) -> Float[np.ndarray, "N E"]:
         """Embeddings float32 of "prefix title text", in the passages' order; those that were cut are logged."""
@@ -105,8 +104,8 @@ class TextEncoder:
     def embed_tokens(self, ids: Sequence[Sequence[int]], batch: int = BATCH) -> Float[np.ndarray, "N E"]:
         """Embeddings float32 of token ids, in their order.
 
-        Rows of similar length are batched together, in widths of powers of two. The next batch is prepared while the
-        device works on the last.
+        Rows of similar length are batched together, in widths of powers of two, and what is left of a width in the next
+        power of two of rows. The next batch is prepared while the device works on the last.
         """
         embeddings = np.empty((len(ids), self.dim), np.float32)
         waiting: collections.deque[tuple[np.ndarray, jax.Array]] = collections.deque()
@@ -114,7 +113,7 @@ class TextEncoder:
             for start in range(0, len(rows), batch):
                 chosen = rows[start : start + batch]
                 tokens = pad([ids[row] for row in chosen], width, self.tokenizer.pad_token_id)
-                waiting.append((chosen, self._embed(tokens, batch)))
+                waiting.append((chosen, self._embed(tokens, min(batch, _bucket(len(tokens))))))
                 if len(waiting) > AHEAD:
                     _take(embeddings, *waiting.popleft())
         while waiting:
@@ -130,6 +129,11 @@ class TextEncoder:
         if self._sharding is not None:
             tokens, mask = jax.device_put((tokens, mask), self._sharding)
         return _embed(graph, state, tokens, mask)
+
+
+def _bucket(rows: int) -> int:
+    """The power of two of rows that so many are padded to."""
+    return max(SMALLEST_BUCKET, 1 << max(0, rows - 1).bit_length())
 
 
 def _take(embeddings: np.ndarray, rows: np.ndarray, found: jax.Array) -> None:

@@ -7,6 +7,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from rrl.errors import UserError
+from rrl.retrieval.joined import JoinedSearches
 from rrl.retrieval.retriever import Retriever, SearchFailed
 from rrl.retrieval.wire import answer
 
@@ -17,7 +18,8 @@ MOST_BYTES = 64 << 20
 def make_server(
     retriever: Retriever, host: str = "127.0.0.1", port: int = 8000, k: int = 3
 ) -> ThreadingHTTPServer:
-    """A server that `serve_forever` starts; port 0 takes a free one, which `server_port` tells.
+    """A server that `serve_forever` starts; port 0 takes a free one, which `server_port` tells. Requests that come at the same
+    time are searched together.
 
     `k` is what a request without a number gets. GET /health says that it lives, GET /stats what it did. Raises
     UserError where the address can't be had.
@@ -26,7 +28,7 @@ def make_server(
     class Service(_Service):
         pass
 
-    Service.retriever, Service.k = retriever, k
+    Service.retriever, Service.joined, Service.k = retriever, JoinedSearches(retriever), k
     try:
         return ThreadingHTTPServer((host, port), Service)
     except (OSError, OverflowError) as error:
@@ -35,6 +37,7 @@ def make_server(
 
 class _Service(BaseHTTPRequestHandler):
     retriever: Retriever
+    joined: JoinedSearches
     k: int
     protocol_version = "HTTP/1.1"
     timeout = 60
@@ -52,7 +55,7 @@ class _Service(BaseHTTPRequestHandler):
         try:
             self._reply(
                 200,
-                answer(self.path, json.loads(self.rfile.read(int(length))), self.k, self.retriever.search),
+                answer(self.path, json.loads(self.rfile.read(int(length))), self.k, self.joined.search),
             )
         except KeyError:
             self._reply(404, {"detail": "POST /retrieve, /search or /batch_search; GET /health or /stats"})

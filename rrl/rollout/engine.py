@@ -50,6 +50,11 @@ class RolloutStats:
     """Of prompts and observations; a group's prompt counts once."""
     searches_failed: int = 0
 
+    def __add__(self, other: "RolloutStats") -> "RolloutStats":
+        """Of two runs, one after the other."""
+        fields = (field.name for field in dataclasses.fields(self))
+        return RolloutStats(**{name: getattr(self, name) + getattr(other, name) for name in fields})
+
 
 class Engine:
     """Runs episodes of one decoder. Parameters are an argument of `run`, so that training needs no copy."""

@@ -25,6 +25,7 @@ from rrl.models.heads import ValueModel
 from rrl.models.hf import folder_hash, load_language_model, load_value_model, save_decoder
 from rrl.models.lora import LoraConfig, add_lora
 from rrl.models.weights import require_folder
+from rrl.parallel.mesh import data_shards
 from rrl.parallel.rules import shard
 from rrl.parallel.runtime import enable_compilation_cache
 from rrl.recipes.base import Recipe
@@ -257,7 +258,7 @@ def run(config: Mapping[str, Any], workdir: str | pathlib.Path) -> Outcome:
     loaded = load(settings, say)
     refuse_long_prompts(loaded.engine, settings.recipe, [*loaded.task.train, *loaded.task.held_out])
     write_model_files(workdir, loaded.decoder.config, loaded.tokenizer, _card(settings), settings.policy)
-    say("compiling rollout and update on first use (kept in the compilation cache for the next start)")
+    say(f"compiling on first use (the update stays in the compilation cache): {programs_of(settings)}")
     outcome = train(
         settings.train,
         settings.recipe,
@@ -273,6 +274,18 @@ def run(config: Mapping[str, Any], workdir: str | pathlib.Path) -> Outcome:
     if outcome.stopped == "signal":
         say(f"stopped after step {outcome.step} of {settings.train.steps}; the same command continues")
     return outcome
+
+
+def programs_of(settings: Settings) -> str:
+    """The programs of a run and their sizes, in words: nothing else is compiled after they have been met once."""
+    objective, shards = settings.train.objective, data_shards(settings.mesh.make())
+    update = ", ".join(f"{objective.rows(length, shards)} x {length}" for length in objective.lengths)
+
+    def loop(name: str, sizes: EngineConfig) -> str:
+        return f"{name} of {sizes.rows} rows x {sizes.context} tokens"
+
+    reader = f"; {loop('the reader', settings.reader_rollout)}" if settings.reader else ""
+    return f"{loop('rollout', settings.rollout)}{reader}; update of {update}"
 
 
 def identity_of(settings: Settings) -> dict[str, Any]:

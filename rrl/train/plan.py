@@ -115,7 +115,10 @@ def plan(
     sizes = dataclasses.asdict(settings.mesh)
     if set(sizes.values()) == {1}:
         sizes = default_mesh(shape, slice_.size, settings.rollout.rows)
-    devices = slice_.mesh(**sizes)
+    try:
+        devices = slice_.mesh(**sizes)
+    except UserError as error:
+        raise UserError(f"{error}; set --config.mesh.data, .fsdp and .tensor") from error
     shards = data_shards(devices)
     if settings.rollout.rows % shards:
         raise UserError(

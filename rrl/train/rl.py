@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -28,6 +29,7 @@ from rrl.rl.optim import (
     skipped_updates,
     split_trained,
 )
+from rrl.rl.refill import Refill
 from rrl.rollout.engine import Engine
 from rrl.rollout.trajectory import Trajectory
 from rrl.train.checkpoints import Checkpoints, stop_requested
@@ -37,7 +39,7 @@ from rrl.train.guard import Guard, GuardConfig
 from rrl.train.metrics import MetricsWriter, read_metrics
 from rrl.train.objective import ObjectiveConfig
 from rrl.train.progress import Progress
-from rrl.train.rollouts import describe, evaluate, run_questions
+from rrl.train.rollouts import describe, evaluate, sample_rounds
 from rrl.train.update import Updater
 
 
@@ -56,6 +58,9 @@ class RLConfig:
     """Questions a step."""
     samples: int = 5
     """Episodes a question: the group of GRPO."""
+    rounds: int = 1
+    """Above 1, dynamic sampling (DAPO): further questions are asked, at most so many times, until `questions` groups have
+    rewards further apart than objective.drop_spread (None: that are not all equal); those are learned from."""
     temperature: float = 1.0
     seed: int = 0
     eval_every: int = 0
@@ -69,7 +74,7 @@ class RLConfig:
     """The control: rewards are dealt out at random over the batch, so that nothing can be learned from them."""
 
     def __post_init__(self) -> None:
-        at_least(1, self, "questions", "samples", "checkpoint_every", where="train.")
+        at_least(1, self, "questions", "samples", "rounds", "checkpoint_every", where="train.")
         at_least(0, self, "steps", "seed", "eval_every", "temperature", "eval_temperature", where="train.")
         at_most(2**32 - 1, self, "seed", where="train.")
         if not 0 <= self.average_last <= 1:
@@ -126,12 +131,12 @@ class Outcome:
     """What the guard saw."""
 
 
-def question_order(count: int, size: int, seed: int, step: int) -> np.ndarray:
-    """Indices of a step's questions: each epoch is a permutation, a pure function of (seed, step)."""
+def question_order(count: int, size: int, seed: int, step: int, number: int = 0) -> np.ndarray:
+    """Indices of the questions of a step's round: each epoch is a permutation, a pure function of its arguments."""
     size = min(size, count)
     per_epoch = count // size
     epoch, place = divmod(step, per_epoch)
-    order = np.random.default_rng((seed, epoch)).permutation(count)
+    order = np.random.default_rng((seed, epoch, number) if number else (seed, epoch)).permutation(count)
     return order[place * size : (place + 1) * size]
 
 
@@ -177,6 +182,11 @@ def train(
     base = jax.random.key(config.seed)
     extra: dict[str, Any] = {"before": {}, "seconds": 0.0}
     sampled: list[Trajectory] = []
+
+    def ask(step: int, number: int, count: int) -> list[Question]:
+        """`count` questions of a round of a step; each round goes through all in an order of its own."""
+        order = question_order(len(task.train), config.questions, config.seed, step, number)
+        return [task.train[i] for i in order[:count]]
 
     def learned() -> PyTree:
         """All parameters of what the run has to show so far."""
@@ -241,17 +251,18 @@ def train(
                     checkpoints.save(step, (params, opt_state, average, *values), extra | {"step": step})
                 break
             began = time.perf_counter()
-            chosen = question_order(len(task.train), config.questions, config.seed, step)
-            sampled = run_questions(
+            found = sample_rounds(
                 engine,
                 nnx.merge_state(params, fixed),
                 recipe,
-                [task.train[i] for i in chosen],
+                functools.partial(ask, step),
+                Refill(config.questions, config.rounds, config.objective.drop_spread or 0.0),
                 key=jax.random.fold_in(base, step),
                 samples=config.samples,
                 temperature=config.temperature,
                 reader=reader,
             )
+            sampled, stats = found.trajectories, found.stats
             rolled = time.perf_counter()
             metrics = describe(sampled, "train")
             if config.permute_rewards:
@@ -259,6 +270,8 @@ def train(
             advantages = recipe.advantages(sampled)
             totals, groups = np.array([(t.rewards["total"], t.group) for t in sampled]).T
             left_out = config.objective.left_out(sampled)
+            if config.rounds > 1:
+                left_out = np.array([t.group not in found.kept for t in sampled])
             used = np.flatnonzero(~left_out)
             if len(used):
                 learned_from = [sampled[i] for i in used]
@@ -297,10 +310,11 @@ def train(
                 "train/zero_spread": float(low_spread(totals, groups).mean()),
                 "train/left_out": float(left_out.mean()),
                 "train/advantage_std": float(advantages.std()),
-                "train/searches_failed": float(engine.stats.searches_failed),
-                "time/rollout": engine.stats.seconds,
-                "time/retrieval": engine.stats.retrieval_seconds,
-                "time/score": rolled - began - engine.stats.seconds,
+                "train/searches_failed": float(stats.searches_failed),
+                "train/groups": float(len(np.unique(groups))),
+                "time/rollout": stats.seconds,
+                "time/retrieval": stats.retrieval_seconds,
+                "time/score": rolled - began - stats.seconds,
                 "time/update": done - rolled,
                 "time/step": done - began,
                 "minutes": extra["seconds"] / 60,

@@ -1,6 +1,7 @@
 """From questions to scored trajectories: the half of a training step that evaluation shares."""
 
 import collections
+import dataclasses
 from collections.abc import Callable, Sequence
 
 import jax
@@ -10,7 +11,8 @@ from jaxtyping import PyTree
 from rrl.data.questions import Question
 from rrl.recipes.base import Answers, Recipe
 from rrl.retrieval.retriever import Retriever
-from rrl.rollout.engine import Engine
+from rrl.rl.refill import Refill
+from rrl.rollout.engine import Engine, RolloutStats
 from rrl.rollout.episodes import Request
 from rrl.rollout.trajectory import ENVIRONMENT, POLICY, PROMPT, Trajectory
 from rrl.text.chat import chat_ids, chat_text
@@ -57,6 +59,59 @@ def refuse_long_prompts(engine: Engine, recipe: Recipe, questions: Sequence[Ques
         prompt = recipe.prompt(question)
         if len(prompt.encode()) + template + 2 > engine.config.context:
             engine.check_prompt(question, chat_ids(engine.tokenizer, prompt))
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampled:
+    """What a training step samples."""
+
+    trajectories: list[Trajectory]
+    """Scored; groups are numbered over all rounds."""
+    kept: set[int]
+    """The groups to learn from."""
+    stats: RolloutStats
+    """Of all rounds."""
+
+
+def sample_rounds(
+    engine: Engine,
+    params: PyTree,
+    recipe: Recipe,
+    ask: Callable[[int, int], Sequence[Question]],
+    refill: Refill,
+    *,
+    key: jax.Array,
+    samples: int,
+    temperature: float,
+    reader: Answers | None,
+) -> Sampled:
+    """Rounds of rollouts until `refill` has enough groups with spread (dynamic sampling); one round where it allows no more.
+
+    `ask(round, n)` gives n questions. A step is a pure function of parameters, key and questions: round 0 samples with `key`
+    itself, a later one with its number folded in.
+    """
+    found: list[Trajectory] = []
+    stats = RolloutStats()
+    while not refill.done:
+        number = refill.rounds
+        some = run_questions(
+            engine,
+            params,
+            recipe,
+            ask(number, refill.next_round),
+            key=jax.random.fold_in(key, number) if number else key,
+            samples=samples,
+            temperature=temperature,
+            reader=reader,
+        )
+        for trajectory in some:
+            trajectory.group += refill.asked
+        refill = refill.after(
+            np.array([t.rewards["total"] for t in some]), np.array([t.group for t in some], np.int64)
+        )
+        found += some
+        stats += engine.stats
+    return Sampled(found, set(refill.kept), stats)
 
 
 def describe(trajectories: Sequence[Trajectory], prefix: str) -> dict[str, float]:

@@ -189,6 +189,24 @@ def test_the_context_ends_an_episode_and_a_long_prompt_is_refused(world):
         engine.run(nnx.state(decoder), [long], Stream(turn_tokens=4), KEY)
 
 
+def test_a_second_run_compiles_nothing(world, caplog):
+    decoder, tokenizer, retriever, requests = world
+    engine, params = Engine(decoder, tokenizer, CONFIG, retriever=retriever), nnx.state(decoder)
+
+    def compiled(asked, key):
+        caplog.clear()
+        with jax.log_compiles():
+            engine.run(params, asked, ENVIRONMENT_, key)
+        return [line for line in caplog.messages if "Finished XLA compilation" in line]
+
+    assert compiled(requests, jax.random.key(0))
+    # Other questions, fewer of them, other temperatures and turns: only numbers change.
+    others = [
+        dataclasses.replace(r, seed=r.seed + 50, temperature=0.3, turn_tokens=7) for r in requests[3:14]
+    ]
+    assert compiled(others, jax.random.key(1)) == []
+
+
 def test_an_observation_that_does_not_fit_is_what_the_environment_says(world):
     decoder, tokenizer, retriever, requests = world
     requests = requests[:6]

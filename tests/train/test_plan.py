@@ -148,7 +148,7 @@ def test_nothing_of_a_7b_run_is_compiled_or_allocated_for_gpus_and_the_report_sa
     ("topology", "mesh", "message"),
     [
         ("v9:4x4", {}, "topology='v9:4x4' is unknown"),
-        ("h100:8", {"fsdp": 3}, "must multiply to 8"),
+        ("h100:8", {"fsdp": 3}, r"must multiply to 8; set --config\.mesh\.data"),
         ("h100:512", {"fsdp": 512}, r"rollout.rows=256 must be a multiple of data x fsdp = 512"),
     ],
 )

@@ -328,6 +328,14 @@ def test_an_epoch_asks_each_question_once():
     assert np.array_equal(question_order(10, 5, 3, 1), asked[5:10])
 
 
+def test_dynamic_sampling_asks_again_and_ends_where_nothing_tells(parts, tmp_path):
+    objective = dataclasses.replace(CONFIG.objective, drop_spread=100.0)
+    _, params = run(parts, tmp_path, dataclasses.replace(CONFIG, steps=1, objective=objective, rounds=3))
+    (line,) = (line for line in lines(tmp_path) if "train/groups" in line)
+    assert (line["train/groups"], line["train/left_out"]) == (12, 1)  # three rounds of four questions
+    jax.tree.map(np.testing.assert_array_equal, params, nnx.state(fresh()))
+
+
 def test_a_run_that_collapsed_ends_at_its_last_good_checkpoint(parts, tmp_path):
     guarded = dataclasses.replace(CONFIG, guard=GuardConfig("stop", steps=2), checkpoint_every=1)
     outcome, params = run(parts, tmp_path / "poor", guarded, poor_from=5)  # steps 3 and 4

@@ -1,0 +1,89 @@
+"""Encoder speed: `python -m benchmarks.encoding [--passages=256] [--rounds=5] [--st_python=PYTHON]`; rows go to RESULTS.md.
+
+A BERT-base-shaped encoder with random weights over passages of the built-in world, against sentence-transformers.
+"""
+
+import argparse
+import json
+import pathlib
+import sys
+import tempfile
+
+import numpy as np
+from flax import nnx
+
+from benchmarks.measure import Peer, Row, alternate, imports, seconds, write
+from rrl.data.miniwiki import generate
+from rrl.data.tokenizer import load_tokenizer
+from rrl.models.config import EncoderConfig
+from rrl.models.encoder import Encoder
+from rrl.retrieval.encode import TextEncoder, save_text_encoder
+from rrl.retrieval.settings import TextSettings
+
+BERT_BASE = {
+    "model_type": "bert",
+    "vocab_size": 30522,
+    "hidden_size": 768,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "intermediate_size": 3072,
+    "max_position_embeddings": 512,
+    "type_vocab_size": 2,
+    "layer_norm_eps": 1e-12,
+    "hidden_act": "gelu",
+}
+
+
+def measure(args: argparse.Namespace) -> list[Row]:
+    """Passages a second of both sides."""
+    what = f"BERT-base shape, float32, {args.passages} passages, passages/s"
+    if not imports(args.st_python, "sentence_transformers"):
+        return [
+            Row(what, "", "", f"not measured: {args.st_python} has no sentence_transformers", "at least 0.9x")
+        ]
+    encoder = Encoder(EncoderConfig.from_hf(BERT_BASE), rngs=nnx.Rngs(0))
+    settings = TextSettings(query_prefix="", passage_prefix="", query_tokens=64, passage_tokens=256)
+    passages = generate("train", 3, max(50, args.passages), 1).passages[: args.passages]
+    tokenizer = load_tokenizer("assets/miniwiki-encoder")
+    tokenizer.chat_template = None  # sentence-transformers would make messages of the texts
+    with tempfile.TemporaryDirectory() as folder:
+        model = save_text_encoder(folder, TextEncoder(encoder, tokenizer, settings))
+        texts = pathlib.Path(folder, "texts.json")
+        texts.write_text(json.dumps([f"{p.title} {p.text}" for p in passages]))
+        peer = Peer(args.st_python, "st_encode.py", folder, str(texts))
+        ours = model.embed_passages(passages)
+        took = alternate(
+            {
+                "ours": lambda: seconds(lambda: model.embed_passages(passages)),
+                "theirs": lambda: peer.ask("encode")["seconds"],
+            },
+            args.rounds,
+        )
+        gap = float(np.abs(ours - np.load(f"{texts}.npy")).max())
+        peer.close()
+    rate = {side: len(passages) / value for side, value in took.items()}
+    lengths = [len(row) for row in model.tokenize_passages(passages)[0]]
+    return [
+        Row(
+            f"{what} ({min(lengths)} to {max(lengths)} tokens, mean {np.mean(lengths):.0f})",
+            f"{rate['ours']:.1f}",
+            f"{rate['theirs']:.1f} ({peer.says['versions']})",
+            f"{rate['ours'] / rate['theirs']:.2f}x",
+            "at least 0.9x",
+        ),
+        Row("largest difference of an embedding's entries", f"{gap:.0e}", "", "", "1e-5"),
+    ]
+
+
+def main() -> None:
+    """Measures."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--passages", type=int, default=256)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--st_python", default=sys.executable, help="a Python with sentence-transformers")
+    args = parser.parse_args()
+    write("Encoding passages", "python -m benchmarks.encoding", measure(args), [])
+
+
+if __name__ == "__main__":
+    main()
