@@ -1,4 +1,4 @@
-"""Supervised training from a config: `python launch/sft.py --config=configs/miniwiki_pretrain.py --workdir=FOLDER`."""
+"""Supervised training from a config: `python launch/sft.py --config=configs/miniwiki_pretrain.py [--workdir=FOLDER]`."""
 
 import sys
 from collections.abc import Sequence
@@ -12,18 +12,18 @@ _CONFIG = config_flags.DEFINE_config_file(
     "config", None, "Config file, with its arguments after a colon.", lock_config=True
 )
 _WORKDIR = flags.DEFINE_string(
-    "workdir", None, "Folder of the run; a run that is there already is continued."
+    "workdir", None, "Folder of the run (default: runs/pretrain, ...); a run that is there is continued."
 )
 flags.register_validator("workdir", lambda folder: folder != "", message="--workdir must name a folder")
-flags.mark_flags_as_required(["config", "workdir"])
+flags.mark_flags_as_required(["config"])
 
 
 def main(_: Sequence[str]) -> None:
     """Trains, then writes the Hugging Face folder."""
     from rrl.train.stages import run
 
-    assert _WORKDIR.value is not None  # a required flag
-    if run(_CONFIG.value, _WORKDIR.value).stopped == "signal":
+    workdir = _WORKDIR.value or launcher.default_workdir(flags.FLAGS["config"])
+    if run(_CONFIG.value, workdir).stopped == "signal":
         sys.exit(launcher.STOPPED)
 
 

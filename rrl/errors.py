@@ -1,4 +1,4 @@
-"""The one exception for wrong input: launchers print it and exit with code 2. And its two most frequent reasons."""
+"""The one exception for wrong input: launchers print it and exit with code 2. And its most frequent reasons."""
 
 from collections.abc import Iterable
 
@@ -16,6 +16,14 @@ def at_least(least: float, settings: object, *fields: str, where: str = "") -> N
         value = getattr(settings, field)
         if not value >= least:  # nan is not
             raise UserError(f"{where}{field}={value} must be at least {least}")
+
+
+def at_most(most: float, settings: object, *fields: str, where: str = "") -> None:
+    """Raises UserError for the first of these fields of `settings` that is larger; `where` stands before its name."""
+    for field in fields:
+        value = getattr(settings, field)
+        if not value <= most:
+            raise UserError(f"{where}{field}={value} must be at most {most}")
 
 
 def one_of(allowed: Iterable[str], settings: object, *fields: str, where: str = "") -> None:

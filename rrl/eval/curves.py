@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import matplotlib.figure
+import matplotlib.ticker
 import numpy as np
 
 from rrl.errors import UserError
@@ -185,6 +186,8 @@ def _figure(rows: int, columns: int, title: str) -> tuple[matplotlib.figure.Figu
 def _dress(axis: Any, title: str, x: str = "") -> None:
     axis.set_title(title, fontsize=10.5, color=INK, loc="left")
     axis.set_xlabel(x or "step", fontsize=9, color=QUIET)
+    if not x:
+        axis.xaxis.set_major_locator(matplotlib.ticker.MaxNLocator(integer=True))
     axis.grid(color=GRID, linewidth=0.7)
     axis.tick_params(labelsize=8, colors=QUIET, length=0)
     axis.margins(y=0.14)

@@ -39,7 +39,7 @@ def read_json(file: Path, what: str) -> dict[str, Any]:
 
 def require_folder(field: str, folder: str | Path) -> None:
     """Raises UserError that names the field whose value is no model folder."""
-    if not (Path(folder) / CONFIG).is_file():
+    if not folder or not (Path(folder) / CONFIG).is_file():
         raise UserError(
             f"{field}={str(folder)!r} is no Hugging Face folder (no {CONFIG} there); give one that is"
         )

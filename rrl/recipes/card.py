@@ -28,6 +28,17 @@ class Card:
     top_k: int = 3
     """Passages a search returned."""
 
+    def __post_init__(self) -> None:
+        for name, kind in (
+            ("recipe", str),
+            ("fields", Mapping),
+            ("environment", Mapping),
+            ("context", int),
+            ("top_k", int),
+        ):
+            if not isinstance(getattr(self, name), kind):
+                raise TypeError(f"{name}={getattr(self, name)!r} is no {kind.__name__}")
+
     def make(self) -> Recipe:
         """The recipe itself."""
         return make_recipe(self.recipe, self.fields, self.environment)

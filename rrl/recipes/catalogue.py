@@ -27,11 +27,13 @@ def make_recipe(
             raise UserError(
                 f"recipe.{field} is no field of {name}; its fields are {', '.join(sorted(known))}"
             )
-    recipe = dataclasses.replace(recipe, **dict(fields or {}))
-    inner = {field.name for field in dataclasses.fields(recipe.environment)}
-    for field in environment or {}:
-        if field not in inner:
-            raise UserError(f"recipe.environment.{field} is unknown; there are {', '.join(sorted(inner))}")
-    return dataclasses.replace(
-        recipe, environment=dataclasses.replace(recipe.environment, **dict(environment or {}))
-    )
+    try:
+        recipe = dataclasses.replace(recipe, **dict(fields or {}))
+        inner = {field.name for field in dataclasses.fields(recipe.environment)}
+        for field in environment or {}:
+            if field not in inner:
+                raise UserError(f"environment.{field} is unknown; there are {', '.join(sorted(inner))}")
+        changed = dataclasses.replace(recipe.environment, **dict(environment or {}))
+        return dataclasses.replace(recipe, environment=changed)
+    except UserError as error:
+        raise UserError(f"recipe.{error}") from error

@@ -11,6 +11,7 @@ from jaxtyping import Float
 
 from rrl.data.miniwiki.questions import MiniQuestion
 from rrl.data.questions import Question
+from rrl.errors import at_least
 from rrl.recipes.base import Answers, Retrieve
 from rrl.rl.advantages import group_normalize
 from rrl.rollout.protocol import Append, Episode, Stream
@@ -59,6 +60,9 @@ class RSearch:
     pay_evidence_without_search: bool = True
     """Evidence written although nothing was searched: Eq. 5 as printed pays gamma_e; the released code does not."""
     environment: Stream = dataclasses.field(default_factory=Stream)
+
+    def __post_init__(self) -> None:
+        at_least(0, self, "answer_weight", "evidence_weight", "reader_weight")
 
     @property
     def tags(self) -> dict[str, str]:

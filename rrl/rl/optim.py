@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 from optax import contrib
 
-from rrl.errors import UserError, at_least, one_of
+from rrl.errors import UserError, at_least, at_most, one_of
 from rrl.parallel.rules import optimizer_shardings
 
 OPTIMIZERS = ("adamw", "muon", "sgd")
@@ -77,8 +77,18 @@ class OptimConfig:
             )
         if not 0 <= self.warmup_ratio <= 1:
             raise UserError(f"optim.warmup_ratio={self.warmup_ratio} must lie in 0..1.")
-        at_least(0, self, "lr", "warmup_steps", "weight_decay", where="optim.")
+        given = [name for name in ("adam_lr", "clip_norm") if getattr(self, name) is not None]
+        shares = ("final_ratio", "b1", "b2", "muon_beta")
+        at_least(0, self, "lr", "warmup_steps", "weight_decay", "eps", *given, *shares, where="optim.")
+        at_most(1, self, *shares, where="optim.")
         at_least(1, self, "total_steps", where="optim.")
+        for pattern in self.frozen:
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise UserError(
+                    f"optim.frozen={self.frozen}: {pattern!r} is no regular expression: {error}"
+                ) from error
 
     @property
     def warmup(self) -> int:

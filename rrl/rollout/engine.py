@@ -18,6 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Int, Key, PyTree
 from transformers import PreTrainedTokenizerBase
 
+from rrl.data.questions import Question
 from rrl.data.tokenizer import check_tokenizer, token_bytes
 from rrl.errors import UserError
 from rrl.models.decoder import Decoder
@@ -102,6 +103,14 @@ class Engine:
         self._built: dict[Any, Callable] = {}
 
     # -- public ------------------------------------------------------------------------------------------------------
+
+    def check_prompt(self, question: Question, prompt: Int[np.ndarray, "T"]) -> None:
+        """Raises UserError for a prompt that does not fit the context."""
+        if len(prompt) + 2 > self.config.context:
+            raise UserError(
+                f"the prompt of question {question.id!r} has {len(prompt)} tokens, the context holds "
+                f"{self.config.context}: raise rollout.context or shorten the prompt"
+            )
 
     def encode(self, text: str) -> np.ndarray:
         """Token ids of `text`, no special tokens added."""
@@ -289,11 +298,7 @@ class Engine:
 
     def _check(self, requests: Sequence[Request], environment: Environment) -> None:
         for request in requests:
-            if len(request.prompt) + 2 > self.config.context:
-                raise UserError(
-                    f"the prompt of question {request.question.id!r} has {len(request.prompt)} tokens, the context "
-                    f"holds {self.config.context}: raise rollout.context or shorten the prompt"
-                )
+            self.check_prompt(request.question, request.prompt)
             if not 0 <= request.turn_tokens <= environment.turn_tokens:
                 raise UserError(
                     f"turn_tokens={request.turn_tokens} of question {request.question.id!r} must be 0 to "

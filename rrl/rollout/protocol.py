@@ -1,6 +1,7 @@
 """What an environment is: the prompt, where the policy pauses, what it is answered, and when the episode ends."""
 
 import dataclasses
+import re
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -9,7 +10,7 @@ from jaxtyping import Int
 
 from rrl.data.passages import Passage, render
 from rrl.data.questions import Question
-from rrl.errors import at_least, one_of
+from rrl.errors import UserError, at_least, one_of
 from rrl.rollout.trajectory import Search
 from rrl.text.spans import boxes
 
@@ -127,6 +128,14 @@ class Stream:
         one_of(("end", "cut"), self, "when_full", where="environment.")
         at_least(0, self, "max_searches", where="environment.")
         at_least(1, self, "turn_tokens", "observation_tokens", where="environment.")
+        tags = [self.search, self.observation, self.answer]
+        for field in ("search", "observation", "answer"):
+            tag = getattr(self, field)
+            if not re.fullmatch(r"\w+", tag) or tags.count(tag) > 1:
+                raise UserError(
+                    f"environment.{field}={tag!r} must be a tag's name: letters, digits and underscores, and unlike the "
+                    "names of the other two of search, observation and answer"
+                )
 
     @property
     def stops(self) -> tuple[str, ...]:

@@ -7,8 +7,8 @@ from transformers import PreTrainedTokenizerBase
 from rrl.errors import UserError
 
 
-def chat_ids(tokenizer: PreTrainedTokenizerBase, user: str, system: str = "") -> Int[np.ndarray, "T"]:
-    """Token ids of a one-turn conversation up to where the assistant begins.
+def chat_text(tokenizer: PreTrainedTokenizerBase, user: str, system: str = "") -> str:
+    """A one-turn conversation up to where the assistant begins.
 
     Raises UserError where the tokenizer has no chat template.
     """
@@ -19,5 +19,10 @@ def chat_ids(tokenizer: PreTrainedTokenizerBase, user: str, system: str = "") ->
         )
     messages = [{"role": "system", "content": system}] if system else []
     messages.append({"role": "user", "content": user})
-    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+
+
+def chat_ids(tokenizer: PreTrainedTokenizerBase, user: str, system: str = "") -> Int[np.ndarray, "T"]:
+    """Token ids of `chat_text`; it raises the same."""
+    text = chat_text(tokenizer, user, system)
     return np.asarray(tokenizer.encode(text, add_special_tokens=False), np.int32)

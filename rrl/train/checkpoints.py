@@ -173,12 +173,17 @@ SHOWN = 6
 def refuse_other_config(
     workdir: str | os.PathLike[str], config: Mapping[str, Any], may_differ: tuple[str, ...] = ()
 ) -> None:
-    """Raises UserError when the workdir holds a run of another config, naming each field that differs."""
+    """Raises UserError when the workdir holds a run of another config, naming each field that differs, or cannot be made."""
     path = pathlib.Path(workdir) / "config.json"
     if pathlib.Path(workdir).is_file():
         raise UserError(
             f"workdir {os.fspath(workdir)} is a file; choose a folder, or one that is not there yet."
         )
+    folder = pathlib.Path(workdir).absolute()
+    there = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK):
+        reason = "cannot be written to" if there.is_dir() else "is a file"
+        raise UserError(f"workdir {os.fspath(workdir)}: {there} {reason}; choose another --workdir.")
     if not path.exists():
         return
     try:

@@ -45,6 +45,7 @@ from rrl.train.hardware import ComputeConfig, MeshConfig
 from rrl.train.metrics import read_metrics
 from rrl.train.objective import ObjectiveConfig
 from rrl.train.rl import MAY_DIFFER, Outcome, RLConfig, Task, train
+from rrl.train.rollouts import refuse_long_prompts
 from rrl.train.tasks import DataConfig, RetrieverConfig, encoder_folder, load_corpora
 
 SECTIONS = {
@@ -101,14 +102,16 @@ class Settings:
     def of(cls, config: Mapping[str, Any]) -> "Settings":
         """Checks a config (see configs/rsearch_grpo.py for its form) and that its folders are there; loads nothing yet."""
         settings = cls.parse(config)
-        for field, folder in (("policy", settings.policy), ("reader", settings.reader)):
-            if folder:
-                require_folder(field, folder)
+        if not settings.name:
+            raise UserError("name='' names no run; give a name, from which comes its folder")
+        require_folder("policy", settings.policy)
+        if settings.reader:
+            require_folder("reader", settings.reader)
         encoder_folder(settings.retriever)
-        if settings.data.path != "miniwiki" and not pathlib.Path(settings.data.path).is_dir():
-            raise UserError(
-                f"data={settings.data.path!r} is no folder; give one, or miniwiki for the built-in world"
-            )
+        settings.retriever.identity()  # its index, where it has one
+        path = settings.data.path
+        if path != "miniwiki" and not (path and pathlib.Path(path).is_dir()):
+            raise UserError(f"data={path!r} is no folder; give one, or miniwiki for the built-in world")
         return settings
 
     @classmethod
@@ -253,6 +256,7 @@ def run(config: Mapping[str, Any], workdir: str | pathlib.Path) -> Outcome:
     refuse_other_config(workdir, dataclasses.asdict(settings.train) | {"run": identity}, MAY_DIFFER)
     enable_compilation_cache()
     loaded = load(settings, say)
+    refuse_long_prompts(loaded.engine, settings.recipe, [*loaded.task.train, *loaded.task.held_out])
     write_model_files(workdir, loaded.decoder.config, loaded.tokenizer, _card(settings), settings.policy)
     say(f"compiling on first use (the update stays in the compilation cache): {programs_of(settings)}")
     outcome = train(

@@ -50,9 +50,16 @@ def build(kind: type[Fields], values: Mapping[str, Any], where: str, **more: Any
     hints = typing.get_type_hints(kind)
     for name, value in plain.items():
         kinds = typing.get_args(hints[name]) if isinstance(hints[name], types.UnionType) else ()
-        if kinds and not isinstance(value, (*kinds, int) if float in kinds else kinds):
+        if kinds and not _is_a(value, kinds):
             allowed = " or ".join("None" if k is types.NoneType else k.__name__ for k in kinds)
             raise UserError(f"{where}.{name}={value!r} must be {allowed}")
+        item = typing.get_args(hints[name])[0] if typing.get_origin(hints[name]) is tuple else None
+        if item in (int, float, str) and not (
+            isinstance(value, tuple) and all(_is_a(v, (item,)) for v in value)
+        ):
+            raise UserError(
+                f"{where}.{name}={value!r} must be a tuple, each item of which is {item.__name__}"
+            )
     try:
         return kind(**plain, **more)
     except UserError as error:
@@ -61,6 +68,13 @@ def build(kind: type[Fields], values: Mapping[str, Any], where: str, **more: Any
         raise UserError(f"{where}.{error}") from error
     except TypeError as error:
         raise UserError(f"{where}: {error}") from error
+
+
+def _is_a(value: object, kinds: tuple[type, ...]) -> bool:
+    """Whether a value is of one of these kinds, as people mean it: 1 is a float too, True is no number."""
+    if isinstance(value, bool):
+        return bool in kinds
+    return isinstance(value, (*kinds, int) if float in kinds else kinds)
 
 
 def only(known: Iterable[str], values: Iterable[str], where: str) -> None:

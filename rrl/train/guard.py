@@ -14,7 +14,7 @@ class GuardConfig:
     """When a run counts as collapsed, and what happens then."""
 
     action: str = "warn"
-    """"warn" says so in the log; "stop" ends the run at its last good checkpoint; "off" does not look."""
+    """"warn" says so in the log; "stop" ends the run at its last good checkpoint, or at its start; "off" does not look."""
     steps: int = 10
     """Steps in a row that a sign must last."""
     reward: float = 0.0

@@ -1,12 +1,15 @@
 """How a launcher starts: flags and a config file in, and for wrong input one clear line and exit code 2."""
 
+import ast
 import os
+import pathlib
 import re
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from absl import app, flags, logging
+from ml_collections import config_flags
 
 from rrl.errors import UserError
 from rrl.parallel.runtime import prepare_host, use_huge_pages
@@ -31,7 +34,13 @@ def run(main: Callable[[Sequence[str]], None], callbacks: bool = True) -> None:
         try:
             return flags.FLAGS(argv)
         except (flags.Error, AttributeError, KeyError, TypeError, ValueError) as error:
-            _fail((isinstance(error, AttributeError | KeyError) and _unknown_field(argv)) or _cause(error))
+            known = {
+                AttributeError: _unknown_field,
+                KeyError: _unknown_field,
+                flags.IllegalFlagValueError: _wrong_value,
+            }
+            said = next((say(argv) for kind, say in known.items() if isinstance(error, kind)), "")
+            _fail(said or _cause(error))
 
     def guarded(argv: Sequence[str]) -> None:
         logging.set_verbosity(logging.WARNING)  # checkpointing tells every file it touches at INFO
@@ -48,6 +57,17 @@ def run(main: Callable[[Sequence[str]], None], callbacks: bool = True) -> None:
     app.run(guarded, flags_parser=parse)
 
 
+def default_workdir(config: Any) -> str:
+    """Folder of a run that was given none, from its config flag: configs/miniwiki_pretrain.py has runs/pretrain.
+
+    With arguments it has one of its own, so that a smoke run does not stand in the way of the main one.
+    """
+    file, _, arg = config_flags.get_config_filename(config).partition(":")
+    return "runs/" + "-".join(
+        [pathlib.Path(file).stem.removeprefix("miniwiki_"), *re.findall(r"[\w.=]+", arg)]
+    )
+
+
 def _cause(error: BaseException) -> BaseException:
     """The innermost UserError behind an error, which ml_collections wraps together with its traceback."""
     found, inner = error, error.__cause__ or error.__context__
@@ -57,14 +77,20 @@ def _cause(error: BaseException) -> BaseException:
     return found
 
 
-def _unknown_field(argv: Sequence[str]) -> str:
-    """What is wrong with the first override `--config.a.b=1` of a field that the config does not have; or ""."""
-    names = [match[1] for arg in argv if (match := re.match(r"--?(?:no)?(config\.[^=]+)", arg))]
+def _overrides(argv: Sequence[str]) -> tuple[Any, dict[str, str]]:
+    """The config as its file makes it (None: no config), and what `--config.a.b=1` would set in it, by name."""
+    matches = [re.match(r"--?(?:no)?(config\.[^=]+)(?:=(.*))?", arg, re.DOTALL) for arg in argv]
+    given = {match[1]: match[2] or "" for match in matches if match}
     at = next((place for place, arg in enumerate(argv) if re.match(r"--?config(=|$)", arg)), None)
-    if not names or at is None:
-        return ""
-    config: Any = flags.FLAGS["config"].parser.parse(argv[at].partition("=")[2] or argv[at + 1])
-    for name in names:
+    if not given or at is None:
+        return None, {}
+    return flags.FLAGS["config"].parser.parse(argv[at].partition("=")[2] or argv[at + 1]), given
+
+
+def _unknown_field(argv: Sequence[str]) -> str:
+    """What is wrong with the first override of a field that the config does not have; or ""."""
+    config, given = _overrides(argv)
+    for name in given:
         section, path = config, "config"
         for field in name.split(".")[1:]:
             fields = sorted(section) if hasattr(section, "keys") else []
@@ -74,6 +100,40 @@ def _unknown_field(argv: Sequence[str]) -> str:
                 )
             section, path = section[field], f"{path}.{field}"
     return ""
+
+
+def _wrong_value(argv: Sequence[str]) -> str:
+    """What is wrong with the first override whose value is not of its field's type; or ""."""
+    config, given = _overrides(argv)
+    for name, value in given.items():
+        section = config
+        *path, field = name.split(".")[1:]
+        for part in path:
+            section = section[part]
+        kind = section.get_type(field)
+        if kind in _READ and not _READ[kind][0](value):
+            return f"--{name}={value!r} must be {_READ[kind][1]}; the config has {section[field]!r}"
+    return ""
+
+
+def _reads(kind: Callable[[str], Any]) -> Callable[[str], bool]:
+    def reads(text: str) -> bool:
+        try:
+            kind(text)
+        except (ValueError, SyntaxError):
+            return False
+        return True
+
+    return reads
+
+
+_READ: dict[type, tuple[Callable[[str], bool], str]] = {
+    bool: (lambda text: text.lower() in ("true", "t", "1", "false", "f", "0"), "true or false"),
+    int: (_reads(int), "a whole number"),
+    float: (_reads(float), "a number"),
+    tuple: (_reads(ast.literal_eval), "a tuple in Python's form, texts in it in quotes"),
+}
+"""Field types of which not every text is a value: what reads one, and what is allowed, in words."""
 
 
 def _fail(error: object) -> NoReturn:

@@ -14,7 +14,7 @@ from flax import nnx
 from jaxtyping import PyTree
 
 from rrl.data.questions import Question
-from rrl.errors import UserError, at_least
+from rrl.errors import UserError, at_least, at_most
 from rrl.models.decoder import Decoder, computed
 from rrl.models.heads import ValueModel
 from rrl.recipes.base import Answers, Recipe
@@ -76,6 +76,7 @@ class RLConfig:
     def __post_init__(self) -> None:
         at_least(1, self, "questions", "samples", "rounds", "checkpoint_every", where="train.")
         at_least(0, self, "steps", "seed", "eval_every", "temperature", "eval_temperature", where="train.")
+        at_most(2**32 - 1, self, "seed", where="train.")
         if not 0 <= self.average_last <= 1:
             raise UserError(
                 f"train.average_last={self.average_last} must lie in 0..1, a share of the updates."
@@ -224,6 +225,10 @@ def train(
                 (params, opt_state, average, *values)
             )
             start = int(extra["step"])
+        elif (
+            config.guard.action == "stop"
+        ):  # what a run goes back to that collapses before its first checkpoint
+            checkpoints.save(0, (params, opt_state, average, *values), extra | {"step": 0})
         writer = stack.enter_context(MetricsWriter(workdir, start))
         recorded = {line["step"]: line for line in read_metrics(writer.path) if "eval/em" in line}
         progress = stack.enter_context(Progress(config.steps, start, "train"))
@@ -346,7 +351,7 @@ def train(
             if (step % config.checkpoint_every == 0 and good) or step == config.steps:
                 checkpoints.save(step, (params, opt_state, average, *values), extra | {"step": step})
                 saved = step
-        if stopped == "collapse" and checkpoints.latest is not None:
+        if stopped == "collapse":
             (params, opt_state, average, *values), extra = checkpoints.restore(
                 (params, opt_state, average, *values)
             )

@@ -15,7 +15,7 @@ from rrl.rl.refill import Refill
 from rrl.rollout.engine import Engine, RolloutStats
 from rrl.rollout.episodes import Request
 from rrl.rollout.trajectory import ENVIRONMENT, POLICY, PROMPT, Trajectory
-from rrl.text.chat import chat_ids
+from rrl.text.chat import chat_ids, chat_text
 
 
 def run_questions(
@@ -47,6 +47,18 @@ def run_questions(
     )
     recipe.score(trajectories, reader)
     return trajectories
+
+
+def refuse_long_prompts(engine: Engine, recipe: Recipe, questions: Sequence[Question]) -> None:
+    """Raises UserError for a question whose prompt does not fit the context, which a run would else find on its way.
+
+    A token has a byte at least, so that only prompts with many bytes are encoded.
+    """
+    template = len(chat_text(engine.tokenizer, "").encode())
+    for question in questions:
+        prompt = recipe.prompt(question)
+        if len(prompt.encode()) + template + 2 > engine.config.context:
+            engine.check_prompt(question, chat_ids(engine.tokenizer, prompt))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,7 +16,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from rrl.data.examples import Example
-from rrl.errors import UserError, at_least
+from rrl.errors import UserError, at_least, at_most
 from rrl.models.decoder import Decoder, computed
 from rrl.parallel.mesh import put_rows, use_mesh
 from rrl.parallel.rules import constrain_state
@@ -64,7 +64,8 @@ class SFTConfig:
         for name in ("steps", "rows", "row_length", "chunk", "log_every"):
             if getattr(self, name) < 1:
                 raise UserError(f"{name}={getattr(self, name)} must be at least 1.")
-        at_least(0, self, "seed")
+        at_least(0, self, "seed", "eval_every", "patience", "checkpoint_every", "minutes")
+        at_most(2**32 - 1, self, "seed")
 
 
 MAY_DIFFER = ("log_every", "checkpoint_every")

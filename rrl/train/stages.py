@@ -23,7 +23,7 @@ from rrl.data.miniwiki.evidence import reader_examples
 from rrl.data.miniwiki.probes import reading_probes
 from rrl.data.miniwiki.reading import reading_examples
 from rrl.data.tokenizer import load_tokenizer
-from rrl.errors import UserError
+from rrl.errors import UserError, at_least
 from rrl.models.config import DecoderConfig
 from rrl.models.decoder import Decoder
 from rrl.models.hf import folder_hash, load_language_model, save_decoder
@@ -77,6 +77,8 @@ class StreamConfig:
     reading_options: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        at_least(1, self, "worlds", "world_size", "steps_per_block", "probes", "long_every", where="data.")
+        at_least(0, self, "short_length", where="data.")
         parse_curriculum(self.curriculum)
         for name in ("reading", "reading_later"):
             if not 0 <= getattr(self, name) <= 1:
@@ -104,6 +106,9 @@ class DemonstrationConfig:
     recipe: str = "rsearch"
     recipe_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     environment: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        at_least(1, self, "number", "held_out", "top_k", "context")
 
 
 HARDWARE = {"mesh": MeshConfig, "compute": ComputeConfig, "lora": LoraConfig}
@@ -165,6 +170,9 @@ def run(config: Mapping[str, Any], workdir: str | pathlib.Path) -> Result:
         identity["compute"] = numbers
     if values["init"]:
         identity["init"] = _init_hash(values["init"])
+    out = pathlib.Path(values["out"] or pathlib.Path(workdir, "model"))
+    if out.exists() and not out.is_dir():
+        raise UserError(f"out={str(out)!r} is a file; give a folder, or one that is not there yet")
     refuse_other_config(workdir, dataclasses.asdict(settings) | {"run": identity}, MAY_DIFFER)
     mesh = mesh_config.make()
     options: dict[str, Any] = {
@@ -201,7 +209,6 @@ def run(config: Mapping[str, Any], workdir: str | pathlib.Path) -> Result:
         card = card_of(_recipe(shown), shown.context, shown.top_k)
     write_model_files(workdir, decoder.config, tokenizer, card, values["init"] or None)
     result = train(settings, source, decoder, workdir, held_out=held_out, identity=identity, mesh=mesh)
-    out = pathlib.Path(values["out"] or pathlib.Path(workdir, "model"))
     if result.stopped != "signal":
         save_decoder(out, decoder, tokenizer)
         if card is not None:

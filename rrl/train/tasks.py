@@ -24,6 +24,9 @@ from rrl.retrieval.remote import open_remote
 from rrl.retrieval.retriever import Patience, Retriever
 from rrl.retrieval.wire import FORMS
 
+HELD_OUT_SPLITS = tuple(split for split in SPLITS if split != "train")
+"""Splits of the built-in world whose names training never shows."""
+
 
 @dataclasses.dataclass(frozen=True)
 class RetrieverConfig:
@@ -57,7 +60,13 @@ class RetrieverConfig:
         if not self.index:
             del settings["index"], settings["form"]
         elif not self.index.startswith("http"):
-            settings["index"] = index_identity(self.index)
+            try:
+                settings["index"] = index_identity(self.index)
+            except UserError as error:
+                raise UserError(
+                    f"retriever.index={self.index!r}: {error} Give a folder of launch/build_index.py, or http://... of a "
+                    "search service."
+                ) from error
         return settings
 
     def bm25(self) -> Bm25Config:
@@ -91,7 +100,7 @@ class DataConfig:
         at_least(
             1, self, "train_worlds", "held_out_worlds", "world_size", "train_per_kind", "held_out_per_kind"
         )
-        one_of(SPLITS, self, "held_out_split")
+        one_of(HELD_OUT_SPLITS, self, "held_out_split")
         one_of(typing.get_args(OnError), self, "on_error")
         if not self.kinds or not set(self.kinds) <= set(KINDS):
             raise UserError(f"kinds={self.kinds} must be some of {', '.join(KINDS)}")

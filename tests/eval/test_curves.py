@@ -57,6 +57,14 @@ def test_held_out_labels_say_how_tokens_were_chosen(tmp_path, monkeypatch, tempe
     assert labels.count(f"held out, {words}") == 2
 
 
+def test_a_short_run_has_no_ticks_between_steps(tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr("rrl.eval.curves._save", lambda figure, _: drawn.append(figure))
+    plot_training(run(steps=2), tmp_path / "run.png")
+    ticks = [tick for axis in drawn[0].axes for tick in axis.get_xticks()]
+    assert ticks and all(tick == int(tick) for tick in ticks)
+
+
 def test_a_run_of_one_step_with_missing_metrics_is_drawn(tmp_path):
     plot_training([{"step": 1, "reward/total": None, "train/em": 0.5}], tmp_path / "short.png")
     assert is_png(tmp_path / "short.png")

@@ -125,6 +125,12 @@ def test_adamw_is_optax_adamw():
         ({"schedule": "step"}, ["optim.schedule", "step", "cosine"]),
         ({"warmup_ratio": 0.5, "warmup_steps": 3}, ["warmup_ratio", "warmup_steps"]),
         ({"warmup_ratio": 95}, ["warmup_ratio", "95"]),
+        ({"b1": 1.5}, ["optim.b1=1.5", "at most 1"]),
+        ({"final_ratio": 7.0}, ["optim.final_ratio=7.0", "at most 1"]),
+        ({"clip_norm": -1.0}, ["optim.clip_norm=-1.0", "at least 0"]),
+        ({"adam_lr": -1.0}, ["optim.adam_lr=-1.0", "at least 0"]),
+        ({"eps": float("nan")}, ["optim.eps=nan", "at least 0"]),
+        ({"frozen": ("[",)}, ["optim.frozen", "'['", "no regular expression"]),
     ],
 )
 def test_wrong_settings_are_refused(fields, words):

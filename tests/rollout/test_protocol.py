@@ -83,6 +83,12 @@ def test_sizes_out_of_range_are_refused(wrong):
         Stream(**wrong)
 
 
+@pytest.mark.parametrize("wrong", [{"search": ""}, {"answer": "<answer>"}, {"observation": "search"}])
+def test_tags_are_names_and_three(wrong):
+    with pytest.raises(UserError, match=r"environment\.(search|answer)=.* must be a tag's name"):
+        Stream(**wrong)
+
+
 def test_only_the_body_is_cut():
     ids = message_ids(Append("<a>", "x" * 50, "</a>"), lambda text: np.frombuffer(text.encode(), np.uint8), 7)
     assert bytes(ids.astype(np.uint8)) == b"<a>xxxxxxx</a>"

@@ -164,9 +164,10 @@ def test_a_recipe_given_whole_overrides_the_card(known):
     assert rrl.Agent.load(known[0], recipe=recipe, index=known[1]).recipe is recipe
 
 
-def test_a_card_that_cannot_be_read_is_refused_by_name(tmp_path):
-    (tmp_path / "rrl_recipe.json").write_text('{"colour": 3}')
-    with pytest.raises(UserError, match=r"rrl_recipe.json.*colour"):
+@pytest.mark.parametrize("text", ['{"colour": 3}', '{"recipe": "rsearch", "context": "wide"}'])
+def test_a_card_that_cannot_be_read_is_refused_by_name(tmp_path, text):
+    (tmp_path / "rrl_recipe.json").write_text(text)
+    with pytest.raises(UserError, match=r"rrl_recipe.json.*(colour|context='wide')"):
         read_card(tmp_path)
 
 

@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 
 from rrl.errors import UserError
-from rrl.train.checkpoints import Checkpoints, stop_requested
+from rrl.train.checkpoints import Checkpoints, refuse_other_config, stop_requested
 
 CONFIG = {"steps": 3, "optim": {"lr": 1e-3}, "log_every": 1}
 
@@ -48,6 +48,15 @@ def test_another_config_is_refused_and_nothing_written(tmp_path):
         Checkpoints(tmp_path, {"steps": 3, "optim": {"lr": 2e-3}, "log_every": 1, "seed": 1})
     assert all(w in str(error.value) for w in ("optim.lr: 0.001 there, 0.002 now", "seed", "--workdir"))
     assert (tmp_path / "config.json").read_bytes() == before
+
+
+@pytest.mark.parametrize("below", ["", "run", "deep/run"])
+def test_a_workdir_that_is_a_file_or_below_one_is_refused(tmp_path, below):
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(UserError, match=r"^workdir .*notes\.txt.* is a file"):
+        refuse_other_config(tmp_path / "notes.txt" / below, {"lr": 1})
+    refuse_other_config(tmp_path / "new" / "run", {"lr": 1})
+    assert [file.name for file in tmp_path.iterdir()] == ["notes.txt"]
 
 
 def test_fields_that_may_differ_may(tmp_path):

@@ -200,7 +200,7 @@ def test_an_unknown_section_is_refused(folders):
             "data",
             "held_out_split",
             "eval",
-            r"data\.held_out_split='eval' is unknown; choose one of train, dev",
+            r"data\.held_out_split='eval' is unknown; choose one of dev, test",
         ),
         ("data", "kinds", ("two_hops",), r"data\.kinds=.*must be some of one_hop"),
         ("data", "kinds", (), r"data\.kinds"),
@@ -218,6 +218,14 @@ def test_an_unknown_section_is_refused(folders):
         ("data", "path", "nowhere", "nowhere"),
         ("retriever", "encoder", "nowhere", r"^retriever\.encoder='nowhere' is no Hugging Face folder"),
         ("objective", "drop_spread", "x", r"^objective\.drop_spread='x' must be float or None"),
+        ("objective", "drop_spread", True, r"^objective\.drop_spread=True must be float or None"),
+        ("objective", "lengths", (384, "x"), r"^objective\.lengths=\(384, 'x'\) must be a tuple.* int"),
+        ("optim", "frozen", ("[",), r"^optim\.frozen=\('\[',\): '\[' is no regular expression"),
+        ("data", "held_out_split", "train", r"^data\.held_out_split='train' .*dev, test"),
+        ("data", "path", "", r"^data='' is no folder"),
+        ("retriever", "index", "nowhere", r"^retriever\.index='nowhere': .*build_index\.py"),
+        ("train", "seed", 2**32, r"^train\.seed=4294967296 must be at most 4294967295"),
+        ("recipe", "reader_weight", -1.0, r"^recipe\.reader_weight=-1\.0 must be at least 0"),
     ],
 )
 def test_a_wrong_field_is_named(folders, section, field, value, message):
@@ -225,6 +233,21 @@ def test_a_wrong_field_is_named(folders, section, field, value, message):
     wrong[section].unlock()
     wrong[section][field] = value
     with pytest.raises(UserError, match=message):
+        Settings.of(wrong)
+
+
+def test_a_wrong_field_of_the_environment_is_named_with_its_section(folders):
+    wrong = config()
+    wrong.recipe.environment.max_searches = -1
+    with pytest.raises(UserError, match=r"^recipe\.environment\.max_searches=-1 must be at least 0"):
+        Settings.of(wrong)
+
+
+@pytest.mark.parametrize("field", ["policy", "name"])
+def test_an_empty_text_is_no_policy_and_no_name(folders, field):
+    wrong = config()
+    wrong[field] = ""
+    with pytest.raises(UserError, match=f"^{field}=''"):
         Settings.of(wrong)
 
 

@@ -6,6 +6,10 @@ import subprocess
 import sys
 
 import pytest
+from absl import flags
+from ml_collections import config_flags
+
+from rrl.train.launcher import default_workdir
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -24,7 +28,14 @@ ROOT = pathlib.Path(__file__).parents[2]
             ["--config=configs/miniwiki_pretrain.py", "--config.trian.rows=1"],
             ["config has no field 'trian'; its fields are compute, data"],
         ),
-        (["--config=configs/miniwiki_pretrain.py", "--config.optim.lr=fast"], ["fast"]),
+        (
+            ["--config=configs/miniwiki_pretrain.py", "--config.optim.lr=fast"],
+            ["--config.optim.lr='fast' must be a number"],
+        ),
+        (
+            ["--config=configs/miniwiki_pretrain.py", "--config.optim.frozen=('[',"],
+            ["--config.optim.frozen=", "must be a tuple"],
+        ),
         (["--config=configs/nothing.py"], ["configs/nothing.py"]),
         (["--config=configs/miniwiki_pretrain.py", "--workdir="], ["workdir"]),
         ([], ["config"]),
@@ -43,6 +54,21 @@ def test_wrong_input_is_one_line_and_exit_code_2(tmp_path, flags, words):
     assert "Traceback" not in done.stderr and all(word in done.stderr for word in words), done.stderr
     assert len(done.stderr.splitlines()) == 1 and done.stderr.startswith("error: "), done.stderr
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("config", "folder"),
+    [
+        ("configs/miniwiki_pretrain.py", "runs/pretrain"),  # where the next stage looks for it
+        ("configs/miniwiki_pretrain.py:steps=2,out=some/folder", "runs/pretrain-steps=2-out=some-folder"),
+        ("elsewhere/mine.py", "runs/mine"),
+    ],
+)
+def test_a_run_without_a_workdir_has_one_by_its_config_and_arguments(config, folder):
+    values = flags.FlagValues()
+    config_flags.DEFINE_config_file("config", None, "", flag_values=values)
+    values["config"].parse(config)
+    assert default_workdir(values["config"]) == folder
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ from rrl.train.guard import GuardConfig
 from rrl.train.metrics import read_metrics
 from rrl.train.objective import ObjectiveConfig
 from rrl.train.rl import RLConfig, Task, permute_rewards, question_order, train
-from rrl.train.rollouts import run_questions
+from rrl.train.rollouts import refuse_long_prompts, run_questions
 
 STEPS = 4
 
@@ -349,6 +349,24 @@ def test_a_run_that_collapsed_ends_at_its_last_good_checkpoint(parts, tmp_path):
     assert outcome.after["eval/f1"] == lines(tmp_path / "poor")[3]["eval/f1"]
     warned = dataclasses.replace(guarded, guard=GuardConfig("warn", steps=2))
     assert run(parts, tmp_path / "warned", warned, poor_from=5)[0].stopped == "done"
+
+
+def test_a_run_that_collapsed_before_its_first_checkpoint_ends_at_its_start(parts, tmp_path):
+    guarded = dataclasses.replace(CONFIG, guard=GuardConfig("stop", steps=2), eval_every=0)
+    outcome, params = run(parts, tmp_path, guarded, poor_from=1)
+    assert (outcome.stopped, outcome.step) == ("collapse", 0)
+    jax.tree.map(np.testing.assert_array_equal, params, nnx.state(fresh()))
+    assert outcome.after == outcome.before and steps_of(tmp_path) == ["eval 0", "train 1", "train 2"]
+
+
+def test_a_question_too_long_for_the_context_is_named_before_a_run_comes_to_it(parts):
+    questions, engine, recipe = parts
+    refuse_long_prompts(engine, recipe, questions)
+    spaces = dataclasses.replace(questions[0], id="many bytes, few tokens", text=questions[0].text * 2)
+    refuse_long_prompts(engine, recipe, [spaces])
+    long = dataclasses.replace(questions[0], id="endless", text=questions[0].text * 40)
+    with pytest.raises(UserError, match=r"question 'endless' has \d+ tokens, the context holds 128"):
+        refuse_long_prompts(engine, recipe, [*questions, long])
 
 
 def test_a_batch_without_a_finite_gradient_is_left_out_and_kept_for_study(parts, tmp_path, capsys):

@@ -79,6 +79,38 @@ def test_an_unknown_stage_or_field_is_refused_and_nothing_written(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize(
+    ("name", "section", "field", "value"),
+    [
+        ("pretrain", "data", "probes", 0),
+        ("pretrain", "data", "long_every", 0),
+        ("pretrain", "train", "patience", -1),
+        ("pretrain", "train", "minutes", -1.0),
+        ("cold_start", "data.demonstrations", "held_out", 0),
+        ("cold_start", "data.demonstrations", "top_k", 0),
+    ],
+)
+def test_a_size_out_of_range_is_named_and_nothing_written(tmp_path, name, section, field, value):
+    tokenizer, policy = f"{ROOT}/assets/miniwiki-tokenizer", f"{ROOT}/assets/miniwiki-policy"
+    config = config_of(
+        f"miniwiki_{name}", f"tokenizer={tokenizer}" if name == "pretrain" else f"init={policy}"
+    )
+    inner = config
+    for part in section.split("."):
+        inner = inner[part]
+    inner[field] = value
+    with pytest.raises(UserError, match=rf"^{section}\.{field}={value} must be at least"):
+        run(config, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_model_is_not_written_over_a_file(tmp_path):
+    (tmp_path / "model").write_text("mine")
+    with pytest.raises(UserError, match=r"^out='.*model' is a file"):
+        run(config_of("miniwiki_pretrain", f"out={tmp_path}/model"), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_missing_model_to_start_from_is_named_with_what_makes_it(tmp_path):
     with pytest.raises(UserError, match=rf"init='{tmp_path}/none' holds no model.*miniwiki_pretrain\.py"):
         run(config_of("miniwiki_cold_start", f"init={tmp_path}/none"), tmp_path / "run")
