@@ -81,6 +81,10 @@ class RLConfig:
             raise UserError(
                 f"train.average_last={self.average_last} must lie in 0..1, a share of the updates."
             )
+        if self.steps and self.waits >= self.steps:
+            raise UserError(
+                f"critic.warmup_steps={self.waits} must be less than train.steps={self.steps}: the policy waits for so many"
+            )
 
     @property
     def waits(self) -> int:
@@ -225,9 +229,8 @@ def train(
                 (params, opt_state, average, *values)
             )
             start = int(extra["step"])
-        elif (
-            config.guard.action == "stop"
-        ):  # what a run goes back to that collapses before its first checkpoint
+        elif config.guard.action == "stop":
+            # What a run goes back to that collapses before its first checkpoint.
             checkpoints.save(0, (params, opt_state, average, *values), extra | {"step": 0})
         writer = stack.enter_context(MetricsWriter(workdir, start))
         recorded = {line["step"]: line for line in read_metrics(writer.path) if "eval/em" in line}
@@ -237,8 +240,13 @@ def train(
         due = config.eval_every and start % config.eval_every == 0 and 0 < start < config.steps
         if task.held_out and due:  # the signal that ended the last life came before it
             last = measure(start)
+
+        def save() -> None:
+            """Keeps what there is: but not while a collapse shows that would end the run, which then goes back."""
+            if step == config.steps or config.guard.action != "stop" or not guard.suspects:
+                checkpoints.save(step, (params, opt_state, average, *values), extra | {"step": step})
+
         progress.begin()
-        saved = start
         states = [opt_state, *(state for _, state in values)]
         skipped = {
             name: float(skipped_updates(state))
@@ -247,8 +255,7 @@ def train(
         while step < config.steps:
             if stop:  # it came during an evaluation
                 stopped = "signal"
-                if saved != step:
-                    checkpoints.save(step, (params, opt_state, average, *values), extra | {"step": step})
+                save()
                 break
             began = time.perf_counter()
             found = sample_rounds(
@@ -340,17 +347,13 @@ def train(
                     break
             if stop:
                 stopped = "signal" if step < config.steps else "done"
-                checkpoints.save(step, (params, opt_state, average, *values), extra | {"step": step})
+                save()
                 break
             if config.eval_every and step % config.eval_every == 0 and step < config.steps and task.held_out:
                 with progress.paused():
                     last = measure(step)
-            good = (
-                not guard.suspects or config.guard.action != "stop"
-            )  # the last checkpoint is one to go back to
-            if (step % config.checkpoint_every == 0 and good) or step == config.steps:
-                checkpoints.save(step, (params, opt_state, average, *values), extra | {"step": step})
-                saved = step
+            if step % config.checkpoint_every == 0 or step == config.steps:
+                save()
         if stopped == "collapse":
             (params, opt_state, average, *values), extra = checkpoints.restore(
                 (params, opt_state, average, *values)

@@ -25,6 +25,7 @@ from rrl.rollout.engine import Engine, EngineConfig
 from rrl.rollout.protocol import Stream
 from rrl.rollout.trajectory import POLICY
 from rrl.train import rl
+from rrl.train.checkpoints import saved_steps
 from rrl.train.critic import CriticConfig
 from rrl.train.guard import GuardConfig
 from rrl.train.metrics import read_metrics
@@ -367,6 +368,27 @@ def test_a_question_too_long_for_the_context_is_named_before_a_run_comes_to_it(p
     long = dataclasses.replace(questions[0], id="endless", text=questions[0].text * 40)
     with pytest.raises(UserError, match=r"question 'endless' has \d+ tokens, the context holds 128"):
         refuse_long_prompts(engine, recipe, [*questions, long])
+
+
+def test_a_signal_keeps_no_checkpoint_of_what_may_be_a_collapse(parts, tmp_path, monkeypatch):
+    class Stop:
+        asked = 0
+
+        def __bool__(self):
+            self.asked += 1
+            return self.asked >= 2 * 3 + 1  # after step 3
+
+    guarded = dataclasses.replace(CONFIG, guard=GuardConfig("stop", steps=2), checkpoint_every=1)
+    with monkeypatch.context() as patch:
+        patch.setattr(rl, "stop_requested", lambda: contextlib.nullcontext(Stop()))
+        assert run(parts, tmp_path, guarded, poor_from=5)[0].stopped == "signal"
+    assert saved_steps(tmp_path)[-1] == 2
+
+
+def test_a_critic_that_warms_up_for_the_whole_run_is_refused():
+    critic = CriticConfig(OptimConfig(total_steps=STEPS), warmup_steps=STEPS)
+    with pytest.raises(UserError, match=r"critic\.warmup_steps=4 must be less than train\.steps=4"):
+        dataclasses.replace(CONFIG, critic=critic)
 
 
 def test_a_batch_without_a_finite_gradient_is_left_out_and_kept_for_study(parts, tmp_path, capsys):
