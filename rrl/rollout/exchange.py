@@ -54,7 +54,7 @@ class Limits:
     """Tokens a fed row takes at a time; longer texts go in chunks."""
     query_tokens: int
     """Width of the query encoder's input; 0 without an encoder."""
-    patience: int = 16
+    patience: int = 8
     """Decode steps that a paused row waits at most while others run."""
 
     @property

@@ -38,7 +38,7 @@ class EngineConfig:
     """Rows prefilled together, per data shard; also how many paused rows interrupt decoding."""
     feed_tokens: int = 256
     """Tokens prefilled at a time; longer texts go in chunks."""
-    patience: int = 16
+    patience: int = 8
     """Decode steps that a paused row waits at most while others run; one whose query is being encoded waits for none."""
     top_k: int = 3
     """Passages a search returns."""
