@@ -326,7 +326,10 @@ SECTIONS: dict[str, Callable[[argparse.Namespace], list[Row]]] = {
 
 
 NOTES = {
-    "single_turn": ["Tunix recommends vLLM for rollouts in production; its Sampler is what runs without."]
+    "single_turn": ["Tunix recommends vLLM for rollouts in production; its Sampler is what runs without."],
+    "training": [
+        "An episode reads more than twice what it writes: prefilling that is in its time, not in the peer's."
+    ],
 }
 
 
