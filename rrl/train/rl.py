@@ -81,9 +81,9 @@ class RLConfig:
             raise UserError(
                 f"train.average_last={self.average_last} must lie in 0..1, a share of the updates."
             )
-        if self.steps and self.waits >= self.steps:
+        if self.steps and self.waits > self.steps:
             raise UserError(
-                f"critic.warmup_steps={self.waits} must be less than train.steps={self.steps}: the policy waits for so many"
+                f"critic.warmup_steps={self.waits} must be at most train.steps={self.steps}: the policy waits for so many"
             )
 
     @property

@@ -385,9 +385,9 @@ def test_a_signal_keeps_no_checkpoint_of_what_may_be_a_collapse(parts, tmp_path,
     assert saved_steps(tmp_path)[-1] == 2
 
 
-def test_a_critic_that_warms_up_for_the_whole_run_is_refused():
-    critic = CriticConfig(OptimConfig(total_steps=STEPS), warmup_steps=STEPS)
-    with pytest.raises(UserError, match=r"critic\.warmup_steps=4 must be less than train\.steps=4"):
+def test_a_critic_that_warms_up_for_longer_than_the_run_is_refused():
+    critic = CriticConfig(OptimConfig(total_steps=STEPS), warmup_steps=STEPS + 1)
+    with pytest.raises(UserError, match=r"critic\.warmup_steps=5 must be at most train\.steps=4"):
         dataclasses.replace(CONFIG, critic=critic)
 
 
