@@ -173,20 +173,26 @@ def _made_by(cell: Cell) -> str | None:
 
 
 def refuse_mixed_models(plan: Sequence[Cell]) -> None:
-    """Raises UserError when two runs had other models under the same paths, by the hashes that each has recorded."""
-    first: tuple[Cell, list[str]] | None = None
+    """Raises UserError when two runs had other models under the same paths, by the hashes that each has recorded.
+
+    A run without a model (search off has no encoder) goes with any.
+    """
+    first: dict[str, tuple[Cell, str]] = {}
     for cell in plan:
         file = cell.workdir / "config.json"
         if cell.arm == SFT or not file.exists():
             continue
         made = json.loads(file.read_text(encoding="utf-8"))["run"]
-        models = [made["policy"], made["reader"], made["retriever"]["encoder"]]
-        first = first or (cell, models)
-        if models != first[1]:
-            raise UserError(
-                f"{first[0].workdir} and {cell.workdir} had other models (policy, reader, encoder: {first[1]} and "
-                f"{models}); delete the one that is out of date and run the comparison again"
-            )
+        models = {name: made[name] for name in ("policy", "reader")} | {
+            "encoder": made["retriever"]["encoder"]
+        }
+        for name, found in models.items():
+            other, wanted = first.setdefault(name, (cell, found)) if found else (cell, found)
+            if found != wanted:
+                raise UserError(
+                    f"{other.workdir} and {cell.workdir} had other models ({name}: {wanted} and {found}); delete the one "
+                    "that is out of date and run the comparison again"
+                )
 
 
 def commands(cell: Cell, config: str, cold_start: str, minutes: float) -> list[list[str]]:

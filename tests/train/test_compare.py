@@ -149,10 +149,18 @@ def test_ctrl_c_waits_for_the_run_to_save():
 def test_runs_of_other_models_are_not_put_in_one_table(sweep):
     sweep("", ["GRPO", "search off"])
     plan = cells(sweep.root, ["GRPO", "search off"], [0])
-    for cell, policy in zip(plan, ("aaa", "bbb"), strict=True):
-        made = {"policy": policy, "reader": "r", "retriever": {"encoder": "e"}}
-        (cell.workdir / "config.json").write_text(json.dumps({"run": made}))
-    with pytest.raises(UserError, match=r"GRPO-0 and .*search_off-0 had other models .*'aaa'.*'bbb'"):
+
+    def made(cell, policy="p", encoder="e"):
+        run = {"policy": policy, "reader": "r", "retriever": {"encoder": encoder}}
+        (cell.workdir / "config.json").write_text(json.dumps({"run": run}))
+
+    made(plan[0])
+    made(plan[1], encoder="")  # search off needs none
+    sweep("", ["GRPO", "search off"])
+    made(plan[1], policy="other")
+    with pytest.raises(
+        UserError, match=r"GRPO-0 and .*search_off-0 had other models \(policy: p and other\)"
+    ):
         sweep("", ["GRPO", "search off"])
 
 
