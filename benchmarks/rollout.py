@@ -88,7 +88,7 @@ def single_turn(args: argparse.Namespace) -> list[Row]:
     batch, prompt, new = args.batch, 256, 256
     what = f"one turn, batch {batch}, {prompt} prompt and {new} new tokens, tokens/s"
     wanted = {"HF generate": "1.5x", "Tunix Sampler": "3x"}
-    made = engine(EngineConfig(rows=batch, context=prompt + new, feeds=batch, feed_tokens=prompt))
+    made = engine(EngineConfig(rows=batch, context=prompt + new, feeds=batch, feed_tokens=512))
     environment = SingleTurn(turn_tokens=new)
     asked = requests(batch, prompt)
     sides = {"ours": timed(made, asked, environment, batch * new)}
@@ -163,7 +163,7 @@ def episodes(args: argparse.Namespace) -> list[Row]:
             rows=args.batch,
             context=(searches + 1) * 448 + 256,
             feeds=16,
-            feed_tokens=128,
+            feed_tokens=256,
             share_prompts=False,
         )
         live, again = Turns(searches), Turns(searches, again=True)
@@ -229,7 +229,7 @@ class Delayed:
 
 def latency(args: argparse.Namespace) -> list[Row]:
     """Searches of 50 ms, against searches of no time."""
-    config = EngineConfig(rows=args.batch, context=1600, feeds=16, feed_tokens=128)
+    config = EngineConfig(rows=args.batch, context=1600, feeds=16, feed_tokens=256)
 
     @dataclasses.dataclass(frozen=True)
     class Varied(Turns):
@@ -256,7 +256,7 @@ def latency(args: argparse.Namespace) -> list[Row]:
 
 def mixed(args: argparse.Namespace) -> list[Row]:
     """How many slots write, where lengths are geometric, ten to one."""
-    config = EngineConfig(rows=args.batch, context=640, feeds=16, feed_tokens=128)
+    config = EngineConfig(rows=args.batch, context=640, feeds=16, feed_tokens=256)
     draws = np.random.default_rng(0).geometric(1 / 100, 8 * args.batch).clip(20, 200)
     asked = [
         dataclasses.replace(request, turn_tokens=int(length))
@@ -286,7 +286,7 @@ def training(args: argparse.Namespace) -> list[Row]:
     wiki = generate("train", 1, 1600, 8)
     questions = [item.question for item in mixed_questions(wiki, 100, KINDS, 1)]
     retriever = make_retriever(wiki.passages, "scann", load_text_encoder("assets/miniwiki-encoder"))
-    config = EngineConfig(rows=64, context=1024, feeds=16, feed_tokens=96, top_k=2, top_p=0.95)
+    config = EngineConfig(rows=64, context=1024, feeds=16, feed_tokens=256, top_k=2, top_p=0.95)
     params, new = nnx.state(decoder), 256
     made, alone = Engine(decoder, tokenizer, config, retriever=retriever), Engine(decoder, tokenizer, config)
     alone.programs.eos = jnp.full(1, -1, jnp.int32)

@@ -76,14 +76,14 @@ def get_config(arg: str = "") -> ConfigDict:
         "rows": sized(64, 16, 256),
         "context": sized(1024, 4096, 8192),
         "feeds": 16,
-        "feed_tokens": sized(96, 256, 512),
+        "feed_tokens": sized(256, 1024, 2048),
         "top_k": 2 if ours else 3,
         "top_p": 0.95,
     }
     config.reader_rollout = {
         "rows": 32 if tiny else 128,
         "context": 384 if tiny else 4096,
-        "feed_tokens": 128 if tiny else 512,
+        "feed_tokens": 512 if tiny else 2048,
     }
     config.data = {
         "path": args.data,

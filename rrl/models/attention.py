@@ -96,44 +96,58 @@ softmax_attention.defvjp(_forward, _backward)
 
 def cache_attention(
     q: Float[Array, "P T N H"],
-    k: Float[Array, "L blocks R slot K H"],
-    v: Float[Array, "L blocks R slot K H"],
+    k: Float[Array, "L blocks R K H slot"],
+    v: Float[Array, "L blocks R K slot H"],
     layer: Int[Array, ""],
     positions: Int[Array, "P T"],
-    blocks: Int[Array, ""],
-    rows: Int[Array, "P"] | None = None,
+    rows: Int[Array, "P"] | None,
+    groups: tuple[Int[Array, "G P/G"], Int[Array, "G"]],
 ) -> Float[Array, "P T N H"]:
     """Each query attends to a layer's slots up to its own position; q must be scaled already.
 
-    Reads the first `blocks` blocks, one after another, with a running softmax (Milakov & Gimelshein 2018). A block
-    beyond a query's position adds exact zeros, so the result does not depend on how many blocks are read: a row's bits
-    are the same whatever its neighbours are.
+    Reads blocks one after another, with a running softmax (Milakov & Gimelshein 2018), `groups` of the P entries at a time:
+    which entries, and how many blocks they need (`rrl.models.cache.KVCache.groups`). A block beyond a query's position adds
+    exact zeros, so the result does not depend on how many blocks are read: a row's bits are the same whatever its
+    neighbours are.
     """
-    batch, time, heads, width = q.shape
-    slots, kv_heads = k.shape[3:5]
-    grouped = q.reshape(batch, time, kv_heads, heads // kv_heads, width)
+    time, heads, width = q.shape[1:]
+    kv_heads, slots = v.shape[3:5]
+    grouped = jnp.swapaxes(q.reshape(-1, time, kv_heads, heads // kv_heads, width), 1, 2)
 
-    def one_block(index: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-        peak, total, mixed = carry
-        keys, values = (
-            (part[layer, index] if rows is None else part[layer, index, rows]).astype(q.dtype)
-            for part in (k, v)
-        )
-        scores = jnp.einsum("BTKGH,BSKH->BKTGS", grouped, keys, preferred_element_type=jnp.float32)
-        seen = index * slots + jnp.arange(slots) <= positions[..., None]
-        scores = jnp.where(seen[:, None, :, None, :], scores, jnp.finfo(jnp.float32).min)
-        higher = jnp.maximum(peak, scores.max(axis=-1, keepdims=True))
-        weights, shrink = jnp.exp(scores - higher), jnp.exp(peak - higher)
-        added = jnp.einsum(
-            "BKTGS,BSKH->BKTGH", weights.astype(values.dtype), values, preferred_element_type=jnp.float32
-        )
-        return higher, total * shrink + weights.sum(axis=-1, keepdims=True), mixed * shrink + added
+    def of_group(entries: Array, blocks: Array) -> Float[Array, "P/G K T G H"]:
+        everyone = entries.shape[0] == q.shape[0]
+        some, until = (grouped, positions) if everyone else (grouped[entries], positions[entries])
+        if rows is None:
+            held = slice(None) if everyone else entries
+        else:
+            held = rows if everyone else rows[entries]
 
-    shape = (batch, kv_heads, time, heads // kv_heads)
-    start = (
-        jnp.full((*shape, 1), jnp.finfo(jnp.float32).min),
-        jnp.zeros((*shape, 1), jnp.float32),
-        jnp.zeros((*shape, width), jnp.float32),
-    )
-    _, total, mixed = jax.lax.fori_loop(0, blocks, one_block, start)
-    return jnp.moveaxis(mixed / total, 1, 2).reshape(q.shape).astype(q.dtype)
+        def one_block(index: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+            peak, total, mixed = carry
+            keys, values = (part[layer, index, held].astype(q.dtype) for part in (k, v))
+            scores = jnp.einsum("PKTGH,PKHS->PKTGS", some, keys, preferred_element_type=jnp.float32)
+            seen = index * slots + jnp.arange(slots) <= until[..., None]
+            scores = jnp.where(seen[:, None, :, None, :], scores, jnp.finfo(jnp.float32).min)
+            higher = jnp.maximum(peak, scores.max(axis=-1, keepdims=True))
+            weights, shrink = jnp.exp(scores - higher), jnp.exp(peak - higher)
+            added = jnp.einsum(
+                "PKTGS,PKSH->PKTGH", weights.astype(values.dtype), values, preferred_element_type=jnp.float32
+            )
+            return higher, total * shrink + weights.sum(axis=-1, keepdims=True), mixed * shrink + added
+
+        shape = some.shape[:-1]
+        start = (
+            jnp.full((*shape, 1), jnp.finfo(jnp.float32).min),
+            jnp.zeros((*shape, 1), jnp.float32),
+            jnp.zeros((*shape, width), jnp.float32),
+        )
+        _, total, mixed = jax.lax.fori_loop(0, blocks, one_block, start)
+        return (mixed / jnp.maximum(total, 1.0)).astype(q.dtype)
+
+    order, blocks = groups
+    if len(order) == 1:
+        out = of_group(order[0], blocks[0])
+    else:
+        out = jax.lax.map(lambda group: of_group(*group), (order, blocks))
+        out = out.reshape(grouped.shape)[jnp.argsort(order.ravel())]
+    return jnp.swapaxes(out, 1, 2).reshape(q.shape)

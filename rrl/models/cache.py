@@ -4,6 +4,7 @@ Layer and block are the leading axes, so that attention reads one layer's filled
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,15 +12,18 @@ from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
+from rrl.models.attention import cache_attention
 from rrl.models.config import DecoderConfig
 from rrl.parallel.mesh import ROW_AXES, data_shards
 from rrl.parallel.rules import constrain, fit
 
 BLOCK = 128
 """Slots in a block."""
-PLACE = (None, None, ROW_AXES, None, "tensor", None)
+PLACE = (None, None, ROW_AXES, "tensor", None, None)
 """Rows over the devices that decode them, kv heads over those that share a row."""
 Pair = tuple[Array, Array]
+Groups = tuple[Int[Array, "G P/G"], Int[Array, "G"]]
+"""Which of P entries read the past together, and how many blocks of it."""
 
 
 @jax.tree_util.register_dataclass
@@ -27,12 +31,13 @@ Pair = tuple[Array, Array]
 class KVCache:
     """Keys (already rotated) and values of R rows with S slots each; a token at position p lives in slot p.
 
-    Slot p of a layer is [layer, p // BLOCK, row, p % BLOCK]. The layers are stacked, so that a loop over them carries the
-    whole cache and XLA updates it in place: an array cut out of it by layer would be copied.
+    Slot p of a layer is slot p % BLOCK of [layer, p // BLOCK, row]. The layers are stacked, so that a loop over them
+    carries the whole cache and XLA updates it in place: an array cut out of it by layer would be copied. Heads come before
+    slots, and keys have their slots last, as attention's two matrix products want them: neither transposes a block.
     """
 
-    k: Float[Array, "L blocks R slot K H"]
-    v: Float[Array, "L blocks R slot K H"]
+    k: Float[Array, "L blocks R K H slot"]
+    v: Float[Array, "L blocks R K slot H"]
     slots: int = dataclasses.field(metadata={"static": True})
     """S; positions from S on are dropped."""
 
@@ -41,35 +46,81 @@ class KVCache:
         cls, config: DecoderConfig, rows: int, slots: int, dtype: DTypeLike = jnp.float32
     ) -> "KVCache":
         """An empty cache of `rows` sequences of up to `slots` tokens."""
-        shape = (config.layers, -(-slots // BLOCK), rows, BLOCK, config.kv_heads, config.head_dim)
-        return cls(_placed(jnp.zeros(shape, dtype)), _placed(jnp.zeros(shape, dtype)), slots)
+        lead = (config.layers, -(-slots // BLOCK), rows, config.kv_heads)
+        keys, values = (
+            jnp.zeros((*lead, *last), dtype) for last in ((config.head_dim, BLOCK), (BLOCK, config.head_dim))
+        )
+        return cls(_placed(keys), _placed(values), slots)
 
     @property
     def rows(self) -> int:
         """R."""
         return self.k.shape[2]
 
-    def filled(self, positions: Int[Array, "P T"]) -> Int[Array, ""]:
-        """How many blocks hold all slots up to these positions (those >= S left out); at least 1."""
-        return jnp.max(jnp.where(positions < self.slots, positions, 0)) // BLOCK + 1
+    def groups(self, positions: Int[Array, "P T"], size: int) -> Groups:
+        """The P entries in groups of `size`, and how many blocks hold all slots up to the positions in each (but those >= S).
 
-    def write(
+        Those that need most blocks come first, so that short entries are not kept waiting by long ones; with 0, or where
+        `size` does not divide P, all are one group in their order. Where rows are split over devices, each groups its own.
+        """
+
+        def on_one(positions: Array) -> Groups:
+            needed = jnp.max(jnp.where(positions < self.slots, positions // BLOCK + 1, 0), axis=1)
+            if not size or len(needed) % size:
+                return jnp.arange(len(needed))[None], jnp.max(needed)[None]
+            order = jnp.argsort(-needed).reshape(-1, size)
+            return order, jnp.max(needed[order], axis=1)
+
+        mesh = jax.sharding.get_abstract_mesh()
+        if mesh.empty or mesh.size == 1:
+            return on_one(positions)
+        entries = PartitionSpec(ROW_AXES)
+        return jax.shard_map(on_one, in_specs=entries, out_specs=entries, check_vma=False)(positions)
+
+    def attend(
         self,
         layer: Int[Array, ""],
+        q: Float[Array, "P T N H"],
         k: Float[Array, "P T K H"],
         v: Float[Array, "P T K H"],
         positions: Int[Array, "P T"],
         rows: Int[Array, "P"] | None,
-    ) -> "KVCache":
-        """The cache with each token's key and value in slot `positions` of its row; positions >= S are dropped."""
-        rows = jnp.arange(k.shape[0]) if rows is None else rows
-        block = jnp.where(positions < self.slots, positions // BLOCK, self.k.shape[1])
-        where = (layer, block, rows[:, None], positions % BLOCK)
+        groups: Groups,
+    ) -> tuple[Float[Array, "P T N H"], "KVCache"]:
+        """Writes each token's key and value to slot `positions` of its row (those >= S are dropped), then attends to the past.
 
-        def put(old: Array, new: Array) -> Array:
-            return _placed(old.at[where].set(new.astype(old.dtype), mode="drop"))
+        Where rows are split over devices, the P entries are too, and each concerns a row of its own device.
+        """
+        mesh = jax.sharding.get_abstract_mesh()
+        if mesh.empty or mesh.size == 1:
+            out, pair = _attended((self.k, self.v), layer, q, k, v, positions, rows, groups, self.slots)
+            return out, dataclasses.replace(self, k=pair[0], v=pair[1])
+        held = fit("cache", PartitionSpec(*PLACE), self.k.shape, mesh)
+        entries = PartitionSpec(ROW_AXES)
+        heads = PartitionSpec(ROW_AXES, None, held[3] if len(held) > 3 else None, None)
+        per_device = self.rows // data_shards(mesh)
 
-        return dataclasses.replace(self, k=put(self.k, k), v=put(self.v, v))
+        def on_one(
+            pair: Pair,
+            layer: Array,
+            q: Array,
+            k: Array,
+            v: Array,
+            at: Array,
+            rows: Array | None,
+            groups: Groups,
+        ) -> tuple:
+            here = None if rows is None else rows - jax.lax.axis_index(ROW_AXES) * per_device
+            return _attended(pair, layer, q, k, v, at, here, groups, self.slots)
+
+        mapped = jax.shard_map(
+            on_one,
+            in_specs=(held, PartitionSpec(), heads, heads, heads, entries, entries, entries),
+            out_specs=(heads, held),
+            check_vma=False,
+        )
+        out, pair = mapped((self.k, self.v), layer, q, k, v, positions, rows, groups)
+        return out, dataclasses.replace(self, k=pair[0], v=pair[1])
 
     def copy_rows(
         self, source: Int[Array, "P"], target: Int[Array, "P"], slots: Int[Array, "P"]
@@ -95,6 +146,32 @@ class KVCache:
         return dataclasses.replace(self, k=k, v=v)
 
 
+def _attended(
+    pair: Pair,
+    layer: Array,
+    q: Array,
+    k: Array,
+    v: Array,
+    positions: Array,
+    rows: Array | None,
+    groups: Groups,
+    slots: int,
+) -> tuple[Array, Pair]:
+    """`KVCache.attend` on one device."""
+    block = jnp.where(positions < slots, positions // BLOCK, pair[0].shape[1])
+    row = (jnp.arange(len(q)) if rows is None else rows)[:, None]
+    slot, every = positions % BLOCK, slice(None)
+
+    def put(old: Array, where: tuple[Any, ...], new: Array) -> Array:
+        return old.at[where].set(new.astype(old.dtype), mode="drop")
+
+    pair = (
+        put(pair[0], (layer, block, row, every, every, slot), k),
+        put(pair[1], (layer, block, row, every, slot), v),
+    )
+    return cache_attention(q, *pair, layer, positions, rows, groups), pair
+
+
 def _copied(arrays: Pair, source: Array, target: Array, slots: Array, first: Array) -> Pair:
     """Block by block; `first` is the number of the first row here. A block is read before it is written."""
     here = arrays[0].shape[2]
@@ -108,5 +185,5 @@ def _copied(arrays: Pair, source: Array, target: Array, slots: Array, first: Arr
     return jax.lax.fori_loop(0, (jnp.max(slots) + BLOCK - 1) // BLOCK, one_block, arrays)
 
 
-def _placed(array: Float[Array, "L blocks R slot K H"]) -> Float[Array, "L blocks R slot K H"]:
+def _placed(array: Float[Array, "L blocks R K ..."]) -> Float[Array, "L blocks R K ..."]:
     return constrain(array, *PLACE)

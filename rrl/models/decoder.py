@@ -15,7 +15,6 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PyTree
 
 from rrl.errors import UserError
-from rrl.models.attention import cache_attention
 from rrl.models.attention_backends import Backend, packed_attention
 from rrl.models.cache import KVCache
 from rrl.models.config import DecoderConfig
@@ -195,6 +194,7 @@ class Decoder(nnx.Module):
         positions: Int[Array, "P T"],
         cache: KVCache,
         rows: Int[Array, "P"] | None = None,
+        group: int = 0,
     ) -> tuple[Float[Array, "P T D"], KVCache]:
         """Continues sequences whose past is in the cache: decoding (T = 1) and prefilling (T > 1).
 
@@ -202,12 +202,15 @@ class Decoder(nnx.Module):
             tokens: the next tokens of P rows.
             positions: slot and RoPE position of each; tokens at positions >= S are padding and leave no trace.
             cache: where keys and values of the past are, and of these tokens will be.
-            rows: cache row of each of the P rows, without repeats; None: the p-th is row p, and P = R.
+            rows: cache row of each of the P rows; None: the p-th is row p, and P = R. Where one stands twice, as two pieces
+                of one text, the later piece sees the earlier.
+            group: so many rows read their past together, no more blocks of it than the longest of them has; 0: all. Many
+                groups do less work, one is one large operation.
 
         Returns:
             Hidden states, and the cache with the new slots written.
         """
-        rotary, blocks = rotation(self.config, positions), cache.filled(positions)
+        rotary, groups = rotation(self.config, positions), cache.groups(positions, group)
         graph, stacked = nnx.split(self.layers)
         # One token a row is less than the weights: then these stay where they are, split over fsdp, and the rows go round.
         split = ("data", None, "fsdp") if tokens.shape[1] == 1 else (ROW_AXES, None, None)
@@ -219,8 +222,8 @@ class Decoder(nnx.Module):
 
             def attend(q: Array, k: Array, v: Array) -> Array:
                 nonlocal cache
-                cache = cache.write(index, k, v, positions, rows)
-                return cache_attention(q, cache.k, cache.v, index, positions, blocks, rows)
+                out, cache = cache.attend(index, q, k, v, positions, rows, groups)
+                return out
 
             x = nnx.merge(graph, state)(x, rotary, attend)
             return (constrain(x, *split), cache), None

@@ -117,6 +117,7 @@ def decode_until(
     context: int,
     enough: int,
     patience: int | Int[Array, ""],
+    group: int = 0,
 ) -> tuple[Rows, KVCache, Int[Array, ""]]:
     """Decodes until `enough` rows wait, or some have waited or been held for `patience` steps (0: not at all), or no row runs.
 
@@ -133,7 +134,9 @@ def decode_until(
         rows, cache, steps = state
         running = rows.status == RUN
         slots = jnp.where(running, rows.position, context)
-        hidden, cache = model.extend(rows.pending[:, None], positions=slots[:, None], cache=cache)
+        hidden, cache = model.extend(
+            rows.pending[:, None], positions=slots[:, None], cache=cache, group=group
+        )
         return emit(rows, model.unembed(hidden[:, 0]), running, sampler, context), cache, steps + 1
 
     return jax.lax.while_loop(going, step, (rows, cache, jnp.int32(0)))
@@ -148,16 +151,21 @@ def feed(
     *,
     context: int,
     together: int,
+    copies: int,
+    group: int = 0,
 ) -> tuple[Rows, KVCache]:
     """Does what the host sent (`rrl.rollout.exchange.Feed`): copies prefixes, prefills tokens, begins turns, marks rows.
 
-    Row numbers are global, R is no row; on each shard, entries with tokens come first, and are prefilled `together` at a
-    time, a divisor of P. (A choice among programs for different numbers of rows would copy the cache.) What begins a turn is
-    left pending, so that its logits come from decoding whether its past was prefilled here or copied.
+    Row numbers are global, R is no row. Of a shard's P pieces at most `copies` copy a prefix; those with tokens come first,
+    and are prefilled `together` at a time, a divisor of P. (A choice among programs for different numbers of pieces would
+    copy the cache.) What begins a turn is left pending, so that its logits come from decoding whether its past was
+    prefilled here or copied.
     """
     count, shards = rows.status.shape[0], feeds.shape[0]
     entry = Feed(*(feeds[..., i].reshape(-1) for i in range(HEADER)))
-    cache = cache.copy_rows(entry.source, entry.row, entry.copied)
+    first = jnp.argsort(feeds[..., Feed._fields.index("copied")] == 0, axis=1)[:, :copies]
+    copied = Feed(*(jnp.take_along_axis(feeds[..., i], first, axis=1).reshape(-1) for i in range(HEADER)))
+    cache = cache.copy_rows(copied.source, copied.row, copied.copied)
     busy = jnp.max(jnp.sum(feeds[..., Feed._fields.index("length")] > 0, axis=1))
 
     def prefill(turn: Array, cache: KVCache) -> KVCache:
@@ -167,7 +175,7 @@ def feed(
         tokens = part[:, HEADER:]
         offsets = jnp.arange(tokens.shape[1])[None, :]
         slots = jnp.where(offsets < length[:, None], start[:, None] + offsets, context)
-        return model.extend(tokens, positions=slots, cache=cache, rows=row)[1]
+        return model.extend(tokens, positions=slots, cache=cache, rows=row, group=group)[1]
 
     cache = jax.lax.fori_loop(0, (busy + together - 1) // together, prefill, cache)
     target = jnp.where(entry.begin > 0, entry.row, count)

@@ -14,8 +14,15 @@ STOP_EOS, STOP_TURN, STOP_CONTEXT = -1, -2, -3
 """Why a row paused, where it was not one of the stop strings."""
 
 
+PIECE = 32
+"""Most tokens of a piece: a shorter one is padded to it."""
+
+PARTS = 6
+"""How often the device prefills between two exchanges at most."""
+
+
 class Feed(NamedTuple):
-    """What the host sends for one row; the tokens follow."""
+    """A piece of what a row is fed; the tokens follow. Later pieces of a row's text come after earlier ones."""
 
     row: Any
     start: Any
@@ -49,19 +56,39 @@ class Limits:
     context: int
     """Cache slots of a row: no context is longer."""
     feeds: int
-    """Rows that are fed together."""
+    """Rows that wait when decoding stops for them; as many queries are encoded together."""
     feed_tokens: int
-    """Tokens a fed row takes at a time; longer texts go in chunks."""
+    """Tokens that are prefilled together."""
     query_tokens: int
     """Width of the query encoder's input; 0 without an encoder."""
     patience: int = 8
     """Decode steps that a paused row waits at most while others run."""
 
     @property
+    def piece(self) -> int:
+        """Tokens of a piece."""
+        return min(PIECE, self.feed_tokens)
+
+    @property
+    def together(self) -> int:
+        """Pieces that are prefilled together."""
+        return max(1, self.feed_tokens // PIECE)
+
+    @property
+    def pieces(self) -> int:
+        """Pieces of one exchange."""
+        return PARTS * self.together
+
+    @property
+    def copies(self) -> int:
+        """Rows that copy a prefix in one exchange, at most."""
+        return min(self.feeds, self.pieces)
+
+    @property
     def words(self) -> int:
         """Length of the array that the host returns: feeds, queries, marks, and two numbers: of the queries, and of the
         decode steps after which it wants to be asked again if rows are paused."""
-        return self.feeds * (HEADER + self.feed_tokens + self.query_tokens) + self.rows + 2
+        return self.pieces * (HEADER + self.piece) + self.feeds * self.query_tokens + self.rows + 2
 
 
 @dataclasses.dataclass(slots=True)

@@ -41,6 +41,7 @@ from rrl.rollout.protocol import (
 from rrl.rollout.searches import Asker, Found, Searches
 from rrl.rollout.trajectory import Search, Trajectory
 
+COPIED = Feed._fields.index("copied")
 _STOP_NAMES = {STOP_EOS: EOS, STOP_TURN: TURN_TOKENS, STOP_CONTEXT: CONTEXT}
 
 
@@ -84,7 +85,7 @@ class Host:
         """Whether the queue, once empty, may fill again: then idle rows wait instead of ending."""
         self.rows: list[Live | None] = [None] * limits.rows
         self.indices: list[int] = [-1] * limits.rows
-        self.prefixes = Prefixes(limits.rows, limits.feed_tokens) if share_prompts else None
+        self.prefixes = Prefixes(limits.rows, limits.piece) if share_prompts else None
         self.todo: dict[int, _Todo] = {}
         """Rows to be fed, first come, first served."""
         self.to_encode: collections.deque[tuple[Asker, str]] = collections.deque()
@@ -225,7 +226,7 @@ class Host:
 
     def _blank(self) -> tuple[np.ndarray, np.ndarray]:
         limits = self.limits
-        feeds = np.zeros((limits.feeds, HEADER + limits.feed_tokens), np.int32)
+        feeds = np.zeros((limits.pieces, HEADER + limits.piece), np.int32)
         feeds[:, 0] = limits.rows  # no row
         return feeds, np.zeros((limits.feeds, limits.query_tokens), np.int32)
 
@@ -234,11 +235,11 @@ class Host:
         entries: list[np.ndarray] = []
         if self.prefixes is not None:
             self.prefixes.settle()
+        copies = 0
         for row in list(self.todo):
-            if len(entries) == self.limits.feeds:
-                break
-            if (entry := self._feed(row)) is not None:
-                entries.append(entry)
+            pieces = self._feed(row, self.limits.pieces - len(entries), copies)
+            copies += sum(piece[COPIED] > 0 for piece in pieces)
+            entries += pieces
         entries.sort(key=lambda entry: entry[2] == 0)  # those with tokens first
         for at, entry in enumerate(entries):
             feeds[at] = entry
@@ -266,42 +267,50 @@ class Host:
         last = np.array([len(self.encoding), patience], np.int32)
         return np.concatenate([feeds.ravel(), queries.ravel(), marks, last])
 
-    def _feed(self, row: int) -> Int[np.ndarray, "words"] | None:
-        """The next of what a row is fed; None where it waits for another row's prompt."""
-        live, todo = self.rows[row], self.todo[row]
+    def _feed(self, row: int, room: int, copies: int) -> list[Int[np.ndarray, "words"]]:
+        """The next pieces of what a row is fed, `room` at most; none where it waits for another row's prompt.
+
+        `copies` rows copy a prefix already.
+        """
+        live, todo, size = self.rows[row], self.todo[row], self.limits.piece
         assert live is not None
+        if not room:
+            return []
         source = copied = 0
         if self.prefixes is not None and todo.slot == 0 and len(todo.tokens):
             source, copied, there = self.prefixes.find(row, todo.tokens)
-            if not there:
-                return None
+            if not there or (copied and source != row and copies == self.limits.copies):
+                return []
             self.prefixes.opens(row, todo.tokens)
             todo.tokens, todo.slot = todo.tokens[copied:], copied
-        chunk = todo.tokens[: self.limits.feed_tokens]
-        todo.tokens = todo.tokens[len(chunk) :]
-        out = np.zeros(HEADER + self.limits.feed_tokens, np.int32)
-        out[:HEADER] = Feed(
-            row=row,
-            start=todo.slot,
-            length=len(chunk),
-            begin=not len(todo.tokens),
-            request=live.request.seed,
-            offset=live.starts[-1],
-            limit=live.request.turn_tokens or self.environment.turn_tokens,
-            tag=self.stops.starts[
-                self.environment.stops if live.request.stops is None else live.request.stops
-            ],
-            temperature=np.float32(live.request.temperature).view(np.int32),
-            source=source,
-            copied=copied if source != row else 0,
-            pending=todo.pending,
-        )
-        out[HEADER : HEADER + len(chunk)] = chunk
-        todo.slot += len(chunk)
-        self.prefilled += len(chunk)
+        pieces = []
+        for at in range(min(room, max(1, -(-len(todo.tokens) // size)))):
+            piece = todo.tokens[at * size : (at + 1) * size]
+            out = np.zeros(HEADER + size, np.int32)
+            out[:HEADER] = Feed(
+                row=row,
+                start=todo.slot,
+                length=len(piece),
+                begin=(at + 1) * size >= len(todo.tokens),
+                request=live.request.seed,
+                offset=live.starts[-1],
+                limit=live.request.turn_tokens or self.environment.turn_tokens,
+                tag=self.stops.starts[
+                    self.environment.stops if live.request.stops is None else live.request.stops
+                ],
+                temperature=np.float32(live.request.temperature).view(np.int32),
+                source=source,
+                copied=copied if source != row else 0,
+                pending=todo.pending,
+            )
+            out[HEADER : HEADER + len(piece)] = piece
+            todo.slot += len(piece)
+            self.prefilled += len(piece)
+            copied = 0
+            pieces.append(out)
         if self.prefixes is not None:
             self.prefixes.filled(row, todo.slot)
-        del self.todo[row]
-        if len(todo.tokens):
-            self.todo[row] = todo  # at the end
-        return out
+        todo.tokens = todo.tokens[len(pieces) * size :]
+        if not len(todo.tokens):
+            del self.todo[row]
+        return pieces

@@ -35,9 +35,9 @@ class EngineConfig:
     context: int = 8192
     """Most tokens of a trajectory."""
     feeds: int = 16
-    """Rows prefilled together, per data shard; also how many paused rows interrupt decoding."""
+    """How many paused rows of a data shard interrupt decoding; as many queries are encoded together."""
     feed_tokens: int = 256
-    """Tokens prefilled at a time; longer texts go in chunks."""
+    """Tokens prefilled together, per data shard, of as many texts as have room."""
     patience: int = 8
     """Decode steps that a paused row waits at most while others run; one whose query is being encoded waits for none."""
     top_k: int = 3
@@ -61,6 +61,9 @@ class EngineConfig:
 
 PATIENCE = ("search_seconds", "stall_seconds")
 """Fields of an EngineConfig that touch no number, unless a search is given up."""
+
+DECODED_TOGETHER = 16
+"""On one CPU, so many rows read their past together (`Decoder.extend`), and each prefilled piece its own; elsewhere all."""
 
 DECODE, PREFILL = "decode_rows", "prefill_rows"
 """Names of the loop's two halves in a compiled program."""
@@ -119,8 +122,8 @@ class Programs:
             query_tokens=encoder.query_tokens if encoder else 0,
             patience=config.patience,
         )
-        feeds = self.limits.feeds
-        self.together = next(rows for rows in range(max(1, feeds // 4), 0, -1) if feeds % rows == 0)
+        one_cpu = mesh.size == 1 and mesh.devices.flat[0].platform == "cpu"
+        self.groups = (DECODED_TOGETHER, 1) if one_cpu else (0, 0)
 
     def episode_loop(self, turn_tokens: int, first_accept: int) -> Callable:
         """The jitted program (params, encoder state, key, stop table) -> decode steps; the host has the episodes."""
@@ -221,12 +224,23 @@ class Programs:
             context=self.config.context,
             enough=self.limits.feeds * self.shards,
             patience=patience,
+            group=self.groups[0],
         )
 
     def _feed(
         self, model: Decoder, rows: Rows, cache: KVCache, feeds: jax.Array, marks: jax.Array
     ) -> tuple[Rows, KVCache]:
-        return feed(model, rows, cache, feeds, marks, context=self.config.context, together=self.together)
+        return feed(
+            model,
+            rows,
+            cache,
+            feeds,
+            marks,
+            context=self.config.context,
+            together=self.limits.together,
+            copies=self.limits.copies,
+            group=self.groups[1],
+        )
 
     def _embed(
         self, encoder_state: PyTree, queries: jax.Array, asked: jax.Array, before: jax.Array
@@ -244,9 +258,9 @@ class Programs:
     def _unpack(self, words: jax.Array) -> "_Answers":
         """Splits the hosts' answers [shards, words]; rows get their global numbers."""
         limits = self.limits
-        feed_words = limits.feeds * (HEADER + limits.feed_tokens)
+        feed_words = limits.pieces * (HEADER + limits.piece)
         query_words = limits.feeds * limits.query_tokens
-        feeds = words[:, :feed_words].reshape(self.shards, limits.feeds, -1)
+        feeds = words[:, :feed_words].reshape(self.shards, limits.pieces, -1)
         first_row = (jnp.arange(self.shards, dtype=jnp.int32) * limits.rows)[:, None]
         row, source = (feeds[..., Feed._fields.index(name)] for name in ("row", "source"))
         row = jnp.where(row < limits.rows, row + first_row, self.config.rows)

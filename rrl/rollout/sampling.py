@@ -2,7 +2,7 @@
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, Key
+from jaxtyping import Array, Bool, Float, Int, Key
 
 _GREEDY = 1e-6
 
@@ -27,18 +27,32 @@ def _least_kept(probabilities: Float[Array, "B V"], top_p: float) -> Float[Array
     """The largest threshold above which the probabilities still sum to `top_p`.
 
     Found bit by bit: floats from 0 on are ordered like their bits. Sorting the vocabulary at each token would cost more
-    than all of a small model's layers.
+    than all of a small model's layers. It ends when no row has two probabilities left between what is known to keep enough
+    and what is known to keep too little: then all further bits choose the same tokens.
     """
 
-    def try_bit(index: Int[Array, ""], bits: Int[Array, "B 1"]) -> Int[Array, "B 1"]:
-        higher = bits | (jnp.int32(1) << (29 - index))
-        threshold = jax.lax.bitcast_convert_type(higher, jnp.float32)
-        mass = jnp.sum(jnp.where(probabilities >= threshold, probabilities, 0.0), axis=-1, keepdims=True)
-        return jnp.where(mass >= top_p, higher, bits)
+    def going(state: tuple[Array, ...]) -> Bool[Array, ""]:
+        bit, _, enough, few = state
+        return (bit >= 0) & jnp.any(enough - few > 1)
+
+    def try_bit(state: tuple[Array, ...]) -> tuple[Array, ...]:
+        bit, bits, enough, few = state
+        higher = bits | (jnp.int32(1) << bit)
+        kept = probabilities >= jax.lax.bitcast_convert_type(higher, jnp.float32)
+        mass = jnp.sum(jnp.where(kept, probabilities, 0.0), axis=-1, keepdims=True)
+        count = jnp.sum(kept, axis=-1, keepdims=True, dtype=jnp.int32)
+        fits = mass >= top_p
+        return (
+            bit - 1,
+            jnp.where(fits, higher, bits),
+            jnp.where(fits, count, enough),
+            jnp.where(fits, few, count),
+        )
 
     # 1.0 is 0x3F800000, so that bit 29 is the highest a probability has.
-    bits = jax.lax.fori_loop(0, 30, try_bit, jnp.zeros((probabilities.shape[0], 1), jnp.int32))
-    return jax.lax.bitcast_convert_type(bits, jnp.float32)
+    none = jnp.zeros((probabilities.shape[0], 1), jnp.int32)
+    start = jnp.int32(29), none, jnp.full_like(none, probabilities.shape[1]), none
+    return jax.lax.bitcast_convert_type(jax.lax.while_loop(going, try_bit, start)[1], jnp.float32)
 
 
 def sample(

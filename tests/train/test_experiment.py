@@ -101,7 +101,7 @@ def test_a_policy_without_our_card_is_trained_as_in_the_paper(folders):
     assert (rollout.rows, rollout.context, rollout.feed_tokens, objective.lengths[-1]) == (
         16,
         4096,
-        256,
+        1024,
         4096,
     )
     environment = settings.recipe.environment

@@ -245,7 +245,7 @@ STATE = {"parameters": 1, "reference": 1, "optimiser state": 2}
             made({"rollout": STATE | {"KV cache": 16, "activations": 1}}),
             r"--config.rollout.rows=172 \(now 256\)",
         ),
-        (made({"rollout": STATE | {"KV cache": 2, "activations": 16}}), "--config.rollout.feed_tokens=256"),
+        (made({"rollout": STATE | {"KV cache": 2, "activations": 16}}), "--config.rollout.feed_tokens=1024"),
         (
             made({"update": STATE | {"gradients": 1, "activations": 16}}, microbatch_tokens=131072),
             r"--config.objective.microbatch_tokens=65536 \(now 131072\)",
