@@ -36,9 +36,9 @@ def run(decoder, tokens, positions, segment_ids=None):
     return decoder(tokens, positions=positions, segment_ids=segment_ids)
 
 
-@nnx.jit
-def extend(decoder, tokens, positions, cache, rows=None):
-    return decoder.extend(tokens, positions=positions, cache=cache, rows=rows)
+@functools.partial(nnx.jit, static_argnames="group")
+def extend(decoder, tokens, positions, cache, rows=None, group=0):
+    return decoder.extend(tokens, positions=positions, cache=cache, rows=rows, group=group)
 
 
 @nnx.jit

@@ -1,0 +1,76 @@
+"""What the host sends in one exchange: texts in pieces, first come, first served, as far as there is room."""
+
+import numpy as np
+import pytest
+
+from rrl.data.questions import Question
+from rrl.rollout.automaton import compile_sets
+from rrl.rollout.episodes import Request
+from rrl.rollout.exchange import HEADER, PARTS, PIECE, RUN, WAIT, Feed, Limits, Turns
+from rrl.rollout.host import Host
+from rrl.rollout.protocol import SingleTurn
+
+LIMITS = Limits(rows=3, context=400, feeds=2, feed_tokens=2 * PIECE, query_tokens=0)
+NONE = np.zeros((0, 0), np.float32)
+
+
+def host(*prompts, share_prompts=False):
+    """A host whose rows wait for these prompts."""
+    requests = [Request(Question(str(i), "", ()), np.asarray(p, np.int32), i) for i, p in enumerate(prompts)]
+    return Host(
+        list(enumerate(requests)),
+        SingleTurn(turn_tokens=4),
+        compile_sets([()], [b"a"] * 500),
+        LIMITS,
+        encode=lambda text: np.zeros(0, np.int32),
+        decode=lambda ids: "",
+        encode_prompt=lambda text: np.zeros(0, np.int32),
+        share_prompts=share_prompts,
+    )
+
+
+def pieces(made):
+    """The pieces of the next exchange, with their tokens; rows that have been fed decode."""
+    rows = LIMITS.rows
+    ids = np.zeros((rows, 4))
+    status = np.array([WAIT if row in made.todo else RUN for row in range(rows)])
+    turns = Turns(status, np.zeros(rows), ids, ids, ids, np.zeros(rows))
+    words = made.exchange(turns, NONE)
+    assert made.error is None
+    sent = words[: LIMITS.pieces * (HEADER + LIMITS.piece)].reshape(LIMITS.pieces, -1)
+    found = [(Feed(*map(int, line[:HEADER])), line[HEADER:]) for line in sent]
+    return [(feed, tokens[: feed.length].tolist()) for feed, tokens in found if feed.row < rows]
+
+
+def test_a_text_travels_in_pieces_and_its_turn_begins_with_the_last():
+    prompts = [np.arange(200), np.arange(100) + 200, np.arange(150) + 300]
+    made = host(*prompts)
+    assert LIMITS.pieces == PARTS * 2 == 12
+    first, second = pieces(made), pieces(made)
+    assert [feed.row for feed, _ in first] == [0] * 7 + [1] * 4 + [2]  # no room for more of the third
+    assert [feed.row for feed, _ in second] == [2] * 4
+    for row, prompt in enumerate(prompts):
+        of_row = [(feed, tokens) for feed, tokens in first + second if feed.row == row]
+        assert [token for _, tokens in of_row for token in tokens] == prompt[:-1].tolist()
+        assert [feed.start for feed, _ in of_row] == list(range(0, len(prompt) - 1, PIECE))
+        assert [feed.begin for feed, _ in of_row] == [0] * (len(of_row) - 1) + [1]
+        assert of_row[-1][0].pending == prompt[-1]
+    assert made.prefilled == 199 + 99 + 149
+
+
+def test_no_more_rows_copy_a_prefix_than_the_device_takes():
+    prompt = np.arange(70)
+    made = host(prompt, prompt, prompt, share_prompts=True)
+    first = pieces(made)
+    assert [(feed.row, feed.copied) for feed, _ in first] == [(0, 0)] * 3
+    assert [(feed.row, feed.source, feed.copied) for feed, _ in pieces(made)] == [(1, 0, 69), (2, 0, 69)]
+
+
+@pytest.mark.parametrize(("copies", "served"), [(1, [1]), (2, [1, 2])])
+def test_rows_beyond_that_wait_for_the_next_exchange(monkeypatch, copies, served):
+    monkeypatch.setattr(Limits, "copies", copies)
+    prompt = np.arange(70)
+    made = host(prompt, prompt, prompt, share_prompts=True)
+    pieces(made)
+    assert [feed.row for feed, _ in pieces(made)] == served
+    assert [feed.row for feed, _ in pieces(made)] == [row for row in (1, 2) if row not in served]
