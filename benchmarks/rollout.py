@@ -6,6 +6,7 @@ sequence. Compilation is in the first round, which is not counted.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import functools
 import sys
@@ -61,7 +62,7 @@ def engine(config: EngineConfig, retriever: Any = None) -> Engine:
 
 def requests(count: int, length: int, *, samples: int = 1, temperature: float = 1.0) -> list[Request]:
     """Random prompts, `samples` of each."""
-    draws = np.random.default_rng(0).integers(0, model()[0].config.vocab_size, (count, length))
+    draws = np.random.default_rng(0).integers(1, model()[0].config.vocab_size, (count, length))
     return [
         Request(NO_QUESTION, prompt.astype(np.int32), number * samples + sample, number, temperature)
         for number, prompt in enumerate(draws)
@@ -156,33 +157,47 @@ class Turns:
 
 
 def episodes(args: argparse.Namespace) -> list[Row]:
-    """Search episodes, against the way that prefills the whole history at every turn."""
-    rows = []
+    """Search episodes, against two ways that prefill the whole history at every turn: this engine's own, and Tunix's."""
+    rows, batch = [], args.batch // 4
     for searches in (2, 4, 8):
+        live, again = Turns(searches), Turns(searches, again=True)
+        histories = [
+            live.prompt + turn * (live.turn_tokens + live.observation_tokens) for turn in range(searches + 1)
+        ]
         config = EngineConfig(
-            rows=args.batch,
-            context=(searches + 1) * 448 + 256,
+            rows=batch,
+            context=histories[-1] + live.turn_tokens + 64,
             feeds=16,
-            feed_tokens=256,
+            feed_tokens=512,
             share_prompts=False,
         )
-        live, again = Turns(searches), Turns(searches, again=True)
-        asked = requests(args.batch, live.prompt)
-        tokens = args.batch * (searches + 1) * live.turn_tokens
+        asked = requests(batch, live.prompt)
+        tokens = batch * (searches + 1) * live.turn_tokens
         sides = {
             "ours": timed(engine(config), asked, live, tokens),
-            "again": timed(engine(config), asked, again, tokens),
+            "all history prefilled again": timed(engine(config), asked, again, tokens),
         }
-        found = alternate(sides, args.rounds)
-        rows.append(
+        with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+            if imports(args.tunix_python, "tunix"):
+                save_decoder(folder, model()[0])
+                sizes = str(batch), str(histories[-1]), str(live.turn_tokens)
+                peer = Peer(args.tunix_python, "tunix_sampler.py", folder, *sizes)
+                stack.callback(peer.close)
+                line = " ".join(["turns", *map(str, histories)])
+                name = f"Tunix Sampler at every turn ({peer.says['versions']})"
+                sides[name] = lambda peer=peer, line=line: peer.ask(line)["seconds"]  # type: ignore[misc]
+            found = alternate(sides, args.rounds)
+        rows += [
             Row(
-                f"episodes of {searches} searches (64 written, 384 read a turn), batch {args.batch}, seconds",
+                f"episodes of {searches} searches (64 written, 384 read a turn), batch {batch}, seconds",
                 f"{found['ours']:.2f}",
-                f"all history prefilled again {found['again']:.2f}",
-                f"{found['again'] / found['ours']:.2f}x",
+                f"{side} {value:.2f}",
+                f"{value / found['ours']:.2f}x",
                 "4x at 4 turns, growing" if searches == 4 else "",
             )
-        )
+            for side, value in found.items()
+            if side != "ours"
+        ]
     return rows
 
 

@@ -14,7 +14,7 @@ device = "cuda" if torch.cuda.is_available() else "cpu"
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 dtype = torch.bfloat16 if device == "cuda" else torch.float32
 model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device).eval()
-tokens = np.random.default_rng(0).integers(0, model.config.vocab_size, (batch, prompt))
+tokens = np.random.default_rng(0).integers(1, model.config.vocab_size, (batch, prompt))
 tokens = torch.tensor(tokens, device=device)
 for line in sys.stdin:
     if line.strip() == "ready":

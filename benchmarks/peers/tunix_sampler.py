@@ -1,4 +1,8 @@
-"""Tunix's Sampler, greedy: python tunix_sampler.py FOLDER BATCH PROMPT NEW; a line in, seconds and the tokens out."""
+"""Tunix's Sampler, greedy: python tunix_sampler.py FOLDER BATCH PROMPT NEW; a line in, seconds and the tokens out.
+
+The line `turns A B C` runs a prompt for each of the lengths A, B, C, ... in turn, with NEW tokens after it, as a loop does
+that prefills the whole history at every turn; PROMPT is the longest.
+"""
 
 import importlib.metadata
 import json
@@ -26,14 +30,15 @@ config = ModelConfig(
     norm_eps=hf["rms_norm_eps"],
     use_tied_embedding=hf["tie_word_embeddings"],
 )
-prompts = np.random.default_rng(0).integers(0, hf["vocab_size"], (batch, prompt))
+prompts = np.random.default_rng(0).integers(1, hf["vocab_size"], (batch, prompt))  # 0 is padding
 
 
 class Prompts:
-    """Stands in for a tokenizer: the text "7" is the seventh prompt."""
+    """Stands in for a tokenizer: the text "7" is the seventh prompt, "7:100" its first 100 tokens."""
 
     def encode(self, text: str, **_: object) -> list[int]:
-        return prompts[int(text)].tolist()
+        number, _, length = text.partition(":")
+        return prompts[int(number)][: int(length) if length else None].tolist()
 
     def decode(self, ids: object, **_: object) -> str:
         return ""
@@ -65,6 +70,17 @@ for line in sys.stdin:
     if line.strip() == "ready":
         versions = ", ".join(f"{n} {importlib.metadata.version(n)}" for n in ("google-tunix", "jax"))
         print(json.dumps({"versions": f"{versions}, {weights}"}))
+    elif line.startswith("turns"):
+        began = time.perf_counter()
+        for length in map(int, line.split()[1:]):
+            sampler(
+                [f"{i}:{length}" for i in range(batch)],
+                max_generation_steps=new,
+                max_prompt_length=length,
+                eos_tokens=[-1],
+                temperature=0.0,
+            )
+        print(json.dumps({"seconds": time.perf_counter() - began}))
     else:
         began = time.perf_counter()
         out = sampler(
