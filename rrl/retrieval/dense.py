@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float, Int
 
+from rrl.retrieval.files import SPARE, reserve, room_for
 from rrl.retrieval.ranking import MARGIN, Ranking, rescore, top_k
-from rrl.retrieval.sizing import ScannConfig, choose_scann, training_sample
+from rrl.retrieval.sizing import ScannConfig, choose_scann, codes_bytes, training_sample
 
 PARALLEL = 64
 """Queries from which ScaNN searches with all cores."""
@@ -78,7 +79,11 @@ class ScannIndex:
                 work = folder / "unfinished"
                 shutil.rmtree(work, ignore_errors=True)
                 work.mkdir()
-                _build(embeddings[start:stop], config).serialize(str(work), relative_path=True)
+                searcher = _build(embeddings[start:stop], config)
+                with room_for(codes_bytes(config, stop - start, embeddings.shape[1]), folder):
+                    searcher.serialize(str(work), relative_path=True)
+                # Of its last files it does not notice that they were not written.
+                reserve(SPARE, folder)
                 work.rename(part)
             yield stop
 

@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import os
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
@@ -11,6 +12,9 @@ from rrl.errors import UserError
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """What the system says when a disk, a quota or a file's limit is full."""
+
+SPARE = 64 << 10
+"""Bytes that a disk has left unless it is full."""
 
 
 @contextlib.contextmanager
@@ -22,6 +26,23 @@ def replaced(file: Path) -> Iterator[BinaryIO]:
         stream.flush()
         os.fsync(stream.fileno())
     work.replace(file)
+
+
+@contextlib.contextmanager
+def room_for(size: int, folder: Path) -> Iterator[None]:
+    """For writers whose errors do not say why (NumPy's, ScaNN's): the system's own, where `folder` has no room for so many
+    more bytes."""
+    try:
+        yield
+    except (OSError, RuntimeError):
+        reserve(size, folder)
+        raise
+
+
+def reserve(size: int, folder: Path) -> None:
+    """OSError where `folder` has no room for so many more bytes; none are taken."""
+    with tempfile.TemporaryFile(dir=folder) as scratch:
+        os.posix_fallocate(scratch.fileno(), 0, max(1, size))
 
 
 @contextlib.contextmanager

@@ -18,7 +18,7 @@ import numpy as np
 
 from rrl.data.passages import Passage, fingerprint
 from rrl.errors import UserError
-from rrl.retrieval.files import replaced
+from rrl.retrieval.files import replaced, room_for
 
 KINDS = ("scann", "bm25", "exact")
 FORMAT = 2
@@ -64,8 +64,9 @@ def write_passages(folder: Path, passages: Iterable[Passage]) -> tuple[int, str]
     offsets = array.array("q", [0])
     with replaced(folder / "passages.jsonl") as stream:
         corpus = fingerprint(_written(stream, offsets, passages))
-    with replaced(folder / "offsets.npy") as stream:
-        np.save(stream, np.asarray(offsets, np.int64))
+    places = np.asarray(offsets, np.int64)
+    with room_for(places.nbytes, folder), replaced(folder / "offsets.npy") as stream:
+        np.save(stream, places)
     return len(offsets) - 1, corpus
 
 

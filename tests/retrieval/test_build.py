@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -165,6 +166,69 @@ def test_a_full_disk_is_told_and_the_build_continues(tmp_path: Path, limit: int)
     build_index(file, out, "exact", WordEncoder(), block=10)  # type: ignore[arg-type]
     build_index(PASSAGES, tmp_path / "whole", "exact", WordEncoder(), block=10)  # type: ignore[arg-type]
     assert contents(out) == contents(tmp_path / "whole")
+
+
+FILLING = """
+import subprocess, sys
+from pathlib import Path
+from rrl.errors import UserError
+from rrl.retrieval import build
+from rrl.retrieval.index import open_index
+from rrl.retrieval.sizing import ScannConfig
+from rrl.data.passages import Passage
+from tests.retrieval.test_build import contents, encoder_for
+
+disk, kind = Path(sys.argv[1]), sys.argv[2]
+passages = [Passage(f"p{i}", f"Name {i}", f"fact {i * i} of {chr(97 + i % 26)}") for i in range(600)]
+build.choose_scann = lambda *_: ScannConfig(5, 5, 50, spilled=True, held=True, part=400)
+
+def mount(options):
+    subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(disk)], check=True)
+
+def build_in(folder):
+    build.build_index(passages, folder, kind, encoder_for(kind), block=200)
+
+size = 8
+mount(f"size={size}k")
+while True:
+    try:
+        build_in(disk / "index")
+        break
+    except UserError as error:
+        assert "the disk is full" in str(error) and "same command again" in str(error)
+        size += 4
+        mount(f"remount,size={size}k")
+mount("remount,size=8m")
+build_in(disk / "whole")
+index, whole = contents(disk / "index"), contents(disk / "whole")
+assert index.keys() == whole.keys()
+# The clusters of ScaNN's trees are not the same in every build.
+assert (other := [name for name in whole if index[name] != whole[name] and "scann/0" not in name]) == [], other
+asked = [passage.title for passage in passages]
+found, expected = (
+    [[hit.passage for hit in hits] for hits in open_index(disk / name, encoder_for(kind)).search(asked, 3)]
+    for name in ("index", "whole")
+)
+assert found == expected
+print(f"full {(size - 8) // 4} times")
+"""
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_disk_that_is_full_at_any_moment_is_told_and_the_build_continues(tmp_path: Path, kind: str) -> None:
+    # A disk in memory, seen by this process only, that grows by a page whenever it is full.
+    private = ["unshare", "--user", "--map-root-user", "--mount"]
+    probe = [*private, "mount", "-t", "tmpfs", "tmpfs", str(tmp_path)]
+    if not shutil.which("unshare") or subprocess.run(probe, capture_output=True).returncode:
+        pytest.skip("no file system can be mounted here")
+    filled = subprocess.run(
+        [*private, sys.executable, "-c", FILLING, str(tmp_path), kind],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+    )
+    assert filled.returncode == 0, filled.stderr
+    assert int(filled.stdout.split()[-2]) >= 10
 
 
 @pytest.mark.parametrize(
