@@ -99,8 +99,9 @@ def build_index(
     with disk_full_told(work):
         work.mkdir(parents=True, exist_ok=True)
         _refuse_other(work, wanted)
-        count, fingerprint = _read(work, corpus, on_error, shard, progress)
-        manifest = {**wanted, "passages": count, "corpus": fingerprint}
+        read = _read(work, corpus, on_error, shard, progress)
+        count = read["passages"]
+        manifest = {**wanted, **read}
         passages = PassageFile(work, count)
         if kind == "bm25":
             _count_words(work, passages, bm25, block, progress)
@@ -150,31 +151,34 @@ def _read(
     on_error: OnError,
     shard: tuple[int, int],
     progress: Progress,
-) -> tuple[int, str]:
-    """Number and fingerprint of the passages, which are in the folder then; what belongs to others is removed."""
+) -> dict[str, Any]:
+    """Number and fingerprint of the passages, which are in the folder then, and how many records were left out; what belongs
+    to another corpus is removed.
+    """
     file = work / "corpus.json"
     held = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    source = None
+    source, skipped = None, list[str]()
     if isinstance(corpus, str | Path):
         path = Path(corpus)
         if path.is_file():
             source = [path.name, path.stat().st_size, path.stat().st_mtime_ns]
-        if source and held.get("source") == source:
-            return held["passages"], held["corpus"]
-        corpus = iter_passages(path, on_error)
+        if source and held.get("source") == source and (on_error == "skip" or not held["read"]["skipped"]):
+            return held["read"]
+        corpus = iter_passages(path, on_error, skipped)
     count, fingerprint = write_passages(
         work, _told(itertools.islice(corpus, shard[0], None, shard[1]), progress)
     )
     if not count:
         raise UserError("corpus: it has no passages; an index needs at least one. Check the corpus file.")
-    if held.get("corpus") != fingerprint:
+    if held.get("read", {}).get("corpus") != fingerprint:
         for name in ("embeddings.npy", "cut.txt"):
             (work / name).unlink(missing_ok=True)
         for name in ("words", "bm25", "scann"):
             shutil.rmtree(work / name, ignore_errors=True)
+    read = {"passages": count, "corpus": fingerprint, "skipped": len(skipped)}
     with replaced(file) as stream:
-        stream.write(json.dumps({"source": source, "passages": count, "corpus": fingerprint}).encode())
-    return count, fingerprint
+        stream.write(json.dumps({"source": source, "read": read}).encode())
+    return read
 
 
 def _told(passages: Iterable[Passage], progress: Progress) -> Iterator[Passage]:

@@ -76,6 +76,12 @@ def test_wrong_input_ends_with_one_line(tmp_path: pathlib.Path, corpus: pathlib.
             (f"--corpus={tmp_path / 'no'}", f"--out={tmp_path / 'x'}", "--retriever=bm25"),
             "no: cannot",
         ),
+        (
+            "build_index",
+            (f"--corpus={corpus}", f"--out={tmp_path / 'x'}", "--retriever=bm25", "--encoder=e5"),
+            "--encoder has no meaning with --retriever=bm25, only with scann and exact",
+        ),
+        ("build_index", (f"--corpus={corpus}", f"--out={tmp_path / 'x'}", "--k1=1"), "--k1 has no meaning"),
         ("search", (f"--index={tmp_path}", "query"), "no manifest.json"),
         ("search", (f"--index={tmp_path}",), "no query"),
         ("serve_retriever", (f"--index={tmp_path / 'none'}",), "no manifest.json"),

@@ -248,6 +248,24 @@ def test_a_broken_corpus_is_refused_by_line(tmp_path: Path, data: bytes, message
     assert not (tmp_path / "index").exists()
 
 
+def test_records_that_were_left_out_are_counted_and_not_forgotten_by_a_build_that_continues(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed(self, target):
+        raise KeyboardInterrupt
+
+    file = tmp_path / "corpus.jsonl"
+    file.write_text('{"id": 1, "text": "x"}\nbroken\n{"id": 1, "text": "y"}\n{"id": 2, "text": "z"}\n')
+    monkeypatch.setattr(Path, "rename", killed)
+    with pytest.raises(KeyboardInterrupt):
+        build_index(file, tmp_path / "index", "bm25", on_error="skip")
+    monkeypatch.undo()
+    with pytest.raises(UserError, match=r"line 2: not JSON.*--skip_broken"):
+        build_index(file, tmp_path / "index", "bm25")
+    manifest = build_index(file, tmp_path / "index", "bm25", on_error="skip")
+    assert (manifest["passages"], manifest["skipped"]) == (2, 2)
+
+
 def test_passages_that_were_cut_are_counted(tmp_path: Path) -> None:
     long = [Passage("long", "Long", "word " * 60), *PASSAGES, Passage("longer", "Longer", "word " * 70)]
     manifest = build_index(long, tmp_path / "index", "exact", WordEncoder(), block=10)  # type: ignore[arg-type]
