@@ -78,6 +78,12 @@ def test_another_encoder_is_refused_by_name(tmp_path: Path, kind: str) -> None:
         open_index(tmp_path / "index")
 
 
+def test_an_encoder_given_with_an_index_of_words_is_refused_by_name(tmp_path: Path) -> None:
+    build_index(CORPUS, tmp_path / "index", "bm25")
+    with pytest.raises(UserError, match=r"index: bm25, which searches words; the encoder 'words' has no"):
+        open_index(tmp_path / "index", WordEncoder())  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_damaged_file_is_named(tmp_path: Path, kind: str) -> None:
     folder = tmp_path / "index"
