@@ -179,6 +179,27 @@ def test_embeddings_that_are_not_given_are_made_for_what_is_searched_only(kind: 
     assert asked == ["Bergen"]
 
 
+def test_the_next_batch_is_embedded_while_one_is_searched() -> None:
+    second = threading.Event()
+
+    class Encoder(WordEncoder):
+        def embed_queries(self, queries):
+            if queries == ["second"]:
+                second.set()
+            return super().embed_queries(queries)
+
+    class Waiting(Faulty):
+        needs_embeddings = True
+
+        def search(self, queries, k, embeddings=None):
+            if queries == ["first"] and not second.wait(5):
+                raise AssertionError("the second batch was not embedded meanwhile")
+            return super().search(queries, k)
+
+    retriever = Retriever(CORPUS, Waiting(), Encoder(), patience=Patience(batch=1))  # type: ignore[arg-type]
+    assert [len(hits) for hits in retriever.search(["first", "second"], 1)] == [1, 1]
+
+
 def test_stats_tell_the_latency() -> None:
     retriever = Retriever(CORPUS, Faulty(1, 0.05))
     for query in "abcdefghij":
