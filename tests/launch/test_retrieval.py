@@ -84,7 +84,11 @@ def test_wrong_input_ends_with_one_line(tmp_path: pathlib.Path, corpus: pathlib.
         ("build_index", (f"--corpus={corpus}", f"--out={tmp_path / 'x'}", "--k1=1"), "--k1 has no meaning"),
         ("search", (f"--index={tmp_path}", "query"), "no manifest.json"),
         ("search", (f"--index={tmp_path}",), "no query"),
-        ("search", ("--index=http://x", "--encoder=e5", "query"), "--encoder has no meaning with --index=http"),
+        (
+            "search",
+            ("--index=http://x", "--encoder=e5", "query"),
+            "--encoder has no meaning with --index=http",
+        ),
         ("search", (f"--index={tmp_path}", "--form=flashrag", "query"), "--form has no meaning with"),
         ("serve_retriever", (f"--index={tmp_path / 'none'}",), "no manifest.json"),
     ):
