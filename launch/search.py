@@ -35,7 +35,10 @@ def main(argv: Sequence[str]) -> None:
     retriever = open_remote(index, _FORM.value) if remote else open_with_encoder(index, _ENCODER.value)
     found = retriever.search(queries, _K.value)
     if _HTML.value:
-        write_page(_HTML.value, queries, found, f"{retriever.kind} index {index}")
+        try:
+            write_page(_HTML.value, queries, found, f"{retriever.kind} index {index}")
+        except OSError as error:
+            raise UserError(f"--html={_HTML.value}: cannot be written ({error}); give another file") from error
         print(_HTML.value)
     else:
         print(as_text(queries, found))

@@ -22,7 +22,7 @@ from rrl.data.records import OnError
 from rrl.errors import UserError
 from rrl.retrieval.bm25 import Bm25Config, Bm25Index
 from rrl.retrieval.dense import ExactIndex, ScannIndex
-from rrl.retrieval.files import disk_full_told, replaced
+from rrl.retrieval.files import FULL, disk_full_told, replaced
 from rrl.retrieval.folder import KINDS, PassageFile, write_manifest, write_passages
 from rrl.retrieval.postings import BlockFolder
 from rrl.retrieval.ranking import overlap
@@ -80,7 +80,8 @@ def build_index(
       shard: (i, n): every n-th passage from the i-th (counted from 0), for a corpus that n hosts share.
       progress: told about each block.
 
-    Raises UserError for an unknown kind, an empty or broken corpus, a missing encoder, a folder that exists, a full disk.
+    Raises UserError for an unknown kind, an empty or broken corpus, a missing encoder, a folder that exists or cannot be
+    made, a full disk.
     """
     check_kind(kind, text_encoder)
     out = Path(out)
@@ -97,7 +98,12 @@ def build_index(
         assert text_encoder is not None
         wanted["encoder"] = {"name": text_encoder.name, "fingerprint": text_encoder.fingerprint}
     with disk_full_told(work):
-        work.mkdir(parents=True, exist_ok=True)
+        try:
+            work.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            if error.errno in FULL:
+                raise
+            raise UserError(f"index folder {out}: cannot be made ({error}). Give the path of another.") from error
         _refuse_other(work, wanted)
         read = _read(work, corpus, on_error, shard, progress)
         count = read["passages"]

@@ -48,6 +48,8 @@ def test_an_index_is_built_searched_and_served(tmp_path: pathlib.Path, corpus: p
     page = tmp_path / "page.html"
     assert run("search", f"--index={index}", f"--html={page}", "Town 7").returncode == 0
     assert "<mark>Town</mark>" in page.read_text()
+    nowhere = run("search", f"--index={index}", f"--html={page}/page.html", "Town 7")
+    assert nowhere.returncode == 2 and "page.html: cannot be written" in nowhere.stderr
 
     server = subprocess.Popen(
         command("serve_retriever", f"--index={index}", "--port=0"),
@@ -82,6 +84,11 @@ def test_wrong_input_ends_with_one_line(tmp_path: pathlib.Path, corpus: pathlib.
             "--encoder has no meaning with --retriever=bm25, only with scann and exact",
         ),
         ("build_index", (f"--corpus={corpus}", f"--out={tmp_path / 'x'}", "--k1=1"), "--k1 has no meaning"),
+        (
+            "build_index",
+            (f"--corpus={corpus}", f"--out={corpus}/x", "--retriever=bm25"),
+            "corpus.jsonl/x: cannot be made",
+        ),
         ("search", (f"--index={tmp_path}", "query"), "no manifest.json"),
         ("search", (f"--index={tmp_path}",), "no query"),
         (
