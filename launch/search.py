@@ -38,7 +38,9 @@ def main(argv: Sequence[str]) -> None:
         try:
             write_page(_HTML.value, queries, found, f"{retriever.kind} index {index}")
         except OSError as error:
-            raise UserError(f"--html={_HTML.value}: cannot be written ({error}); give another file") from error
+            raise UserError(
+                f"--html={_HTML.value}: cannot be written ({error}); give another file"
+            ) from error
         print(_HTML.value)
     else:
         print(as_text(queries, found))

@@ -103,7 +103,9 @@ def build_index(
         except OSError as error:
             if error.errno in FULL:
                 raise
-            raise UserError(f"index folder {out}: cannot be made ({error}). Give the path of another.") from error
+            raise UserError(
+                f"index folder {out}: cannot be made ({error}). Give the path of another."
+            ) from error
         _refuse_other(work, wanted)
         read = _read(work, corpus, on_error, shard, progress)
         count = read["passages"]
@@ -248,12 +250,12 @@ def _scann(
     """Builds and tunes; returns the settings and what they reach, for the manifest."""
     count, dim = embeddings.shape
     began, config = time.monotonic(), choose_scann(count, dim, memory_gb)
-    begun = work / "scann" / "config.json"
-    if begun.is_file():
-        config = ScannConfig(**json.loads(begun.read_text(encoding="utf-8")))
-    begun.parent.mkdir(exist_ok=True)
-    with replaced(begun) as stream:
-        stream.write(json.dumps(dataclasses.asdict(config)).encode())
+    begun, settings = work / "scann" / "config.json", json.dumps(dataclasses.asdict(config)).encode()
+    if not begun.is_file() or begun.read_bytes() != settings:  # other memory than a build before had
+        shutil.rmtree(begun.parent, ignore_errors=True)
+        begun.parent.mkdir()
+        with replaced(begun) as stream:
+            stream.write(settings)
     progress("ScaNN", 0, count)
     for done in ScannIndex.build_folder(begun.parent, embeddings, config):
         progress("ScaNN", done, count)

@@ -290,6 +290,36 @@ def test_the_manifest_says_how_well_scann_finds(tmp_path: Path) -> None:
     }
 
 
+def test_a_build_that_had_too_little_memory_continues_with_other_settings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[int] = []
+
+    def killed(stage: str, done: int, total: int) -> None:
+        if stage == "ScaNN" and 0 < done < total:
+            raise KeyboardInterrupt
+
+    def build(memory_gb: float, progress=lambda stage, done, _: stage == "ScaNN" and told.append(done)):
+        return build_index(
+            PASSAGES,
+            tmp_path / "index",
+            "scann",
+            WordEncoder(),  # type: ignore[arg-type]
+            memory_gb=memory_gb,
+            progress=progress,
+        )
+
+    monkeypatch.setattr(
+        "rrl.retrieval.build.choose_scann", lambda _, __, gb: ScannConfig(5, 5, 50, part=int(gb))
+    )
+    for memory_gb in (60, 50):
+        with pytest.raises(KeyboardInterrupt):
+            build(memory_gb, killed)
+    assert build(50)["scann"]["part"] == 50
+    assert told == [0, 50, 100]
+    assert len(open_index(tmp_path / "index", WordEncoder()).search(["Name 3"], 100)[0]) == 100  # type: ignore[arg-type]
+
+
 def test_sample_queries_are_titles_or_first_words() -> None:
     passages = [Passage("0", "", "one two " * 20), Passage("1", "Title", "text")]
     assert sorted(sample_queries(passages)) == sorted(["Title", " ".join(["one two"] * 6)])  # type: ignore[arg-type]
