@@ -177,7 +177,8 @@ def _read(
         work, _told(itertools.islice(corpus, shard[0], None, shard[1]), progress)
     )
     if not count:
-        raise UserError("corpus: it has no passages; an index needs at least one. Check the corpus file.")
+        part = f" for shard {shard[0]}/{shard[1]}" if shard[1] > 1 else ""
+        raise UserError(f"corpus: it has no passages{part}; an index needs at least one. Check the corpus file.")
     if held.get("read", {}).get("corpus") != fingerprint:
         for name in ("embeddings.npy", "cut.txt"):
             (work / name).unlink(missing_ok=True)

@@ -360,5 +360,7 @@ def test_shards_share_the_corpus(tmp_path: Path) -> None:
         build_index(PASSAGES, tmp_path / str(part), "bm25", shard=(part, 3))
         ids += [passage.id for passage in open_index(tmp_path / str(part)).passages]
     assert sorted(ids) == sorted(passage.id for passage in PASSAGES)
+    with pytest.raises(UserError, match="no passages for shard 100/101"):
+        build_index(PASSAGES, tmp_path / "more", "bm25", shard=(100, 101))
     with pytest.raises(UserError, match="shard=3/3 must be"):
         build_index(PASSAGES, tmp_path / "more", "bm25", shard=(3, 3))
