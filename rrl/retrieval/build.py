@@ -165,21 +165,25 @@ def _read(
     """
     file = work / "corpus.json"
     held = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    before = held.get("read", {"corpus": ""})
     source, skipped = None, list[str]()
     if isinstance(corpus, str | Path):
         path = Path(corpus)
         if path.is_file():
             source = [path.name, path.stat().st_size, path.stat().st_mtime_ns]
-        if source and held.get("source") == source and (on_error == "skip" or not held["read"]["skipped"]):
-            return held["read"]
+        same = "skipped" in before and source and held["source"] == source
+        if same and (on_error == "skip" or not before["skipped"]):
+            return before
         corpus = iter_passages(path, on_error, skipped)
     count, fingerprint = write_passages(
         work, _told(itertools.islice(corpus, shard[0], None, shard[1]), progress)
     )
     if not count:
         part = f" for shard {shard[0]}/{shard[1]}" if shard[1] > 1 else ""
-        raise UserError(f"corpus: it has no passages{part}; an index needs at least one. Check the corpus file.")
-    if held.get("read", {}).get("corpus") != fingerprint:
+        raise UserError(
+            f"corpus: it has no passages{part}; an index needs at least one. Check the corpus file."
+        )
+    if before["corpus"] != fingerprint:
         for name in ("embeddings.npy", "cut.txt"):
             (work / name).unlink(missing_ok=True)
         for name in ("words", "bm25", "scann"):
