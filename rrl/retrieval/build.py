@@ -22,7 +22,7 @@ from rrl.data.records import OnError
 from rrl.errors import UserError
 from rrl.retrieval.bm25 import Bm25Config, Bm25Index
 from rrl.retrieval.dense import ExactIndex, ScannIndex
-from rrl.retrieval.files import FULL, disk_full_told, replaced
+from rrl.retrieval.files import FULL, LOCK, disk_full_told, locked, replaced
 from rrl.retrieval.folder import KINDS, PassageFile, write_manifest, write_passages
 from rrl.retrieval.postings import BlockFolder
 from rrl.retrieval.ranking import overlap
@@ -35,8 +35,8 @@ if TYPE_CHECKING:  # BM25 needs no JAX, so building it does not import any.
 BLOCK = 8192
 """Passages between two marks on the disk: what a kill costs at most."""
 
-STATE = ("wanted.json", "corpus.json", "cut.txt")
-"""Files of an unfinished folder that say how far it is."""
+STATE = ("wanted.json", "corpus.json", "cut.txt", LOCK)
+"""Files of an unfinished folder that say how far it is, and that somebody works on it."""
 
 SAMPLE = 400
 """Queries on which ScaNN's recall is measured."""
@@ -106,20 +106,21 @@ def build_index(
             raise UserError(
                 f"index folder {out}: cannot be made ({error}). Give the path of another."
             ) from error
-        _refuse_other(work, wanted)
-        read = _read(work, corpus, on_error, shard, progress)
-        count = read["passages"]
-        manifest = {**wanted, **read}
-        passages = PassageFile(work, count)
-        if kind == "bm25":
-            _count_words(work, passages, bm25, block, progress)
-        else:
-            assert text_encoder is not None
-            manifest |= {"metric": "inner_product", "dim": text_encoder.dim}
-            embeddings, manifest["cut"] = _embed(work, passages, text_encoder, block, progress)
-            if kind == "scann":
-                manifest["scann"] = _scann(work, passages, embeddings, text_encoder, memory_gb, progress)
-        write_manifest(work, manifest, STATE)
+        with locked(work):
+            _refuse_other(work, wanted)
+            read = _read(work, corpus, on_error, shard, progress)
+            count = read["passages"]
+            manifest = {**wanted, **read}
+            passages = PassageFile(work, count)
+            if kind == "bm25":
+                _count_words(work, passages, bm25, block, progress)
+            else:
+                assert text_encoder is not None
+                manifest |= {"metric": "inner_product", "dim": text_encoder.dim}
+                embeddings, manifest["cut"] = _embed(work, passages, text_encoder, block, progress)
+                if kind == "scann":
+                    manifest["scann"] = _scann(work, passages, embeddings, text_encoder, memory_gb, progress)
+            write_manifest(work, manifest, STATE)
     work.rename(out)
     # Not before: a build that is killed while it ends must know that all is done.
     for name in STATE:

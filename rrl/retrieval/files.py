@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import fcntl
 import os
 import tempfile
 from collections.abc import Iterator
@@ -26,6 +27,28 @@ def replaced(file: Path) -> Iterator[BinaryIO]:
         stream.flush()
         os.fsync(stream.fileno())
     work.replace(file)
+
+
+LOCK = "lock"
+
+
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Keeps other processes, whose writing would mix with ours, out of a folder; UserError where one is in it.
+
+    The system lets go of it with the process, however that ends. A file system without locks has none.
+    """
+    with (folder / LOCK).open("w") as stream:
+        try:
+            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise UserError(
+                f"index {folder}: another process builds it. Wait for that, or stop it."
+            ) from error
+        except OSError as error:
+            if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
+                raise
+        yield
 
 
 @contextlib.contextmanager

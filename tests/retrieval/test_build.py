@@ -118,6 +118,15 @@ def test_killed_while_it_ends_nothing_is_done_again(
     assert files[0] == files[1] and files[0].keys() == contents(out).keys()
 
 
+def test_two_builds_of_one_folder_are_refused(tmp_path: Path) -> None:
+    def again(stage: str, done: int, total: int) -> None:
+        with pytest.raises(UserError, match=r"index\.unfinished: another process builds it"):
+            build_index(PASSAGES, tmp_path / "index", "exact", WordEncoder())  # type: ignore[arg-type]
+
+    build_index(PASSAGES, tmp_path / "index", "exact", WordEncoder(), progress=again)  # type: ignore[arg-type]
+    assert sorted(os.listdir(tmp_path)) == ["index"] and "lock" not in os.listdir(tmp_path / "index")
+
+
 def test_embeddings_of_who_knows_what_are_not_believed(tmp_path: Path) -> None:
     work = tmp_path / "index.unfinished"
     work.mkdir()
