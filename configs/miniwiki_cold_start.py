@@ -11,6 +11,7 @@ reinforcement learning took.
 from ml_collections import ConfigDict
 
 from rrl.arguments import parse
+from rrl.errors import UserError
 
 
 def get_config(arg: str = "") -> ConfigDict:
@@ -24,8 +25,12 @@ def get_config(arg: str = "") -> ConfigDict:
         minutes=0.0,
         seed=0,
         retriever=("scann", "bm25", "exact"),
-        encoder="assets/miniwiki-encoder",
+        encoder="",
     )
+    if args.encoder and args.retriever == "bm25":
+        raise UserError(
+            f"config argument encoder={args.encoder!r} has no meaning with retriever=bm25, which searches words; leave one out"
+        )
     config = ConfigDict()
     config.stage = "demonstrations"
     config.init = args.init
@@ -49,7 +54,11 @@ def get_config(arg: str = "") -> ConfigDict:
                 "correction": "",  # it is shown none
             },
         },
-        "retriever": {"kind": args.retriever, "encoder": args.encoder, "title_weight": 3},
+        "retriever": {
+            "kind": args.retriever,
+            "encoder": args.encoder or "assets/miniwiki-encoder",
+            "title_weight": 3,
+        },
     }
     config.train = {
         "steps": args.steps if not args.minutes else 100_000,

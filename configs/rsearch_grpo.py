@@ -19,6 +19,7 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from rrl.arguments import parse
+from rrl.errors import UserError
 
 
 def get_config(arg: str = "") -> ConfigDict:
@@ -36,6 +37,10 @@ def get_config(arg: str = "") -> ConfigDict:
         prompt=("auto", "bare", "paper"),
         control=("none", "permuted", "search_off"),
     )
+    if args.encoder and args.retriever == "bm25":
+        raise UserError(
+            f"config argument encoder={args.encoder!r} has no meaning with retriever=bm25, which searches words; leave one out"
+        )
     # They import jax: after the arguments were found right.
     from rrl.recipes.card import read_card
     from rrl.train.experiment import with_defaults

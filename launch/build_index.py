@@ -35,6 +35,13 @@ _SHARD = flags.DEFINE_string(
 )
 flags.mark_flags_as_required(["corpus", "out"])
 
+_ONLY = (
+    (("bm25",), (_BM25, _K1, _B, _TITLE, _STEM)),
+    (("scann", "exact"), (_ENCODER,)),
+    (("scann",), (_MEMORY,)),
+)
+"""Kinds of index, and the flags that have a meaning with them alone."""
+
 
 class Stages:
     """A progress line for each stage, with passages/s and the time left."""
@@ -72,6 +79,13 @@ def main(_: Sequence[str]) -> None:
     from rrl.retrieval.build import build_index, check_kind
 
     assert _CORPUS.value is not None and _OUT.value is not None  # required flags
+    for kinds, only in _ONLY:
+        for flag in only:
+            if flag.present and _RETRIEVER.value not in kinds:
+                raise UserError(
+                    f"--{flag.name} has no meaning with --retriever={_RETRIEVER.value}, only with {' and '.join(kinds)}; "
+                    "leave it out"
+                )
     k1, b = PUBLISHED[_BM25.value]
     bm25 = Bm25Config(
         k1 if _K1.value is None else _K1.value,
@@ -80,7 +94,7 @@ def main(_: Sequence[str]) -> None:
         stem=_STEM.value,
     )
     encoder = None
-    if _RETRIEVER.value != "bm25" and _ENCODER.value:
+    if _ENCODER.value:
         import jax
 
         from rrl.retrieval.encode import load_text_encoder

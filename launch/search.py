@@ -28,14 +28,19 @@ def main(argv: Sequence[str]) -> None:
     if not queries:
         raise UserError('no query: give at least one after the flags, such as "capital of Norway"')
     index = _INDEX.value or ""
-    retriever = (
-        open_remote(index, _FORM.value)
-        if index.startswith("http")
-        else open_with_encoder(index, _ENCODER.value)
-    )
+    remote = index.startswith("http")
+    for flag in (_ENCODER,) if remote else (_FORM,):
+        if flag.present:
+            raise UserError(f"--{flag.name} has no meaning with --index={index}; leave it out")
+    retriever = open_remote(index, _FORM.value) if remote else open_with_encoder(index, _ENCODER.value)
     found = retriever.search(queries, _K.value)
     if _HTML.value:
-        write_page(_HTML.value, queries, found, f"{retriever.kind} index {index}")
+        try:
+            write_page(_HTML.value, queries, found, f"{retriever.kind} index {index}")
+        except OSError as error:
+            raise UserError(
+                f"--html={_HTML.value}: cannot be written ({error}); give another file"
+            ) from error
         print(_HTML.value)
     else:
         print(as_text(queries, found))

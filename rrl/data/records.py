@@ -87,7 +87,8 @@ def parse_records(
             if on_error == "refuse":
                 raise UserError(
                     f"{path}, {place}: {error}. Allowed: {allowed}. "
-                    "Repair the file, or skip its broken records with --config.data.on_error=skip (in Python on_error='skip')."
+                    "Repair the file, or skip its broken records: --config.data.on_error=skip of a run, --skip_broken of "
+                    "launch/build_index.py, on_error='skip' in Python."
                 ) from error
             bad += 1
             if len(named) < MAX_NAMED_LINES:

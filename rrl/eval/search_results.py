@@ -6,13 +6,15 @@ import re
 import textwrap
 from collections.abc import Sequence
 
+from rrl.retrieval.bm25 import analyse
 from rrl.retrieval.retriever import Hit
 
 _STYLE = """
 :root { color-scheme: light dark }
-body { font: 16px/1.5 system-ui, sans-serif; max-width: 46rem; margin: 2rem auto; padding: 0 1rem }
+body { font: 16px/1.5 system-ui, sans-serif; max-width: 46rem; margin: 2rem auto; padding: 0 1rem;
+  overflow-wrap: anywhere }
 h2 { margin: 2.5rem 0 .5rem } ol { padding-left: 2rem } li { margin: 1rem 0 }
-small { opacity: .7; font-variant-numeric: tabular-nums } p { margin: .2rem 0; white-space: pre-line; overflow-wrap: anywhere }
+small { opacity: .7; font-variant-numeric: tabular-nums } p { margin: .2rem 0; white-space: pre-line }
 mark { background: #ffe08a; color: inherit } @media (prefers-color-scheme: dark) { mark { background: #6b5200 } }
 """
 
@@ -54,14 +56,15 @@ def _section(query: str, hits: Sequence[Hit]) -> str:
         f"{html.escape(hit.passage.id)}</small><p>{_marked(hit.passage.text, query)}</p></li>"
         for hit in hits
     )
-    return f"<section><h2>{html.escape(query)}</h2>\n<ol>{items or '<p>Nothing found.</p>'}</ol></section>"
+    found = f"<ol>{items}</ol>" if items else "<p>Nothing found.</p>"
+    return f"<section><h2>{html.escape(query)}</h2>\n{found}</section>"
 
 
 def _marked(text: str, query: str) -> str:
-    """The text, escaped, with the query's words of three letters and more marked."""
-    words = {word.lower() for word in re.findall(r"\w{3,}", query)}
-    pieces = re.split(r"(\w+)", text)
+    """The text, escaped, with the query's words marked as BM25 has them: other endings too, and no stop words."""
+    words = set(analyse(query))
+    pieces = re.split(r"(\w+(?:['’]\w+)*)", text)
     return "".join(
-        f"<mark>{html.escape(piece)}</mark>" if piece.lower() in words else html.escape(piece)
+        html.escape(piece) if words.isdisjoint(analyse(piece)) else f"<mark>{html.escape(piece)}</mark>"
         for piece in pieces
     )

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import logging
+import os
 import re
 import shutil
 import threading
@@ -14,6 +15,7 @@ import numpy as np
 
 from rrl.data.passages import Passage
 from rrl.errors import UserError, at_least
+from rrl.retrieval.files import room_for
 from rrl.retrieval.postings import Allocate, Block, BlockFolder, Vocabulary, count, score_matrix
 from rrl.retrieval.ranking import Ranking, empty_ranking, top_k
 
@@ -93,9 +95,17 @@ class Bm25Index:
 
         def allocate(name: str, length: int, dtype: type) -> np.ndarray:
             # A memory map of no elements is refused; one too many is cut off again.
-            return np.memmap(work / name, dtype, "w+", shape=(max(1, length),))[:length]
+            size = max(1, length)
+            with (work / name).open("xb") as stream:
+                # Room on the disk is taken now: where there is none later, writing to a memory map kills the process.
+                os.posix_fallocate(stream.fileno(), 0, size * np.dtype(dtype).itemsize)
+            return np.memmap(work / name, dtype, "r+", shape=(size,))[:length]
 
-        cls(_model(blocks, blocks.vocabulary, config, allocate), config).save(folder)
+        index = cls(_model(blocks, blocks.vocabulary, config, allocate), config)
+        matrix = sum(file.stat().st_size for file in work.iterdir())
+        folder.mkdir(exist_ok=True)
+        with room_for(matrix, folder):
+            index.save(folder)
         shutil.rmtree(work)
 
     def save(self, folder: Path) -> None:

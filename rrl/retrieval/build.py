@@ -22,7 +22,7 @@ from rrl.data.records import OnError
 from rrl.errors import UserError
 from rrl.retrieval.bm25 import Bm25Config, Bm25Index
 from rrl.retrieval.dense import ExactIndex, ScannIndex
-from rrl.retrieval.files import disk_full_told, replaced
+from rrl.retrieval.files import FULL, LOCK, disk_full_told, locked, replaced
 from rrl.retrieval.folder import KINDS, PassageFile, write_manifest, write_passages
 from rrl.retrieval.postings import BlockFolder
 from rrl.retrieval.ranking import overlap
@@ -35,8 +35,8 @@ if TYPE_CHECKING:  # BM25 needs no JAX, so building it does not import any.
 BLOCK = 8192
 """Passages between two marks on the disk: what a kill costs at most."""
 
-STATE = ("wanted.json", "corpus.json", "cut.txt")
-"""Files of an unfinished folder that say how far it is."""
+STATE = ("wanted.json", "corpus.json", "cut.txt", LOCK)
+"""Files of an unfinished folder that say how far it is, and that somebody works on it."""
 
 SAMPLE = 400
 """Queries on which ScaNN's recall is measured."""
@@ -80,7 +80,8 @@ def build_index(
       shard: (i, n): every n-th passage from the i-th (counted from 0), for a corpus that n hosts share.
       progress: told about each block.
 
-    Raises UserError for an unknown kind, an empty or broken corpus, a missing encoder, a folder that exists, a full disk.
+    Raises UserError for an unknown kind, an empty or broken corpus, a missing encoder, a folder that exists or cannot be
+    made, a full disk.
     """
     check_kind(kind, text_encoder)
     out = Path(out)
@@ -97,20 +98,29 @@ def build_index(
         assert text_encoder is not None
         wanted["encoder"] = {"name": text_encoder.name, "fingerprint": text_encoder.fingerprint}
     with disk_full_told(work):
-        work.mkdir(parents=True, exist_ok=True)
-        _refuse_other(work, wanted)
-        count, fingerprint = _read(work, corpus, on_error, shard, progress)
-        manifest = {**wanted, "passages": count, "corpus": fingerprint}
-        passages = PassageFile(work, count)
-        if kind == "bm25":
-            _count_words(work, passages, bm25, block, progress)
-        else:
-            assert text_encoder is not None
-            manifest |= {"metric": "inner_product", "dim": text_encoder.dim}
-            embeddings, manifest["cut"] = _embed(work, passages, text_encoder, block, progress)
-            if kind == "scann":
-                manifest["scann"] = _scann(work, passages, embeddings, text_encoder, memory_gb, progress)
-        write_manifest(work, manifest, STATE)
+        try:
+            work.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            if error.errno in FULL:
+                raise
+            raise UserError(
+                f"index folder {out}: cannot be made ({error}). Give the path of another."
+            ) from error
+        with locked(work):
+            _refuse_other(work, wanted)
+            read = _read(work, corpus, on_error, shard, progress)
+            count = read["passages"]
+            manifest = {**wanted, **read}
+            passages = PassageFile(work, count)
+            if kind == "bm25":
+                _count_words(work, passages, bm25, block, progress)
+            else:
+                assert text_encoder is not None
+                manifest |= {"metric": "inner_product", "dim": text_encoder.dim}
+                embeddings, manifest["cut"] = _embed(work, passages, text_encoder, block, progress)
+                if kind == "scann":
+                    manifest["scann"] = _scann(work, passages, embeddings, text_encoder, memory_gb, progress)
+            write_manifest(work, manifest, STATE)
     work.rename(out)
     # Not before: a build that is killed while it ends must know that all is done.
     for name in STATE:
@@ -150,31 +160,39 @@ def _read(
     on_error: OnError,
     shard: tuple[int, int],
     progress: Progress,
-) -> tuple[int, str]:
-    """Number and fingerprint of the passages, which are in the folder then; what belongs to others is removed."""
+) -> dict[str, Any]:
+    """Number and fingerprint of the passages, which are in the folder then, and how many records were left out; what belongs
+    to another corpus is removed.
+    """
     file = work / "corpus.json"
     held = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    source = None
+    before = held.get("read", {"corpus": ""})
+    source, skipped = None, list[str]()
     if isinstance(corpus, str | Path):
         path = Path(corpus)
         if path.is_file():
             source = [path.name, path.stat().st_size, path.stat().st_mtime_ns]
-        if source and held.get("source") == source:
-            return held["passages"], held["corpus"]
-        corpus = iter_passages(path, on_error)
+        same = "skipped" in before and source and held["source"] == source
+        if same and (on_error == "skip" or not before["skipped"]):
+            return before
+        corpus = iter_passages(path, on_error, skipped)
     count, fingerprint = write_passages(
         work, _told(itertools.islice(corpus, shard[0], None, shard[1]), progress)
     )
     if not count:
-        raise UserError("corpus: it has no passages; an index needs at least one. Check the corpus file.")
-    if held.get("corpus") != fingerprint:
+        part = f" for shard {shard[0]}/{shard[1]}" if shard[1] > 1 else ""
+        raise UserError(
+            f"corpus: it has no passages{part}; an index needs at least one. Check the corpus file."
+        )
+    if before["corpus"] != fingerprint:
         for name in ("embeddings.npy", "cut.txt"):
             (work / name).unlink(missing_ok=True)
         for name in ("words", "bm25", "scann"):
             shutil.rmtree(work / name, ignore_errors=True)
+    read = {"passages": count, "corpus": fingerprint, "skipped": len(skipped)}
     with replaced(file) as stream:
-        stream.write(json.dumps({"source": source, "passages": count, "corpus": fingerprint}).encode())
-    return count, fingerprint
+        stream.write(json.dumps({"source": source, "read": read}).encode())
+    return read
 
 
 def _told(passages: Iterable[Passage], progress: Progress) -> Iterator[Passage]:
@@ -238,12 +256,12 @@ def _scann(
     """Builds and tunes; returns the settings and what they reach, for the manifest."""
     count, dim = embeddings.shape
     began, config = time.monotonic(), choose_scann(count, dim, memory_gb)
-    begun = work / "scann" / "config.json"
-    if begun.is_file():
-        config = ScannConfig(**json.loads(begun.read_text(encoding="utf-8")))
-    begun.parent.mkdir(exist_ok=True)
-    with replaced(begun) as stream:
-        stream.write(json.dumps(dataclasses.asdict(config)).encode())
+    begun, settings = work / "scann" / "config.json", json.dumps(dataclasses.asdict(config)).encode()
+    if not begun.is_file() or begun.read_bytes() != settings:  # other memory than a build before had
+        shutil.rmtree(begun.parent, ignore_errors=True)
+        begun.parent.mkdir()
+        with replaced(begun) as stream:
+            stream.write(settings)
     progress("ScaNN", 0, count)
     for done in ScannIndex.build_folder(begun.parent, embeddings, config):
         progress("ScaNN", done, count)

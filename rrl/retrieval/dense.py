@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float, Int
 
+from rrl.retrieval.files import SPARE, reserve, room_for
 from rrl.retrieval.ranking import MARGIN, Ranking, rescore, top_k
-from rrl.retrieval.sizing import ScannConfig, choose_scann, training_sample
+from rrl.retrieval.sizing import ScannConfig, choose_scann, codes_bytes, training_sample
 
 PARALLEL = 64
 """Queries from which ScaNN searches with all cores."""
@@ -78,7 +79,11 @@ class ScannIndex:
                 work = folder / "unfinished"
                 shutil.rmtree(work, ignore_errors=True)
                 work.mkdir()
-                _build(embeddings[start:stop], config).serialize(str(work), relative_path=True)
+                searcher = _build(embeddings[start:stop], config)
+                with room_for(codes_bytes(config, stop - start, embeddings.shape[1]), folder):
+                    searcher.serialize(str(work), relative_path=True)
+                # Of its last files it does not notice that they were not written.
+                reserve(SPARE, folder)
                 work.rename(part)
             yield stop
 
@@ -98,15 +103,14 @@ class ScannIndex:
             for (start, stop), searcher in self._searchers
         ]
         candidates = [
-            # ScaNN's ids are uint32; a place it could not fill is an id out of range.
-            np.concatenate(
-                [row[row < stop - start] + start for ((start, stop), _), row in zip(self._searchers, rows)]
-            )
+            np.concatenate([row + start for ((start, _), _), row in zip(self._searchers, rows)])
             for rows in zip(*found)
         ]
         return rescore(self.embeddings, embeddings, candidates, k)
 
-    def _candidates(self, searcher: Any, count: int, k: int, vectors: np.ndarray) -> Int[np.ndarray, "Q C"]:
+    def _candidates(
+        self, searcher: Any, count: int, k: int, vectors: np.ndarray
+    ) -> list[Int[np.ndarray, "C"]]:
         config = self.config
         wanted = min(k + MARGIN, count)
         rough = min(max(config.reorder, 2 * wanted), count)
@@ -114,13 +118,17 @@ class ScannIndex:
         if config.leaves:
             # The order of bfloat16 is not that of float32: some more of them are looked at.
             options = {"final_num_neighbors": min(2 * wanted, count) if config.held else rough}
-            options |= {"leaves_to_search": config.leaves_to_search}
+            # For a large k, as many as hold twice what is wanted.
+            enough = math.ceil(2 * config.leaves * wanted / count)
+            options |= {"leaves_to_search": min(config.leaves, max(config.leaves_to_search, enough))}
             options |= {"pre_reorder_num_neighbors": rough} if config.held else {}
         search = searcher.search_batched
         if len(vectors) >= PARALLEL:
             search = searcher.search_batched_parallel
             options["batch_size"] = math.ceil(len(vectors) / (os.cpu_count() or 1))
-        return np.asarray(search(vectors, **options)[0]).astype(np.int64)
+        ids, distances = map(np.asarray, search(vectors, **options))
+        # A place that it could not fill has id 0 and no distance.
+        return [row[filled] for row, filled in zip(ids.astype(np.int64), np.isfinite(distances))]
 
 
 def _build(embeddings: Float[np.ndarray, "N E"], config: ScannConfig) -> Any:

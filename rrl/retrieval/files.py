@@ -2,7 +2,9 @@
 
 import contextlib
 import errno
+import fcntl
 import os
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
@@ -11,6 +13,9 @@ from rrl.errors import UserError
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """What the system says when a disk, a quota or a file's limit is full."""
+
+SPARE = 64 << 10
+"""Bytes that a disk has left unless it is full."""
 
 
 @contextlib.contextmanager
@@ -22,6 +27,45 @@ def replaced(file: Path) -> Iterator[BinaryIO]:
         stream.flush()
         os.fsync(stream.fileno())
     work.replace(file)
+
+
+LOCK = "lock"
+
+
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Keeps other processes, whose writing would mix with ours, out of a folder; UserError where one is in it.
+
+    The system lets go of it with the process, however that ends. A file system without locks has none.
+    """
+    with (folder / LOCK).open("w") as stream:
+        try:
+            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise UserError(
+                f"index {folder}: another process builds it. Wait for that, or stop it."
+            ) from error
+        except OSError as error:
+            if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
+                raise
+        yield
+
+
+@contextlib.contextmanager
+def room_for(size: int, folder: Path) -> Iterator[None]:
+    """For writers whose errors do not say why (NumPy's, ScaNN's): the system's own, where `folder` has no room for so many
+    more bytes."""
+    try:
+        yield
+    except (OSError, RuntimeError):
+        reserve(size, folder)
+        raise
+
+
+def reserve(size: int, folder: Path) -> None:
+    """OSError where `folder` has no room for so many more bytes; none are taken."""
+    with tempfile.TemporaryFile(dir=folder) as scratch:
+        os.posix_fallocate(scratch.fileno(), 0, max(1, size))
 
 
 @contextlib.contextmanager

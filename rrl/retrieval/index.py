@@ -44,12 +44,17 @@ def open_index(
 ) -> Retriever:
     """Open an index folder, passages and embeddings memory-mapped.
 
-    Raises UserError naming the folder and what is wrong: no index, unfinished, damaged, or built with another encoder.
+    Raises UserError naming the folder and what is wrong: no index, unfinished, damaged, built with another encoder, or with
+    none where one is given.
     """
     folder = Path(folder)
     manifest = read_manifest(folder)
     index: Index
     if manifest["kind"] == "bm25":
+        if text_encoder is not None:
+            raise UserError(
+                f"index {folder}: bm25, which searches words; the encoder {text_encoder.name!r} has no meaning. Leave it out."
+            )
         index = Bm25Index.load(folder / "bm25")
     else:
         _check_encoder(folder, manifest, text_encoder)

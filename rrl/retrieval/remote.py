@@ -53,11 +53,13 @@ class RemoteIndex:
 
         with ThreadPoolExecutor(len(self.urls)) as pool:
             answers = list(pool.map(ask, self.urls))
-        ids, scores = empty_ranking(len(queries), k)
+        merged = [
+            list(itertools.islice(heapq.merge(*parts, key=lambda hit: -hit[1]), k)) for parts in zip(*answers)
+        ]
+        ids, scores = empty_ranking(len(queries), max(map(len, merged), default=0))
         with self._lock:
-            for row, parts in enumerate(zip(*answers)):
-                merged = heapq.merge(*parts, key=lambda hit: -hit[1])
-                for column, (passage, score) in enumerate(itertools.islice(merged, k)):
+            for row, hits in enumerate(merged):
+                for column, (passage, score) in enumerate(hits):
                     ids[row, column] = place = self._places.setdefault(passage, len(self.passages))
                     scores[row, column] = score
                     if place == len(self.passages):

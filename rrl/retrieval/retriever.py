@@ -185,6 +185,8 @@ class Retriever:
 
     def _search(self, batch: Sequence[tuple[int, str]], k: int, vectors: np.ndarray | None) -> Ranking:
         texts, patience = [text for _, text in batch], self.patience
+        if self.kind != "http":  # whose corpus is not known
+            k = min(k, max(1, len(self.passages)))
         for attempt in range(patience.retries + 1):
             if attempt:
                 self._meter.add(retries=1)

@@ -70,12 +70,17 @@ def building_bytes(config: ScannConfig, passages: int, dim: int) -> int:
     return vectors * dim * 4 + serving_bytes(dataclasses.replace(config, part=0), part, dim)
 
 
+def codes_bytes(config: ScannConfig, passages: int, dim: int) -> int:
+    """Size of what ScaNN writes: its codes, a byte each on the disk, and the vectors that it holds."""
+    if not config.leaves:
+        return 0
+    leaves = 2 if config.spilled else 1
+    return passages * (leaves * (math.ceil(dim / config.code_dims) + 4) + (2 * dim if config.held else 0))
+
+
 def disk_bytes(config: ScannConfig, passages: int, dim: int, characters: int = 700) -> int:
     """Size of the index folder; `characters` is the mean passage with its title."""
-    leaves = 2 if config.spilled else 1
-    codes = leaves * (math.ceil(dim / config.code_dims) + 4) + (2 * dim if config.held else 0)
-    codes = codes if config.leaves else 0
-    return passages * (dim * 4 + codes + characters + 8)
+    return passages * (dim * 4 + characters + 8) + codes_bytes(config, passages, dim)
 
 
 def choose_scann(passages: int, dim: int, memory_gb: float | None = None) -> ScannConfig:

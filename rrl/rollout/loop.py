@@ -48,7 +48,8 @@ class EngineConfig:
     share_prompts: bool = True
     """Whether rows copy the beginning of a prompt from rows that hold it, instead of prefilling it again."""
     search_seconds: float = 60.0
-    """A search that takes longer is given up: the policy is told that it failed."""
+    """A search that takes longer is given up: the policy is told that it failed. Each of three attempts at a search service
+    gets a third of it."""
     stall_seconds: float = 300.0
     """Without a word from the device for so long, the log says what everything is waiting for."""
 

@@ -237,7 +237,9 @@ def load(settings: Settings, say: Clock) -> Loaded:
             mesh=mesh if mesh.size > 1 else None,
         )
         reader = Reader(*frozen, settings.reader_rollout, mesh=mesh)
-    train_side, held_out = load_corpora(settings.data, settings.retriever, say)
+    train_side, held_out = load_corpora(
+        settings.data, settings.retriever, say, settings.rollout.search_seconds
+    )
     engine = Engine(decoder, tokenizer, settings.rollout, retriever=train_side.retriever, mesh=mesh)
     task = Task(train_side.questions, held_out.questions, held_out.retriever)
     return Loaded(decoder, tokenizer, engine, reader, task, value_model)

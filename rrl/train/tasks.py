@@ -27,6 +27,9 @@ from rrl.retrieval.wire import FORMS
 HELD_OUT_SPLITS = tuple(split for split in SPLITS if split != "train")
 """Splits of the built-in world whose names training never shows."""
 
+ATTEMPTS = 3
+"""At a search that a service does not answer."""
+
 
 @dataclasses.dataclass(frozen=True)
 class RetrieverConfig:
@@ -44,22 +47,20 @@ class RetrieverConfig:
     """An index folder, or http://… of a search service: in place of an index built here, whatever `kind` says but off."""
     form: str = "search-r1"
     """What a service speaks: search-r1 or flashrag."""
-    time_out: float = 0.0
-    """Seconds that a search may take before the policy is told that it failed; 0: any."""
 
     def __post_init__(self) -> None:
         one_of((*INDEXES, "off"), self, "kind")
         one_of(FORMS, self, "form")
-        at_least(0, self, "time_out")
         self.bm25()
 
     def identity(self) -> dict[str, Any]:
         """The settings that decide what is found; an index by its content. Those of an index only where there is one."""
         settings = dataclasses.asdict(self)
-        del settings["time_out"]
         if not self.index:
             del settings["index"], settings["form"]
-        elif not self.index.startswith("http"):
+            return settings
+        kind = "http"
+        if not self.index.startswith("http"):
             try:
                 settings["index"] = index_identity(self.index)
             except UserError as error:
@@ -67,6 +68,12 @@ class RetrieverConfig:
                     f"retriever.index={self.index!r}: {error} Give a folder of launch/build_index.py, or http://... of a "
                     "search service."
                 ) from error
+            kind = settings["index"]["kind"]
+        if self.encoder and kind in ("http", "bm25"):
+            raise UserError(
+                f"retriever.encoder={self.encoder!r} has no meaning with retriever.index={self.index!r}, which takes words "
+                f"({kind}); leave it out"
+            )
         return settings
 
     def bm25(self) -> Bm25Config:
@@ -122,16 +129,19 @@ def mixed_questions(wiki: MiniWiki, per_kind: int, kinds: Sequence[str], seed: i
 
 
 def load_retriever(
-    passages: Sequence[Passage], config: RetrieverConfig, encoder: TextEncoder | None
+    passages: Sequence[Passage], config: RetrieverConfig, encoder: TextEncoder | None, seconds: float = 60.0
 ) -> Retriever | None:
-    """The retriever of a config: over passages in memory unless it names an index; None when it is off."""
+    """The retriever of a config: over passages in memory unless it names an index; None when it is off.
+
+    After `seconds` a search is given up by who asks; a search service is tried `ATTEMPTS` times within them.
+    """
     if config.kind == "off":
         return None
-    patience = Patience(time_out=config.time_out or None, retries=2 if config.index.startswith("http") else 0)
     if config.index.startswith("http"):
+        patience = Patience(time_out=seconds / ATTEMPTS or None, retries=ATTEMPTS - 1)
         return open_remote(config.index, config.form, patience)
     if config.index:
-        return open_index(config.index, encoder, patience)
+        return open_index(config.index, encoder)
     return make_retriever(passages, config.kind, encoder, config.bm25())
 
 
@@ -158,12 +168,15 @@ def load_encoder_of(config: RetrieverConfig, where: str = "retriever") -> TextEn
 
 
 def load_corpora(
-    data: DataConfig, retriever: RetrieverConfig, say: Callable[[str], None] = lambda text: None
+    data: DataConfig,
+    retriever: RetrieverConfig,
+    say: Callable[[str], None] = lambda text: None,
+    search_seconds: float = 60.0,
 ) -> tuple[Corpus, Corpus]:
     """The training corpus and the held-out one.
 
     In the built-in world they share no entity. A folder has one corpus; its test (or dev) questions are held out, and
-    with one question file only, every fifth question of it.
+    with one question file only, every fifth question of it. `search_seconds` as in `load_retriever`.
     """
     encoder = load_encoder_of(retriever)
     if data.path == "miniwiki":
@@ -188,7 +201,7 @@ def load_corpora(
     folder = load_folder(data.path, data.on_error, corpus=not retriever.index)
     doing = f"searching {retriever.index}" if retriever.index else f"indexing with {retriever.kind}"
     say(f"{data.path}: {len(folder.passages)} passages; {doing}")
-    search = load_retriever(folder.passages, retriever, encoder)
+    search = load_retriever(folder.passages, retriever, encoder, search_seconds)
     train, held_out = split_questions(folder.splits)
     say(f"{data.path}: {len(train)} training questions, {len(held_out[: data.held_out])} held out")
     return Corpus(train, search, folder.passages), Corpus(held_out[: data.held_out], search, folder.passages)

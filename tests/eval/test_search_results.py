@@ -27,4 +27,13 @@ def test_the_page_is_escaped_and_marks_the_words_of_the_query(tmp_path) -> None:
     assert "<script" not in page and "&lt;script&gt;" in page
     assert "&lt;b&gt;<mark>Norway</mark>&lt;/b&gt;" in page and "<mark>north</mark>" in page
     assert "Norway &amp; north" in page and "Nothing found." in page
+    assert "A city in" in page and "<mark>of</mark>" not in page
     assert page.index("Oslo") < page.index("of the")
+
+
+def test_words_are_marked_as_they_are_searched(tmp_path) -> None:
+    hit = Hit(Passage("1", "Presidency", "The president’s office, and the city's origin."), 1)
+    write_page(tmp_path / "page.html", ["the presidents of the cities and their origins"], [[hit]], "x")
+    page = (tmp_path / "page.html").read_text(encoding="utf-8")
+    text = "The <mark>president’s</mark> office, and the <mark>city&#x27;s</mark> <mark>origin</mark>."
+    assert text in page

@@ -48,6 +48,8 @@ def test_an_index_is_built_searched_and_served(tmp_path: pathlib.Path, corpus: p
     page = tmp_path / "page.html"
     assert run("search", f"--index={index}", f"--html={page}", "Town 7").returncode == 0
     assert "<mark>Town</mark>" in page.read_text()
+    nowhere = run("search", f"--index={index}", f"--html={page}/page.html", "Town 7")
+    assert nowhere.returncode == 2 and "page.html: cannot be written" in nowhere.stderr
 
     server = subprocess.Popen(
         command("serve_retriever", f"--index={index}", "--port=0"),
@@ -76,8 +78,25 @@ def test_wrong_input_ends_with_one_line(tmp_path: pathlib.Path, corpus: pathlib.
             (f"--corpus={tmp_path / 'no'}", f"--out={tmp_path / 'x'}", "--retriever=bm25"),
             "no: cannot",
         ),
+        (
+            "build_index",
+            (f"--corpus={corpus}", f"--out={tmp_path / 'x'}", "--retriever=bm25", "--encoder=e5"),
+            "--encoder has no meaning with --retriever=bm25, only with scann and exact",
+        ),
+        ("build_index", (f"--corpus={corpus}", f"--out={tmp_path / 'x'}", "--k1=1"), "--k1 has no meaning"),
+        (
+            "build_index",
+            (f"--corpus={corpus}", f"--out={corpus}/x", "--retriever=bm25"),
+            "corpus.jsonl/x: cannot be made",
+        ),
         ("search", (f"--index={tmp_path}", "query"), "no manifest.json"),
         ("search", (f"--index={tmp_path}",), "no query"),
+        (
+            "search",
+            ("--index=http://x", "--encoder=e5", "query"),
+            "--encoder has no meaning with --index=http",
+        ),
+        ("search", (f"--index={tmp_path}", "--form=flashrag", "query"), "--form has no meaning with"),
         ("serve_retriever", (f"--index={tmp_path / 'none'}",), "no manifest.json"),
     ):
         ended = run(name, *flags)

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -117,6 +118,15 @@ def test_killed_while_it_ends_nothing_is_done_again(
     assert files[0] == files[1] and files[0].keys() == contents(out).keys()
 
 
+def test_two_builds_of_one_folder_are_refused(tmp_path: Path) -> None:
+    def again(stage: str, done: int, total: int) -> None:
+        with pytest.raises(UserError, match=r"index\.unfinished: another process builds it"):
+            build_index(PASSAGES, tmp_path / "index", "exact", WordEncoder())  # type: ignore[arg-type]
+
+    build_index(PASSAGES, tmp_path / "index", "exact", WordEncoder(), progress=again)  # type: ignore[arg-type]
+    assert sorted(os.listdir(tmp_path)) == ["index"] and "lock" not in os.listdir(tmp_path / "index")
+
+
 def test_embeddings_of_who_knows_what_are_not_believed(tmp_path: Path) -> None:
     work = tmp_path / "index.unfinished"
     work.mkdir()
@@ -167,6 +177,69 @@ def test_a_full_disk_is_told_and_the_build_continues(tmp_path: Path, limit: int)
     assert contents(out) == contents(tmp_path / "whole")
 
 
+FILLING = """
+import subprocess, sys
+from pathlib import Path
+from rrl.errors import UserError
+from rrl.retrieval import build
+from rrl.retrieval.index import open_index
+from rrl.retrieval.sizing import ScannConfig
+from rrl.data.passages import Passage
+from tests.retrieval.test_build import contents, encoder_for
+
+disk, kind = Path(sys.argv[1]), sys.argv[2]
+passages = [Passage(f"p{i}", f"Name {i}", f"fact {i * i} of {chr(97 + i % 26)}") for i in range(600)]
+build.choose_scann = lambda *_: ScannConfig(5, 5, 50, spilled=True, held=True, part=400)
+
+def mount(options):
+    subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(disk)], check=True)
+
+def build_in(folder):
+    build.build_index(passages, folder, kind, encoder_for(kind), block=200)
+
+size = 8
+mount(f"size={size}k")
+while True:
+    try:
+        build_in(disk / "index")
+        break
+    except UserError as error:
+        assert "the disk is full" in str(error) and "same command again" in str(error)
+        size += 4
+        mount(f"remount,size={size}k")
+mount("remount,size=8m")
+build_in(disk / "whole")
+index, whole = contents(disk / "index"), contents(disk / "whole")
+assert index.keys() == whole.keys()
+# The clusters of ScaNN's trees are not the same in every build.
+assert (other := [name for name in whole if index[name] != whole[name] and "scann/0" not in name]) == [], other
+asked = [passage.title for passage in passages]
+found, expected = (
+    [[hit.passage for hit in hits] for hits in open_index(disk / name, encoder_for(kind)).search(asked, 3)]
+    for name in ("index", "whole")
+)
+assert found == expected
+print(f"full {(size - 8) // 4} times")
+"""
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_disk_that_is_full_at_any_moment_is_told_and_the_build_continues(tmp_path: Path, kind: str) -> None:
+    # A disk in memory, seen by this process only, that grows by a page whenever it is full.
+    private = ["unshare", "--user", "--map-root-user", "--mount"]
+    probe = [*private, "mount", "-t", "tmpfs", "tmpfs", str(tmp_path)]
+    if not shutil.which("unshare") or subprocess.run(probe, capture_output=True).returncode:
+        pytest.skip("no file system can be mounted here")
+    filled = subprocess.run(
+        [*private, sys.executable, "-c", FILLING, str(tmp_path), kind],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+    )
+    assert filled.returncode == 0, filled.stderr
+    assert int(filled.stdout.split()[-2]) >= 10
+
+
 @pytest.mark.parametrize(
     ("data", "message"),
     [
@@ -182,6 +255,24 @@ def test_a_broken_corpus_is_refused_by_line(tmp_path: Path, data: bytes, message
     with pytest.raises(UserError, match=message):
         build_index(file, tmp_path / "index", "bm25")
     assert not (tmp_path / "index").exists()
+
+
+def test_records_that_were_left_out_are_counted_and_not_forgotten_by_a_build_that_continues(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed(self, target):
+        raise KeyboardInterrupt
+
+    file = tmp_path / "corpus.jsonl"
+    file.write_text('{"id": 1, "text": "x"}\nbroken\n{"id": 1, "text": "y"}\n{"id": 2, "text": "z"}\n')
+    monkeypatch.setattr(Path, "rename", killed)
+    with pytest.raises(KeyboardInterrupt):
+        build_index(file, tmp_path / "index", "bm25", on_error="skip")
+    monkeypatch.undo()
+    with pytest.raises(UserError, match=r"line 2: not JSON.*--skip_broken"):
+        build_index(file, tmp_path / "index", "bm25")
+    manifest = build_index(file, tmp_path / "index", "bm25", on_error="skip")
+    assert (manifest["passages"], manifest["skipped"]) == (2, 2)
 
 
 def test_passages_that_were_cut_are_counted(tmp_path: Path) -> None:
@@ -206,6 +297,36 @@ def test_the_manifest_says_how_well_scann_finds(tmp_path: Path) -> None:
         for name, value in json.loads((tmp_path / "index/manifest.json").read_text()).items()
         if name not in ("format", "versions", "files")
     }
+
+
+def test_a_build_that_had_too_little_memory_continues_with_other_settings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[int] = []
+
+    def killed(stage: str, done: int, total: int) -> None:
+        if stage == "ScaNN" and 0 < done < total:
+            raise KeyboardInterrupt
+
+    def build(memory_gb: float, progress=lambda stage, done, _: stage == "ScaNN" and told.append(done)):
+        return build_index(
+            PASSAGES,
+            tmp_path / "index",
+            "scann",
+            WordEncoder(),  # type: ignore[arg-type]
+            memory_gb=memory_gb,
+            progress=progress,
+        )
+
+    monkeypatch.setattr(
+        "rrl.retrieval.build.choose_scann", lambda _, __, gb: ScannConfig(5, 5, 50, part=int(gb))
+    )
+    for memory_gb in (60, 50):
+        with pytest.raises(KeyboardInterrupt):
+            build(memory_gb, killed)
+    assert build(50)["scann"]["part"] == 50
+    assert told == [0, 50, 100]
+    assert len(open_index(tmp_path / "index", WordEncoder()).search(["Name 3"], 100)[0]) == 100  # type: ignore[arg-type]
 
 
 def test_sample_queries_are_titles_or_first_words() -> None:
@@ -248,5 +369,7 @@ def test_shards_share_the_corpus(tmp_path: Path) -> None:
         build_index(PASSAGES, tmp_path / str(part), "bm25", shard=(part, 3))
         ids += [passage.id for passage in open_index(tmp_path / str(part)).passages]
     assert sorted(ids) == sorted(passage.id for passage in PASSAGES)
+    with pytest.raises(UserError, match="no passages for shard 100/101"):
+        build_index(PASSAGES, tmp_path / "more", "bm25", shard=(100, 101))
     with pytest.raises(UserError, match="shard=3/3 must be"):
         build_index(PASSAGES, tmp_path / "more", "bm25", shard=(3, 3))

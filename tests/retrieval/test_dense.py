@@ -98,6 +98,24 @@ def test_every_form_of_scann_finds_what_exact_search_finds_also_from_a_folder(
         assert all(len(set(row)) == 5 for row in ids.tolist()), "no passage comes twice"
 
 
+NARROW = [ScannConfig(40, 1, 500), ScannConfig(40, 1, 500, spilled=True, held=True, part=900)]
+
+
+@pytest.mark.parametrize("config", NARROW)
+def test_a_leaf_with_less_than_was_asked_for_gives_no_passage_twice(config: ScannConfig) -> None:
+    points, _ = clustered(2_000, 1)
+    ids, _ = ScannIndex.build(points, config).search([""] * 100, 5, points[:100])
+    rows = [[i for i in row if i != NOTHING] for row in ids.tolist()]
+    assert all(len(set(row)) == len(row) > 0 for row in rows)
+
+
+@pytest.mark.parametrize("config", [*FORMS, *NARROW])
+def test_k_beyond_the_corpus_gives_the_corpus_whatever_the_form_of_scann(config: ScannConfig) -> None:
+    points, asked = clustered(2_000, 3)
+    exact, _ = ExactIndex(points).search([""] * 3, 2_100, asked)
+    np.testing.assert_array_equal(ScannIndex.build(points, config).search([""] * 3, 2_100, asked)[0], exact)
+
+
 def test_scann_is_imported_without_tensorflow_and_only_when_used() -> None:
     code = (
         "import sys\n"

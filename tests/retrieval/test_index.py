@@ -78,6 +78,12 @@ def test_another_encoder_is_refused_by_name(tmp_path: Path, kind: str) -> None:
         open_index(tmp_path / "index")
 
 
+def test_an_encoder_given_with_an_index_of_words_is_refused_by_name(tmp_path: Path) -> None:
+    build_index(CORPUS, tmp_path / "index", "bm25")
+    with pytest.raises(UserError, match=r"index: bm25, which searches words; the encoder 'words' has no"):
+        open_index(tmp_path / "index", WordEncoder())  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_damaged_file_is_named(tmp_path: Path, kind: str) -> None:
     folder = tmp_path / "index"
@@ -96,6 +102,31 @@ def test_every_damaged_file_is_named(tmp_path: Path, kind: str) -> None:
     (folder / "manifest.json").write_text("{")
     with pytest.raises(UserError, match=r"damaged, manifest.json"):
         open_index(folder, encoder_for(kind))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_large_file_that_is_partly_gone_is_named(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rrl.retrieval.folder.HASHED_BYTES", 1024)
+    monkeypatch.setattr("rrl.retrieval.folder.PIECE_BYTES", 16)
+    folder = tmp_path / "index"
+    build_index(CORPUS, folder, kind, encoder_for(kind))
+    files = [file for file in folder.rglob("*") if file.is_file() and file.name != "manifest.json"]
+    large = [file for file in files if file.stat().st_size > 1024]
+    assert large
+    for file in large:
+        data = file.read_bytes()
+        for start, stop in ((0, 1), (len(data) // 2, len(data)), (len(data) // 3, len(data) // 2)):
+            file.write_bytes(data[:start] + b"\xaa" * (stop - start) + data[stop:])
+            with pytest.raises(UserError, match=f"damaged, .*{file.name} is not the file that was written"):
+                open_index(folder, encoder_for(kind))
+        file.write_bytes(data)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    for file in large:
+        del manifest["files"][str(file.relative_to(folder))]["sha256"]
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    open_index(folder, encoder_for(kind))
 
 
 def test_an_unfinished_or_existing_folder_is_refused(tmp_path: Path) -> None:

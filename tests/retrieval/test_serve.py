@@ -76,6 +76,7 @@ def test_the_client_finds_what_the_served_index_finds(served: tuple[Retriever, s
     ]
     assert remote.stats.searched == 3
     assert len(remote.passages) == 3, "a passage is kept once"
+    assert remote.search(queries, 10**12) == found
 
 
 @pytest.mark.parametrize(

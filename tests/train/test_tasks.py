@@ -1,5 +1,6 @@
 """What a run trains on: worlds that share no entity, folders with their splits."""
 
+import importlib
 import json
 
 import pytest
@@ -67,12 +68,13 @@ def test_a_folder_is_searched_through_an_index_or_a_service(tmp_path):
     data = tmp_path / "data"
     data.mkdir()
     (data / "questions.jsonl").write_text("\n".join(lines))
-    config = RetrieverConfig(kind="bm25", index=str(tmp_path / "index"), time_out=5)
+    config = RetrieverConfig(kind="bm25", index=str(tmp_path / "index"))
     train, _ = load_corpora(DataConfig(path=str(data)), config)
     assert train.retriever.search(["T3"], 1)[0][0].passage == passages[3]
-    assert train.retriever.patience.time_out == 5
     remote = RetrieverConfig(kind="bm25", index="http://127.0.0.1:9", form="flashrag")
-    assert load_corpora(DataConfig(path=str(data)), remote)[0].retriever.kind == "http"
+    service = load_corpora(DataConfig(path=str(data)), remote, search_seconds=30)[0].retriever
+    assert service.kind == "http"
+    assert (service.patience.time_out, service.patience.retries) == (10, 2), "three attempts in 30 seconds"
     with pytest.raises(UserError, match="data=FOLDER"):
         load_corpora(DataConfig(), config)
 
@@ -83,3 +85,16 @@ def test_runs_from_before_there_were_index_settings_continue(tmp_path):
         build_index([Passage("0", "T", "text")], tmp_path / name, "bm25")
     here, there = (RetrieverConfig(index=str(tmp_path / name)).identity() for name in ("here", "there"))
     assert here == there, "an index may be moved"
+
+
+def test_an_encoder_that_nothing_would_use_is_refused_by_name(tmp_path):
+    build_index([Passage("0", "T", "text")], tmp_path / "index", "bm25")
+    for index in (str(tmp_path / "index"), "http://127.0.0.1:9"):
+        with pytest.raises(UserError, match=rf"retriever\.encoder='e5' has no meaning with .*{index}"):
+            RetrieverConfig(index=index, encoder="e5").identity()
+    for file in ("rsearch_grpo", "rsearch_ppo", "miniwiki_cold_start"):
+        get_config = importlib.import_module(f"configs.{file}").get_config
+        with pytest.raises(UserError, match=r"encoder='e5' has no meaning with retriever=bm25"):
+            get_config("retriever=bm25,encoder=e5")
+        get_config("retriever=bm25")
+        get_config("encoder=e5")
