@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from rrl.data.miniwiki import KINDS, MiniWiki
+from rrl.retrieval.gold import hits_of
 from rrl.retrieval.retriever import Retriever
 
 
@@ -12,11 +13,8 @@ def recall_at(retriever: Retriever, queries: Sequence[str], gold: Sequence[Seque
     """Mean share of each query's gold titles among its k best passages, in [0, 1]."""
     embeddings = retriever.embed(queries) if retriever.needs_embeddings else None
     found = retriever.search(queries, k, embeddings)
-    shares = [
-        len({hit.passage.title for hit in hits} & set(titles)) / len(set(titles))
-        for hits, titles in zip(found, gold)
-    ]
-    return float(np.mean(shares))
+    titles = [[hit.passage.title for hit in hits] for hits in found]
+    return float(np.nanmean(hits_of(titles, gold).recall()))
 
 
 def miniwiki_recall(

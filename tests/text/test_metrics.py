@@ -8,7 +8,15 @@ import string
 import pytest
 
 from rrl.errors import UserError
-from rrl.text.metrics import cover_exact_match, exact_match, token_f1
+from rrl.text.metrics import (
+    AnswerScores,
+    cover_exact_match,
+    exact_match,
+    score_answer,
+    score_answers,
+    token_f1,
+)
+from rrl.text.normalize import RULES
 from tests.shared_data import shared
 
 
@@ -77,3 +85,88 @@ def test_agrees_with_a_second_implementation_on_real_answers(name: str) -> None:
         prediction, gold = record["pred_ans"], record["answer"]
         assert exact_match(prediction, [gold]) == float(words(prediction) == words(gold))
         assert token_f1(prediction, [gold]) == pytest.approx(reference_f1(prediction, gold), abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("name", "prediction", "gold", "em", "f1", "cem"),
+    [
+        ("rrl", "", "The The", 0, 0, 0),
+        ("squad", "", "The The", 1, 0, 1),  # as SQuAD 1.1's script: equal strings, no shared words
+        ("squad2", "", "The The", 1, 1, 1),
+        ("squad", "yes it is", "yes", 0, 0.5, 1),
+        ("hotpotqa", "yes it is", "yes", 0, 0, 1),
+        ("hotpotqa", "no", "no way", 0, 0, 0),
+        ("tiresrag-r1", "True", "yes", 1, 1, 1),
+        ("hotpotqa", "True", "yes", 0, 0, 0),
+        ("squad", "well-known", "well known", 0, 0, 0),
+        ("tiresrag-r1", "well-known", "well known", 1, 1, 1),
+        ("triviaqa", "rock ‘n’ roll", "rock n roll", 1, 1, 1),
+        ("squad", "rock ‘n’ roll", "rock n roll", 0, 2 / 3, 0),
+        ("rrl", "a party", "art", 0, 0, 0),
+        ("search-r1", "a party", "art", 0, 0, 1),
+        ("flashrag", "a party", "art", 0, 0, 1),
+        ("rrl", "England, in London", "London, England", 0, 4 / 5, 0),
+        ("tiresrag-r1", "England, in London", "London, England", 0, 4 / 5, 1),
+        ("r3-rag", "A-Team", "team", 0, 0, 0),
+        ("r3-rag-released", "A-Team", "team", 1, 1, 1),
+        ("r-search", "in 1931", "1931", 0, 2 / 3, 1),
+        ("r-search-released", "in 1931", "1931", 0, 0.67, 1),
+    ],
+)
+def test_each_variant_differs_where_its_source_does(
+    name: str, prediction: str, gold: str, em: float, f1: float, cem: float
+) -> None:
+    assert score_answer(prediction, [gold], RULES[name]) == pytest.approx((em, f1, cem))
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_the_three_at_once_are_the_three_one_by_one(name: str) -> None:
+    rule = RULES[name]
+    texts = [
+        "",
+        "The",
+        "yes",
+        "no",
+        "True",
+        "Paris",
+        "the Paris",
+        "Paris, France",
+        "a b c",
+        "c b",
+        "noanswer x",
+    ]
+    for prediction in texts:
+        for answers in ([gold] for gold in texts):
+            for more in (answers, [*answers, "Paris"]):
+                single = [
+                    metric(prediction, more, rule) for metric in (exact_match, token_f1, cover_exact_match)
+                ]
+                assert score_answer(prediction, more, rule) == tuple(single), (prediction, more)
+
+
+def test_of_several_short_answers_the_best_counts() -> None:
+    assert score_answer(["in 1931", "x"], ["1931"]) == (0, pytest.approx(2 / 3), 1)
+    assert score_answer(["x", "1931"], ["1931"]) == (1, 1, 1)
+    assert score_answer([], ["1931"]) == AnswerScores(0, 0, 0)
+    with pytest.raises(UserError, match="answers"):
+        score_answer("Paris", [])
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_many_at_once_score_as_each_alone(name: str) -> None:
+    rule = RULES[name]
+    pairs = [
+        ("the Paris", ["Paris"]),
+        ("two\nlines", ["two lines", "x"]),
+        (["True", "b"], ["yes"]),
+        ("ΟΔΟΣ", ["οδος", "ΟΔΟΣ x"]),
+        ("", ["the"]),
+        ([], ["x"]),
+    ]
+    for some in (pairs, pairs[:1] + pairs[2:]):  # with a line break in a text and without
+        many = score_answers([p for p, _ in some] * 2000, [a for _, a in some] * 2000, rule)
+        assert many == [score_answer(p, a, rule) for p, a in some] * 2000
+    with pytest.raises(UserError, match="answers"):
+        score_answers(["x", "y"], [["x"], []], rule)
+    with pytest.raises(ValueError):
+        score_answers(["x", "y"], [["x"]], rule)

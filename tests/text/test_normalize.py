@@ -5,7 +5,8 @@ import string
 
 import pytest
 
-from rrl.text.normalize import answer_tokens, normalize_answer
+from rrl.errors import UserError
+from rrl.text.normalize import Rule, answer_tokens, normalize_answer, rule_named
 
 
 def reference(text: str) -> str:
@@ -39,3 +40,12 @@ def test_agrees_with_a_second_implementation_and_is_idempotent(text: str) -> Non
 def test_tokens_are_the_words() -> None:
     assert answer_tokens("The red, red rose") == ["red", "red", "rose"]
     assert not re.search(r"\s", "".join(answer_tokens("a \u00a0 b")))
+
+
+def test_rules_are_found_by_name_and_their_fields_checked() -> None:
+    assert normalize_answer("U.S.", rule_named("triviaqa")) == "u s"
+    with pytest.raises(UserError, match=r"normalization='squat' is unknown; choose one of rrl, squad"):
+        rule_named("squat")
+    for field in ("punctuation", "cover", "empty"):
+        with pytest.raises(UserError, match=f"{field}='x' is unknown"):
+            Rule(**{field: "x"})

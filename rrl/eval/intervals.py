@@ -1,0 +1,152 @@
+"""Is it more than luck? Bootstrap intervals of a metric over questions, and paired tests between two runs on the same ones.
+
+All is seeded: the same values give the same figures. Questions are the unit that is drawn; the spread over training seeds is
+another matter, and is not in here.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from jaxtyping import Float
+
+from rrl.errors import UserError
+
+RESAMPLES = 10_000
+_BLOCK = 2_000_000
+"""Numbers drawn at a time: memory stays at some tens of MB however many questions there are."""
+
+Values = Sequence[float] | Float[np.ndarray, "Q"]
+"""One value a question, in the same order for both runs of a pair."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Interval:
+    """A mean with its bootstrap interval."""
+
+    mean: float
+    low: float
+    high: float
+    count: int
+    """Questions."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Paired:
+    """What a second run does better than a first on the same questions."""
+
+    difference: float
+    """Mean of the second less that of the first."""
+    low: float
+    high: float
+    """Bootstrap interval of the difference."""
+    p: float
+    """Two-sided: how likely a difference this large is if the runs are equally good."""
+    test: str
+    """McNemar's exact test where all values are 0 or 1, else a permutation of signs."""
+    better: int
+    worse: int
+    same: int
+    """Questions on which the second run scores more, less, the same."""
+
+
+def bootstrap(values: Values, *, level: float = 0.95, resamples: int = RESAMPLES, seed: int = 0) -> Interval:
+    """The mean of `values` and its percentile bootstrap interval (Efron & Tibshirani, 1993, chapter 13).
+
+    Raises UserError for no values, values that are not finite, or settings out of range.
+    """
+    array = _checked(values, level, resamples)
+    low, high = _percentiles(_resampled_means(array, resamples, seed), level)
+    return Interval(float(array.mean()), low, high, len(array))
+
+
+def compare(
+    first: Values, second: Values, *, level: float = 0.95, resamples: int = RESAMPLES, seed: int = 0
+) -> Paired:
+    """A paired comparison of two runs: interval by bootstrap over questions, p by McNemar's exact test or a permutation test.
+
+    Raises UserError for runs of unequal length, and as `bootstrap`.
+    """
+    ours, theirs = _checked(first, level, resamples), _checked(second, level, resamples)
+    if len(ours) != len(theirs):
+        raise UserError(
+            f"a paired test needs the same questions in both runs; there are {len(ours)} and {len(theirs)}"
+        )
+    change = theirs - ours
+    low, high = _percentiles(_resampled_means(change, resamples, seed), level)
+    better, worse = int((change > 0).sum()), int((change < 0).sum())
+    binary = bool(np.isin(ours, (0, 1)).all() and np.isin(theirs, (0, 1)).all())
+    return Paired(
+        difference=float(change.mean()),
+        low=low,
+        high=high,
+        p=mcnemar(better, worse) if binary else permutation(change, resamples=resamples, seed=seed),
+        test="McNemar" if binary else "permutation",
+        better=better,
+        worse=worse,
+        same=len(change) - better - worse,
+    )
+
+
+def mcnemar(better: int, worse: int) -> float:
+    """Two-sided exact p of McNemar's test (1947): a fair coin for each question on which the runs differ."""
+    count, fewer = better + worse, min(better, worse)
+    term = total = 1
+    for k in range(fewer):
+        term = term * (count - k) // (k + 1)
+        total += term
+    return min(1.0, 2 * total / 2**count)
+
+
+def permutation(change: Values, *, resamples: int = RESAMPLES, seed: int = 0) -> float:
+    """Two-sided p of the mean change when each question's two values may be swapped at random (Fisher's sign-flip test).
+
+    The observed order counts as one of the draws, so that p is never 0 (Phipson & Smyth, 2010). Raises as `bootstrap`.
+    """
+    array = _checked(change, 0.95, resamples)
+    observed = abs(array.sum())
+    moved = array[array != 0]
+
+    def sums(rng: np.random.Generator, rows: int) -> np.ndarray:
+        return np.where(rng.random((rows, len(moved))) < 0.5, 1.0, -1.0) @ moved
+
+    flipped = _drawn(sums, len(moved), resamples, seed)
+    # Sums of the same numbers in another order differ in their last bits.
+    extreme = (np.abs(flipped) >= observed - 1e-9 * max(1.0, np.abs(moved).sum())).sum()
+    return float((extreme + 1) / (resamples + 1))
+
+
+def _resampled_means(values: np.ndarray, resamples: int, seed: int) -> np.ndarray:
+    def means(rng: np.random.Generator, rows: int) -> np.ndarray:
+        return values[rng.integers(0, len(values), (rows, len(values)))].mean(1)
+
+    return _drawn(means, len(values), resamples, seed)
+
+
+def _drawn(
+    draw: Callable[[np.random.Generator, int], np.ndarray], width: int, resamples: int, seed: int
+) -> np.ndarray:
+    rng = np.random.default_rng(seed)
+    rows = max(1, _BLOCK // max(width, 1))
+    return np.concatenate([draw(rng, min(rows, resamples - at)) for at in range(0, resamples, rows)])
+
+
+def _percentiles(means: np.ndarray, level: float) -> tuple[float, float]:
+    low, high = np.quantile(means, [(1 - level) / 2, (1 + level) / 2])
+    return float(low), float(high)
+
+
+def _checked(values: Values, level: float, resamples: int) -> np.ndarray:
+    if not 0 < level < 1:
+        raise UserError(f"level={level} must lie between 0 and 1, such as 0.95")
+    if resamples < 1:
+        raise UserError(f"resamples={resamples} must be at least 1")
+    array = np.asarray(values, np.float64)
+    if array.ndim != 1 or not len(array):
+        raise UserError("no values: an interval needs the metric of one question or more")
+    if not np.isfinite(array).all():
+        at = int(np.flatnonzero(~np.isfinite(array))[0])
+        raise UserError(
+            f"value {at} is {array[at]}: leave out the questions on which the metric is not defined"
+        )
+    return array

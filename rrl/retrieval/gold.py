@@ -1,0 +1,142 @@
+"""How well passages that were found cover the gold ones: recall, full recall, mAP, @K, η_re, hits and MRR (R2AG, Table 1)."""
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+from jaxtyping import Bool, Float, Int
+
+from rrl.errors import UserError
+from rrl.text.metrics import score_answers
+from rrl.text.normalize import RRL, Rule
+
+
+@dataclasses.dataclass(frozen=True)
+class Hits:
+    """Which of the passages found for each question are gold; a passage that comes again is not counted again.
+
+    Metrics have one value a question: NaN where it has no gold passage.
+    """
+
+    hits: Bool[np.ndarray, "Q K"]
+    """True where a gold passage stands at that rank, best first; ranks count passages that differ."""
+    found: Int[np.ndarray, "Q"]
+    """Passages that differ, of each question."""
+    gold: Int[np.ndarray, "Q"]
+    """Gold passages of each question."""
+
+    def recall(self, k: int | None = None) -> Float[np.ndarray, "Q"]:
+        """Recall@K: share of the gold passages among the first k (None: all that were found)."""
+        return self._share(self.hits[:, :k].sum(1))
+
+    def full_recall(self, k: int | None = None) -> Float[np.ndarray, "Q"]:
+        """1 where every gold passage is among the first k, else 0."""
+        return self._known(self.hits[:, :k].sum(1) == self.gold)
+
+    def average_precision(self, k: int | None = None) -> Float[np.ndarray, "Q"]:
+        """Sum of the precision at the rank of each gold passage found, over the number of gold ones (R2AG, Eq. 5's R_AP).
+
+        Its mean over questions is mAP.
+        """
+        hits = self.hits[:, :k]
+        precision = np.cumsum(hits, 1) / np.arange(1, hits.shape[1] + 1)
+        return self._share((precision * hits).sum(1))
+
+    def hit(self, k: int | None = None) -> Float[np.ndarray, "Q"]:
+        """hits@k: 1 where any gold passage is among the first k, else 0."""
+        return self._known(np.asarray(self.hits[:, :k].any(1)))
+
+    def reciprocal_rank(self, k: int | None = None) -> Float[np.ndarray, "Q"]:
+        """1 over the rank of the first gold passage, 0 where none is among the first k; its mean is MRR@k."""
+        hits = self.hits[:, :k]
+        first = hits.argmax(1) + 1 if hits.shape[1] else np.ones(len(hits))
+        return self._known(hits.any(1) / first)
+
+    def report(self, cuts: Sequence[int] = ()) -> dict[str, float]:
+        """Means over the questions that have gold passages: recall, full_recall, map, hits, mrr, each also "@k" for the cuts,
+        "passages" (@K) and "eta_re"; empty where no question has any.
+
+        Raises UserError for a cut below 1.
+        """
+        if any(k < 1 for k in cuts):
+            raise UserError(f"cuts={list(cuts)}: must be 1 or more")
+        known = self.gold > 0
+        if not known.any():
+            return {}
+        metrics = {
+            "recall": self.recall,
+            "full_recall": self.full_recall,
+            "map": self.average_precision,
+            "hits": self.hit,
+            "mrr": self.reciprocal_rank,
+        }
+        report = {
+            name + (f"@{k}" if k else ""): float(np.nanmean(metric(k)))
+            for k in (None, *cuts)
+            for name, metric in metrics.items()
+        }
+        report["passages"] = float(self.found[known].mean())
+        report["eta_re"] = gold_efficiency(
+            report["recall"], report["passages"], float(self.gold[known].mean())
+        )
+        return report
+
+    def _share(self, amount: np.ndarray) -> Float[np.ndarray, "Q"]:
+        return np.where(self.gold > 0, amount / np.maximum(self.gold, 1), np.nan)
+
+    def _known(self, values: np.ndarray) -> Float[np.ndarray, "Q"]:
+        return np.where(self.gold > 0, values.astype(np.float64), np.nan)
+
+
+def hits_of(found: Sequence[Sequence[str]], gold: Sequence[Sequence[str]]) -> Hits:
+    """The hits of passages found, best first, for the gold ones of each question; both are titles, or both ids.
+
+    Titles count as equal whatever their case and white space.
+
+    Raises ValueError where the two are not of equal length.
+    """
+    wanted = [{_key(name) for name in names} for names in gold]
+    ranked = [list(dict.fromkeys(map(_key, names))) for names in found]
+    return _hits(
+        [[name in want for name in names] for names, want in zip(ranked, wanted, strict=True)], wanted
+    )
+
+
+def hits_by_answer(
+    found: Sequence[Sequence[str]], answers: Sequence[Sequence[str]], rule: Rule = RRL
+) -> Hits:
+    """Hits where no gold passages are known: a passage's text that holds a gold answer (cover-EM) is the one gold passage.
+
+    The first such passage counts (open-domain retrieval accuracy, NQ and TriviaQA). The same text twice is one passage.
+    Raises ValueError where the two are not of equal length.
+    """
+    ranked = [list(dict.fromkeys(texts)) for texts in found]
+    pairs = [(text, gold) for texts, gold in zip(ranked, answers, strict=True) for text in texts]
+    covered = iter(score_answers([text for text, _ in pairs], [gold for _, gold in pairs], rule))
+    rows = []
+    for texts in ranked:
+        row = [next(covered).cem > 0 for _ in texts]
+        first = row.index(True) if True in row else len(row)
+        rows.append([at == first for at in range(len(row))])
+    return _hits(rows, [{""}] * len(rows))
+
+
+def gold_efficiency(recall: float, passages: float, gold: float) -> float:
+    """η_re (R2AG, Table A.6): recall for each passage found, relative to an oracle that finds the gold ones and nothing else.
+
+    `passages` is @K, the mean number found; `gold` the oracle's. 1 is the oracle's own; 0 where nothing was found.
+    """
+    return (recall / passages) / (1.0 / gold) if passages else 0.0
+
+
+def _hits(rows: Sequence[Sequence[bool]], wanted: Sequence[set[str]]) -> Hits:
+    hits = np.zeros((len(rows), max(map(len, rows), default=0)), bool)
+    for at, row in enumerate(rows):
+        hits[at, : len(row)] = row
+    return Hits(
+        hits, np.array([len(row) for row in rows], int), np.array([len(want) for want in wanted], int)
+    )
+
+
+def _key(title: str) -> str:
+    return " ".join(title.casefold().split())
