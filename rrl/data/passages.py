@@ -11,7 +11,7 @@ from rrl.data.records import OnError, fields_of, id_field, parse_records, text_f
 
 ALLOWED = (
     "{id, contents} whose first line is the quoted title, {id or _id, title, text}, {title, text}, "
-    "one object of {title: [sentences]}, questions with their context or paragraphs, or TSV with the columns id, text, "
+    "one object of {title: [sentences]}, questions with their context or paragraphs, or TSV or CSV with the columns id, text, "
     "title"
 )
 """The corpus forms that are understood; JSON lines or one JSON list, gzipped or not."""

@@ -2,19 +2,36 @@
 
 import dataclasses
 import json
-from collections.abc import Iterable
+import re
+import string
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from rrl.data.records import OnError, fields_of, id_field, list_field, load_records, text_field
+from rrl.data.records import (
+    Broken,
+    OnError,
+    fields_of,
+    id_field,
+    list_field,
+    load_records,
+    read_records,
+    text_field,
+)
+from rrl.errors import UserError
 
 ALLOWED = (
     "{question, and answer (a string or a list), golden_answers or answers} with id, answer_aliases, type or kind, "
-    "supporting_facts, paragraphs or gold where known"
+    "supporting_facts, evidence_list, paragraphs or gold where known, in metadata or beside it; choices or choice_A, choice_B, "
+    "...; columns of these names in TSV or CSV"
 )
-"""The question forms that are understood; JSON lines or one JSON list, gzipped or not."""
+"""The question forms that are understood; JSON lines, one JSON list or a table, gzipped or not."""
 
-ANSWER_FIELDS = ("answers", "golden_answers", "answer", "answer_aliases")
+QUESTION_FIELDS = ("question", "text", "query", "Question")
+ANSWER_FIELDS = ("answers", "golden_answers", "answer", "answer_aliases", "possible_answers", "Answer")
+KIND_FIELDS = ("kind", "type", "question_type", "domain")
+METADATA = (*KIND_FIELDS, "supporting_facts", "paragraphs", "question_decomposition", "evidence_list")
+"""What FlashRAG keeps in `metadata`; it counts where the record itself does not have it."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -24,25 +41,62 @@ class Question:
     id: str
     text: str
     answers: tuple[str, ...]
-    """Gold answers, any of which is right; the first is the main one."""
+    """Gold answers, any of which is right; the first is the main one. Of a multiple choice, letters."""
     kind: str = ""
     """The publisher's type ("compositional", "bridge", ...), or our own ("two_hop", ...)."""
     gold: tuple[str, ...] = ()
     """Titles of the supporting passages, where known."""
+    hops: int = 0
+    """Steps that the publisher says it takes (MuSiQue); 0 where it does not say."""
+    choices: tuple[str, ...] = ()
+    """What to choose from; the first is A. Empty where the answer is free."""
 
 
 def load_questions(
-    path: str | Path, on_error: OnError = "refuse", skipped: list[str] | None = None
+    path: str | Path,
+    on_error: OnError = "refuse",
+    skipped: list[str] | None = None,
+    truth: str | Path | None = None,
 ) -> list[Question]:
-    """Read a question file: FlashRAG, NQ-open, HotpotQA / 2Wiki, MuSiQue or our own form (see `ALLOWED`).
+    """Read a question file: FlashRAG, NQ-open, HotpotQA / 2Wiki, MuSiQue, TriviaQA, PopQA, Bamboogle, MultiHop-RAG,
+    LongBench-v2 or our own form (see `ALLOWED`).
 
     Args:
       path: the file; gzip is recognised by content.
       on_error: "refuse" raises UserError at the first broken record; "skip" leaves them out and logs how many
         and where.
       skipped: if given, receives one "line 7: reason" for each record left out.
+      truth: a file with the answers of questions that come without, {id: {answer, evidence_list}} (MultiHop-RAG's form).
     """
-    return load_records(path, _question, ALLOWED, on_error, skipped)
+    answers = _truth(truth) if truth is not None else {}
+
+    def parse(position: int, record: Any) -> Question:
+        if truth is not None:
+            identity = id_field(fields_of(record), position)
+            if identity not in answers:
+                raise ValueError(f"id: {identity!r} has no answer in {truth}")
+            record = answers[identity] | record
+        return question_of(position, record)
+
+    return load_records(path, parse, ALLOWED, on_error, skipped)
+
+
+def _truth(path: str | Path) -> dict[str, dict[str, Any]]:
+    found: dict[str, dict[str, Any]] = {}
+    for position, (place, record) in enumerate(read_records(path)):
+        try:
+            if isinstance(record, Broken):
+                raise ValueError(record.reason)
+            fields = fields_of(record)
+            identity = id_field(fields, position)
+            if identity in found:
+                raise ValueError(f"id: {identity!r} occurs twice")
+        except ValueError as error:
+            raise UserError(
+                f"{path}, {place}: {error}. Allowed: {{id: {{answer, ...}}}}, or a list of {{id, answer, ...}}."
+            ) from error
+        found[identity] = fields
+    return found
 
 
 def save_questions(path: str | Path, questions: Iterable[Question]) -> None:
@@ -52,22 +106,30 @@ def save_questions(path: str | Path, questions: Iterable[Question]) -> None:
             stream.write(json.dumps(dataclasses.asdict(question), ensure_ascii=False) + "\n")
 
 
-def _question(position: int, record: Any) -> Question:
+def question_of(position: int, record: Any) -> Question:
+    """The question that a record holds (see `ALLOWED`); ValueError says what is wrong with it."""
     fields = fields_of(record)
+    metadata = fields.get("metadata")
+    if isinstance(metadata, dict):
+        fields = {name: metadata[name] for name in METADATA if name in metadata} | fields
+    identity, choices = id_field(fields, position), _choices(fields)
     return Question(
-        id=id_field(fields, position),
-        text=text_field(fields, "question", "text"),
-        answers=_answers(fields),
-        kind=str(fields.get("kind") or fields.get("type") or ""),
-        gold=_gold(fields),
+        id=identity,
+        text=text_field(fields, *QUESTION_FIELDS),
+        answers=_answers(fields, choices),
+        kind=next((str(fields[name]) for name in KIND_FIELDS if fields.get(name)), ""),
+        gold=tuple(dict.fromkeys(_gold(fields))),
+        hops=_hops(fields, identity),
+        choices=choices,
     )
 
 
-def _answers(fields: dict[str, Any]) -> tuple[str, ...]:
+def _answers(fields: dict[str, Any], choices: tuple[str, ...]) -> tuple[str, ...]:
     found: dict[str, None] = {}
     for name in ANSWER_FIELDS:
-        value = fields.get(name)
-        for answer in [value] if isinstance(value, str) else list_field(fields, name):
+        for answer in _listed(fields, name):
+            if choices and isinstance(answer, int) and 0 <= answer < len(choices):
+                answer = string.ascii_uppercase[answer]  # FlashRAG's golden_answers are places in the choices
             if not isinstance(answer, str):
                 raise ValueError(f"{name}: got {answer!r}, not a string or a list of strings")
             if answer.strip():
@@ -77,19 +139,59 @@ def _answers(fields: dict[str, Any]) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _gold(fields: dict[str, Any]) -> tuple[str, ...]:
-    """Titles: our own form, HotpotQA's [title, sentence] pairs or plain titles, MuSiQue's supporting paragraphs."""
-    titles: dict[str, None] = {}
+def _listed(fields: dict[str, Any], name: str) -> list[Any]:
+    value = fields.get(name)
+    if isinstance(value, dict):
+        # TriviaQA's own form, and that of the datasets library.
+        one, more = (("Value", "Aliases"), ("value", "aliases"))["value" in value]
+        return [value.get(one, ""), *list_field(value, more)]
+    if isinstance(value, str) and name == "possible_answers":
+        try:
+            value = json.loads(value)  # PopQA's tables hold a list as text
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{name}: not a JSON list ({error})") from error
+        fields = {name: value}
+    return [value] if isinstance(value, str) else list_field(fields, name)
+
+
+def _choices(fields: dict[str, Any]) -> tuple[str, ...]:
+    names = [f"choice_{letter}" for letter in string.ascii_uppercase if f"choice_{letter}" in fields]
+    found = [fields[name] for name in names] or list_field(fields, "choices")
+    if not all(isinstance(choice, str) for choice in found) or len(found) > len(string.ascii_uppercase):
+        raise ValueError("choices: not a list of at most 26 strings")
+    return tuple(found)
+
+
+def _gold(fields: dict[str, Any]) -> Iterator[str]:
+    """Titles: our own form, HotpotQA's [title, sentence] pairs or plain titles, MuSiQue's supporting paragraphs, MultiHop-RAG's
+    evidence."""
+    facts = fields.get("supporting_facts")
+    if isinstance(facts, dict):
+        fields = fields | {"supporting_facts": list_field(facts, "title")}  # the form of the datasets library
     for fact in list_field(fields, "gold") or list_field(fields, "supporting_facts"):
         title = fact[0] if isinstance(fact, list) and fact else fact
         if not isinstance(title, str):
             raise ValueError(
                 f"supporting_facts or gold: got {fact!r}, not a title or a [title, sentence] pair"
             )
-        titles.setdefault(title)
+        yield title
     for paragraph in list_field(fields, "paragraphs"):
         if not isinstance(paragraph, dict) or not isinstance(paragraph.get("title", ""), str):
             raise ValueError("paragraphs: not a list of objects with a title")
         if paragraph.get("is_supporting"):
-            titles.setdefault(paragraph.get("title", ""))
-    return tuple(titles)
+            yield paragraph.get("title", "")
+    for evidence in list_field(fields, "evidence_list"):
+        yield text_field(fields_of(evidence), "title")
+
+
+def _hops(fields: dict[str, Any], identity: str) -> int:
+    """Our own field, the length of MuSiQue's decomposition, or the number in its ids ("3hop1__...")."""
+    stated = fields.get("hops")
+    if isinstance(stated, int) and not isinstance(stated, bool) and stated >= 0:
+        return stated
+    if stated is not None:
+        raise ValueError(f"hops: got {stated!r}, not a whole number")
+    if steps := list_field(fields, "question_decomposition"):
+        return len(steps)
+    named = re.match(r"(\d)hop\d?__", identity)
+    return int(named[1]) if named else 0

@@ -1,6 +1,6 @@
-"""Records of a data file whatever its container: JSON lines, one JSON document or DPR's TSV, gzipped or not.
+"""Records of a data file whatever its container: JSON lines, one JSON document or a table, gzipped or not.
 
-The content decides: gzip by its magic bytes, JSON by its first characters; only `.jsonl` and `.tsv` (before `.gz`)
+The content decides: gzip by its magic bytes, JSON by its first characters; only `.jsonl`, `.tsv` and `.csv` (before `.gz`)
 are believed by name. A record that cannot be read is yielded as a `Broken`, so that the caller refuses or skips it.
 """
 
@@ -18,6 +18,9 @@ from rrl.errors import UserError
 OnError = Literal["refuse", "skip"]
 T = TypeVar("T")
 
+LISTS = ("Data", "data", "queries", "questions", "examples")
+"""Fields of a JSON document under which publishers put their list of records."""
+
 MAX_NAMED_LINES = 5
 """How many broken places a log line names; the rest is counted."""
 
@@ -32,15 +35,17 @@ class Broken:
 def read_records(path: str | Path) -> Iterator[tuple[str, Any]]:
     """Yield (place, record): place is "line 7" or "record 7" (from 1), record a decoded value or `Broken`.
 
-    Empty lines are passed over. A JSON object of {title: [sentences]} yields ("record i", (title, sentences)).
+    Empty lines are passed over. A JSON object of {title: [sentences]} yields ("record i", (title, sentences)), one of
+    {id: {question or answer ...}} those objects with the id in them, and one with a list of objects under a name of `LISTS`
+    that list.
     Raises UserError if the file cannot be opened or holds no readable text at all.
     """
     path = Path(path)
     suffixes = [suffix for suffix in path.suffixes if suffix != ".gz"]
     try:
         with _open(path) as stream:
-            if suffixes[-1:] == [".tsv"]:
-                yield from _tsv(stream)
+            if suffixes[-1:] in ([".tsv"], [".csv"]):
+                yield from _table(stream, "\t" if suffixes[-1] == ".tsv" else ",")
             elif suffixes[-1:] == [".jsonl"]:
                 yield from _json_lines(stream)
             else:
@@ -135,9 +140,12 @@ def list_field(record: dict[str, Any], name: str) -> list[Any]:
     return value or []
 
 
+ID_FIELDS = ("id", "_id", "question_id", "QuestionId")
+
+
 def id_field(record: dict[str, Any], position: int) -> str:
-    """`id` or `_id` as a string; the position in the file where there is neither."""
-    value = record.get("id", record.get("_id", position))
+    """The first of `ID_FIELDS` as a string; the position in the file where there is none."""
+    value = next((record[name] for name in ID_FIELDS if name in record), position)
     if isinstance(value, bool) or not isinstance(value, str | int) or value == "":
         raise ValueError(f"id: got {_short(value)}, not a string or an integer")
     return str(value)
@@ -187,7 +195,7 @@ def _json_any(path: Path, stream: BinaryIO) -> Iterator[tuple[str, Any]]:
     alone = _parse(head) if isinstance(head, str) and head.lstrip().startswith("{") else None
     more = stream.readline() if isinstance(alone, dict) else b""
     stream.seek(0)
-    if isinstance(alone, dict) and (more.strip() or not _is_pool(alone)):
+    if isinstance(alone, dict) and (more.strip() or _entries(alone) is None):
         yield from _json_lines(stream)
         return
     text = _decode(stream.read())
@@ -197,22 +205,34 @@ def _json_any(path: Path, stream: BinaryIO) -> Iterator[tuple[str, Any]]:
             f"{path}: {document.reason}. Allowed: JSON lines, one JSON list, or one JSON object of "
             "{title: [sentences]}, in UTF-8."
         )
-    if isinstance(document, list):
-        entries: Any = document
-    elif isinstance(document, dict) and _is_pool(document):
-        entries = document.items()
-    else:
-        entries = [document]
-    for number, entry in enumerate(entries, 1):
+    entries = document if isinstance(document, list) else None
+    if isinstance(document, dict):
+        entries = _entries(document)
+    for number, entry in enumerate([document] if entries is None else entries, 1):
         yield f"record {number}", entry
 
 
-def _is_pool(document: dict[str, Any]) -> bool:
-    return bool(document) and all(isinstance(value, list) for value in document.values())
+def _entries(document: dict[str, Any]) -> list[Any] | None:
+    """The records of a JSON object that holds many; None where it is a record itself."""
+    for name in LISTS:
+        inner = document.get(name)
+        if isinstance(inner, list) and inner and all(isinstance(entry, dict) for entry in inner):
+            return inner
+    values = document.values()
+    if document and all(isinstance(value, list) for value in values):
+        return list(document.items())
+    if document and all(
+        isinstance(value, dict) and {"question", "answer"} & value.keys() for value in values
+    ):
+        return [{"id": name, **value} for name, value in document.items()]
+    return None
 
 
-def _tsv(stream: BinaryIO) -> Iterator[tuple[str, Any]]:
-    """DPR's psgs_w100.tsv: a header "id, text, title", texts in doubled quotes, one passage a line."""
+def _table(stream: BinaryIO, delimiter: str) -> Iterator[tuple[str, Any]]:
+    """A record a line, texts in doubled quotes: DPR's psgs_w100.tsv ("id, text, title"), PopQA's TSV, Bamboogle's CSV.
+
+    The first line names the columns if one of them is a text or a question; else they are DPR's.
+    """
     names = ["id", "text", "title"]
     for number, line in enumerate(stream, 1):
         text = _decode(line)
@@ -221,9 +241,9 @@ def _tsv(stream: BinaryIO) -> Iterator[tuple[str, Any]]:
             continue
         if not text.strip():
             continue
-        cells = next(csv.reader([text.rstrip("\r\n")], delimiter="\t"))
-        if number == 1 and "text" in cells:
-            names = cells
+        cells = next(csv.reader([text.rstrip("\r\n")], delimiter=delimiter))
+        if number == 1 and {"text", "question"} & {cell.strip().lower() for cell in cells}:
+            names = [cell.strip() for cell in cells]
         elif len(cells) != len(names):
             yield (
                 f"line {number}",

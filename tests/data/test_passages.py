@@ -208,3 +208,18 @@ def test_render_is_the_observation_of_the_paper() -> None:
     assert render(PAIR[:1]) == "(Title: Oslo) A city."
     assert render([PAIR[0], PAIR[0]]) == "(Title: Oslo) A city.\n(Title: Oslo) A city."
     assert render([]) == ""
+
+
+def test_long_contexts_and_flashrags_metadata_are_pools(tmp_path: Path) -> None:
+    file = tmp_path / "corpus.jsonl"
+    long = {"_id": "q1", "question": "Which?", "choice_A": "x", "context": " ".join(map(str, range(250)))}
+    flashrag = {
+        "id": "dev_0",
+        "question": "Who?",
+        "metadata": {"context": {"title": ["T"], "content": [["one.", "two."]]}},
+    }
+    file.write_text(json.dumps(long) + "\n" + json.dumps(flashrag) + "\n")
+    passages = load_passages(file)
+    assert [passage.title for passage in passages] == ["q1", "q1", "q1", "T"]
+    assert [len(passage.text.split()) for passage in passages] == [100, 100, 50, 2]
+    assert passages[3].text == "one. two."

@@ -50,7 +50,64 @@ def written(folder: Path, *records: dict) -> Path:
                 "answer_aliases": [],
                 "paragraphs": [{"title": "T", "is_supporting": True}, {"title": "U", "is_supporting": False}],
             },
-            Question("2hop__1_2", "Who?", ("A",), "", ("T",)),
+            Question("2hop__1_2", "Who?", ("A",), "", ("T",), hops=2),
+        ),
+        (
+            {
+                "id": "4hop1__x",
+                "question": "Who?",
+                "answer": "A",
+                "question_decomposition": [{}, {}, {}],
+            },
+            Question("4hop1__x", "Who?", ("A",), hops=3),
+        ),
+        (
+            {
+                "id": "dev_0",
+                "question": "Who?",
+                "golden_answers": ["A"],
+                "metadata": {
+                    "type": "comparison",
+                    "answer": "not this",
+                    "supporting_facts": {"title": ["T", "U", "T"], "sent_id": [0, 1, 2]},
+                },
+            },
+            Question("dev_0", "Who?", ("A",), "comparison", ("T", "U")),
+        ),
+        (
+            {
+                "query": "Who?",
+                "answer": "A",
+                "question_type": "inference_query",
+                "evidence_list": [{"title": "T", "fact": "x"}, {"title": "T"}, {"title": "U"}],
+            },
+            Question("0", "Who?", ("A",), "inference_query", ("T", "U")),
+        ),
+        (
+            {"Question": "Who?", "QuestionId": "tc_1", "Answer": {"Value": "A", "Aliases": ["A", "B"]}},
+            Question("tc_1", "Who?", ("A", "B")),
+        ),
+        (
+            {"question": "Who?", "question_id": "tc_1", "answer": {"value": "A", "aliases": ["B"]}},
+            Question("tc_1", "Who?", ("A", "B")),
+        ),
+        (
+            {
+                "_id": "66f",
+                "domain": "Multi-Document QA",
+                "question": "Which?",
+                "choice_A": "red",
+                "choice_B": "blue",
+                "choice_C": "green",
+                "choice_D": "none",
+                "answer": "B",
+                "context": "long",
+            },
+            Question("66f", "Which?", ("B",), "Multi-Document QA", choices=("red", "blue", "green", "none")),
+        ),
+        (
+            {"id": "t", "question": "Which?", "choices": ["red", "blue"], "golden_answers": [1]},
+            Question("t", "Which?", ("B",), choices=("red", "blue")),
         ),
     ],
 )
@@ -59,9 +116,72 @@ def test_every_form_is_understood(tmp_path: Path, record: dict, expected: Questi
 
 
 def test_our_own_form_comes_back_unchanged(tmp_path: Path) -> None:
-    questions = [Question("a", "Ærø?", ("x", "y"), "two_hop", ("T",)), Question("b", "Is it?", ("yes",))]
+    questions = [
+        Question("a", "Ærø?", ("x", "y"), "two_hop", ("T",), 2),
+        Question("b", "Is it?", ("A",), choices=("yes", "no")),
+    ]
     save_questions(tmp_path / "questions.jsonl", questions)
     assert load_questions(tmp_path / "questions.jsonl") == questions
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("popqa.tsv", 'id\tprop\tquestion\tpossible_answers\n7\tx\t"Who ""he"" is?"\t"[""A"", ""B""]"\n'),
+        ("bamboogle.csv", 'id,Question,Answer\n7,"Who ""he"" is?",A\n'),
+        (
+            "trivia.json",
+            '{"Domain": "Web", "Data": [{"Question": "Who \\"he\\" is?", "QuestionId": "7", "Answer": {"Value": "A"}}]}',
+        ),
+        (
+            "multihop.json",
+            '{"task": "x", "queries": [\n{"id": 7, "question": "Who \\"he\\" is?", "answer": "A"}]}',
+        ),
+        ("keyed.json", '{"7": {"question": "Who \\"he\\" is?", "answer": "A"}}'),
+    ],
+)
+def test_every_container_is_understood(tmp_path: Path, name: str, text: str) -> None:
+    (tmp_path / name).write_text(text)
+    answers = ("A", "B") if name == "popqa.tsv" else ("A",)
+    assert load_questions(tmp_path / name) == [Question("7", 'Who "he" is?', answers)]
+
+
+def test_answers_may_be_in_a_file_of_their_own(tmp_path: Path) -> None:
+    file, truth = tmp_path / "queries.json", tmp_path / "truth.json"
+    file.write_text(
+        json.dumps({"queries": [{"id": "0", "question": "Who?"}, {"id": "1", "question": "What?"}]})
+    )
+    truth.write_text(
+        json.dumps({"1": {"answer": "B"}, "0": {"answer": "A", "evidence_list": [{"title": "T"}]}})
+    )
+    assert load_questions(file, truth=truth) == [
+        Question("0", "Who?", ("A",), gold=("T",)),
+        Question("1", "What?", ("B",)),
+    ]
+    truth.write_text(json.dumps({"1": {"answer": "B"}}))
+    with pytest.raises(UserError, match=r"queries.json, record 1: id: '0' has no answer in .*truth.json"):
+        load_questions(file, truth=truth)
+    truth.write_text('[{"id": 1}, {"id": "1"}]')
+    with pytest.raises(UserError, match=r"truth.json, record 2: id: '1' occurs twice"):
+        load_questions(file, truth=truth)
+    truth.write_text("[3]")
+    with pytest.raises(UserError, match=r"truth.json, record 1: got 3, not an object"):
+        load_questions(file, truth=truth)
+
+
+def test_real_multihop_rag_is_read_with_its_truth() -> None:
+    questions = load_questions(
+        shared("multihop_rag/queries_500.json"), truth=shared("multihop_rag/ground_truth_500.json.gz")
+    )
+    assert len(questions) == 500
+    assert sum(not question.gold for question in questions) == 71  # the null queries
+    assert all(bool(question.gold) != (question.kind == "null_query") for question in questions)
+
+
+def test_real_musique_says_its_hops() -> None:
+    questions = load_questions(shared("musique/train_100.json.gz"))
+    assert {question.hops for question in questions} == {2, 3, 4}
+    assert all(question.hops == int(question.id[0]) for question in questions)
 
 
 def test_broken_lines_are_skipped_or_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -88,6 +208,11 @@ def test_broken_lines_are_skipped_or_refused(tmp_path: Path, caplog: pytest.LogC
         ("supporting_facts", [[]]),
         ("paragraphs", ["x"]),
         ("supporting_facts", 5),
+        ("evidence_list", [{"fact": "x"}]),
+        ("choices", [1]),
+        ("hops", "two"),
+        ("question_decomposition", "x"),
+        ("possible_answers", "A, B"),
     ],
 )
 def test_fields_of_the_wrong_type_are_named(tmp_path: Path, field: str, value: object) -> None:

@@ -1,0 +1,55 @@
+"""Do two question files share questions? `python launch/leakage.py --train=FILE --held_out=FILE [--out=FILE]`.
+
+Exit code 0: none is shared; 1: some are; 2: wrong input.
+"""
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from absl import flags
+
+from rrl.train import launcher
+
+_TRAIN = flags.DEFINE_string("train", None, "Questions that a model is trained on, in any form that is read.")
+_HELD_OUT = flags.DEFINE_string("held_out", None, "Questions that it is tested on.")
+_OUT = flags.DEFINE_string("out", None, "JSON lines with the ids and texts of every pair.")
+_SHOW = flags.DEFINE_integer("show", 5, "Pairs to print.", lower_bound=0)
+flags.mark_flags_as_required(["train", "held_out"])
+
+
+def main(_: Sequence[str]) -> None:
+    """Compares, prints how many are shared and some of them."""
+    from rrl.data.leakage import shared_questions
+    from rrl.data.questions import load_questions
+
+    assert _TRAIN.value is not None and _HELD_OUT.value is not None  # required flags
+    train, held_out = load_questions(_TRAIN.value), load_questions(_HELD_OUT.value)
+    leaks = shared_questions(train, held_out)
+    same = sum(leak.same_answer for leak in leaks)
+    print(
+        f"{len(leaks)} of {len(held_out)} held-out questions stand among the {len(train)} training questions, "
+        f"{same} of them with the same answer"
+    )
+    for leak in leaks[: _SHOW.value]:
+        print(f"  {leak.held_out.id} = {leak.train.id}: {leak.held_out.text}")
+    if _OUT.value:
+        lines = [
+            json.dumps(
+                {
+                    "held_out": leak.held_out.id,
+                    "train": leak.train.id,
+                    "question": leak.held_out.text,
+                    "same_answer": leak.same_answer,
+                },
+                ensure_ascii=False,
+            )
+            for leak in leaks
+        ]
+        Path(_OUT.value).write_text("".join(line + "\n" for line in lines), encoding="utf-8")
+    sys.exit(1 if leaks else 0)
+
+
+if __name__ == "__main__":
+    launcher.run(main, callbacks=False)

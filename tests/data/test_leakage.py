@@ -1,0 +1,38 @@
+"""Questions that two files share, whatever their case and punctuation."""
+
+from rrl.data.leakage import shared_questions
+from rrl.data.questions import Question, load_questions
+from tests.shared_data import shared
+
+
+def test_shared_questions_are_found_by_normalised_text() -> None:
+    train = [
+        Question("a", "Who wrote the well-known “Emma”?", ("Jane Austen",)),
+        Question("b", "who wrote well known 'Emma'", ("x",)),
+        Question("c", "?!", ("x",)),
+        Question("d", "Where is it?", ("The Alps",)),
+    ]
+    held_out = [
+        Question("1", "Where is it", ("alps", "y")),
+        Question("2", "...", ("x",)),
+        Question("3", "Where is he?", ("x",)),
+        Question("4", "Where is it?", ("z",)),
+    ]
+    leaks = shared_questions(train, held_out)
+    assert [(leak.train.id, leak.held_out.id, leak.same_answer) for leak in leaks] == [
+        ("d", "1", True),
+        ("d", "4", False),
+    ]
+    assert [
+        leak.train.id
+        for leak in shared_questions(train, [Question("5", "Who wrote well known Emma?", ("x",))])
+    ] == ["b"]
+    assert shared_questions([], held_out) == shared_questions(train, []) == []
+
+
+def test_two_releases_of_real_questions_overlap_and_two_datasets_do_not() -> None:
+    official = load_questions(shared("nq/NQ-open.dev.jsonl.gz"))
+    sample = load_questions(shared("nq/sample_1000.jsonl"))
+    leaks = shared_questions(official, sample)
+    assert len(leaks) == len(sample) and all(leak.same_answer for leak in leaks)
+    assert shared_questions(load_questions(shared("hotpotqa/train_100.json.gz")), sample) == []

@@ -1,0 +1,48 @@
+"""The leakage command: its exit code says whether questions are shared; wrong input comes as one line and exit code 2."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+def leakage(*flags: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "launch/leakage.py", *flags],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+
+
+def written(file: pathlib.Path, *texts: str) -> str:
+    file.write_text("".join(json.dumps({"question": text, "answer": "x"}) + "\n" for text in texts))
+    return str(file)
+
+
+def test_shared_questions_are_told_and_written(tmp_path: pathlib.Path) -> None:
+    train = written(tmp_path / "train.jsonl", "Who is it?", "Where?")
+    held_out = written(tmp_path / "test.jsonl", "When?", "who is it")
+    found = leakage(f"--train={train}", f"--held_out={held_out}", f"--out={tmp_path / 'leaks.jsonl'}")
+    assert found.returncode == 1, found.stderr
+    assert (
+        "1 of 2 held-out questions stand among the 2 training questions, 1 of them with the same answer"
+        in found.stdout
+    )
+    assert "  1 = 0: who is it" in found.stdout
+    assert json.loads((tmp_path / "leaks.jsonl").read_text())["train"] == "0"
+    assert (
+        leakage(f"--train={train}", f"--held_out={written(tmp_path / 'dev.jsonl', 'When?')}").returncode == 0
+    )
+
+
+def test_a_broken_file_is_named_with_its_line(tmp_path: pathlib.Path) -> None:
+    train = written(tmp_path / "train.jsonl", "Who is it?", "")
+    found = leakage(f"--train={train}", f"--held_out={train}", f"--out={tmp_path / 'leaks.jsonl'}")
+    assert found.returncode == 2
+    assert found.stderr.startswith("error: ") and "train.jsonl, line 2: question: got ''" in found.stderr
+    assert not (tmp_path / "leaks.jsonl").exists()
