@@ -104,23 +104,35 @@ def permutation(change: Values, *, resamples: int = RESAMPLES, seed: int = 0) ->
     The observed order counts as one of the draws, so that p is never 0 (Phipson & Smyth, 2010). Raises as `bootstrap`.
     """
     array = _checked(change, 0.95, resamples)
-    observed = abs(array.sum())
-    moved = array[array != 0]
-
-    def sums(rng: np.random.Generator, rows: int) -> np.ndarray:
-        return np.where(rng.random((rows, len(moved))) < 0.5, 1.0, -1.0) @ moved
-
-    flipped = _drawn(sums, len(moved), resamples, seed)
+    # Only how often each size occurs matters: so many of them, each positive or negative with even chance.
+    sizes, counts = np.unique(np.abs(array[array != 0]), return_counts=True)
+    flipped = _drawn(
+        lambda rng, rows: (2.0 * rng.binomial(counts, 0.5, (rows, len(counts))) - counts) @ sizes,
+        len(sizes),
+        resamples,
+        seed,
+    )
     # Sums of the same numbers in another order differ in their last bits.
-    extreme = (np.abs(flipped) >= observed - 1e-9 * max(1.0, np.abs(moved).sum())).sum()
+    slack = 1e-9 * max(1.0, float(sizes @ counts))
+    extreme = (np.abs(flipped) >= abs(array.sum()) - slack).sum()
     return float((extreme + 1) / (resamples + 1))
 
 
 def _resampled_means(values: np.ndarray, resamples: int, seed: int) -> np.ndarray:
-    def means(rng: np.random.Generator, rows: int) -> np.ndarray:
-        return values[rng.integers(0, len(values), (rows, len(values)))].mean(1)
-
-    return _drawn(means, len(values), resamples, seed)
+    count = len(values)
+    levels, often = np.unique(values, return_counts=True)
+    if len(levels) * 4 <= count:
+        # Drawing n values is drawing how often each of the few that there are occurs.
+        shares = often / count
+        return _drawn(
+            lambda rng, rows: rng.multinomial(count, shares, rows) @ levels / count,
+            len(levels),
+            resamples,
+            seed,
+        )
+    return _drawn(
+        lambda rng, rows: values[rng.integers(0, count, (rows, count))].mean(1), count, resamples, seed
+    )
 
 
 def _drawn(

@@ -32,6 +32,13 @@ def test_intervals_cover_the_truth_about_as_often_as_they_say() -> None:
     assert 0.83 <= covered / 200 <= 0.96
 
 
+def test_few_values_are_drawn_as_many_are() -> None:
+    values = np.repeat([0.0, 0.25, 1.0], [30, 20, 50])
+    few = bootstrap(values)
+    many = bootstrap(values + np.arange(100) * 1e-9)  # all differ
+    assert few.low == pytest.approx(many.low, abs=0.01) and few.high == pytest.approx(many.high, abs=0.01)
+
+
 def test_blocks_of_draws_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     values = np.random.default_rng(0).random(50)
     whole = bootstrap(values, resamples=101), permutation(values - 0.5, resamples=101)

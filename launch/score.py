@@ -1,0 +1,80 @@
+"""Scores predictions: `python launch/score.py --predictions=FILE [--data=FILE] [--normalization=squad] [--out=FOLDER]`.
+
+Prints a table. `--against=FILE` compares with another run on the same questions, question by question.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from absl import flags
+
+from rrl.train import launcher
+
+_PREDICTIONS = flags.DEFINE_string("predictions", None, "File of predictions; see docs/evaluation.md.")
+_DATA = flags.DEFINE_string(
+    "data", None, "File of questions with gold answers; not needed where they stand beside the predictions."
+)
+_TRUTH = flags.DEFINE_string(
+    "truth", None, "File of the answers of --data, where it has none (MultiHop-RAG)."
+)
+_RULE = flags.DEFINE_string("normalization", "squad", "How answers are compared; see docs/evaluation.md.")
+_FIELD = flags.DEFINE_string("field", "", "Field of the prediction in a record, such as output.pred.")
+_JUDGE = flags.DEFINE_string("judge_field", "", "Field of a judge's verdict in a record, true or false.")
+_MISSING = flags.DEFINE_enum(
+    "missing", "refuse", ["refuse", "wrong"], "What a question without a prediction does."
+)
+_MATCH = flags.DEFINE_enum(
+    "match", "id", ["id", "question"], "How predictions find their questions, where they have ids."
+)
+_AGAINST = flags.DEFINE_string("against", None, "Predictions of another run on the same questions.")
+_OUT = flags.DEFINE_string("out", None, "Folder for metrics.json and scores.jsonl.")
+_LEVEL = flags.DEFINE_float("level", 0.95, "Level of the intervals.", lower_bound=0, upper_bound=1)
+_SEED = flags.DEFINE_integer("seed", 0, "Seed of the bootstrap.", lower_bound=0)
+flags.mark_flags_as_required(["predictions"])
+
+
+def main(_: Sequence[str]) -> None:
+    """Scores, prints, and writes where asked to; nothing is written for wrong input."""
+    from rrl.data.questions import load_questions
+    from rrl.errors import UserError
+    from rrl.eval.predictions import load_predictions
+    from rrl.eval.scoring import Scores, against, as_text, matched, own_questions, report, score, write_report
+    from rrl.text.normalize import rule_named
+
+    assert _PREDICTIONS.value is not None  # a required flag
+    if _TRUTH.value and not _DATA.value:
+        raise UserError("--truth holds the answers of --data: give that too")
+    rule, name = rule_named(_RULE.value), _PREDICTIONS.value
+    predictions = load_predictions(name, _FIELD.value, _JUDGE.value)
+    data = _DATA.value or name
+    if _DATA.value:
+        questions = load_questions(_DATA.value, truth=_TRUTH.value)
+    else:
+        questions = own_questions(predictions, name)
+
+    missing: Literal["refuse", "wrong"] = "wrong" if _MISSING.value == "wrong" else "refuse"
+    by: Literal["id", "question"] = "question" if _MATCH.value == "question" else "id"
+
+    def scored(file: str) -> Scores:
+        mine = predictions if file == name else load_predictions(file, _FIELD.value, _JUDGE.value)
+        # Questions that stand beside the predictions are theirs, in their order.
+        own = file == name and not _DATA.value
+        pairs = mine if own else matched(mine, questions, file, data, missing, by)
+        return score(pairs, questions, rule, judged=bool(_JUDGE.value))
+
+    scores = scored(name)
+    found: dict[str, Any] = {"predictions": name, "data": data, "normalization": _RULE.value}
+    found |= report(scores, seed=_SEED.value, level=_LEVEL.value)
+    if _AGAINST.value:
+        other = scored(_AGAINST.value)
+        found |= {
+            "against_file": _AGAINST.value,
+            "against": against(scores, other, seed=_SEED.value, level=_LEVEL.value),
+        }
+    if _OUT.value:
+        write_report(_OUT.value, found, scores)
+    print(as_text(found))
+
+
+if __name__ == "__main__":
+    launcher.run(main, callbacks=False)

@@ -1,0 +1,177 @@
+"""Prediction files: what a model answered to each question, in our form and those of FlashRAG, HotpotQA and R1-Searcher."""
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from rrl.data.passages import passage_of
+from rrl.data.questions import QUESTION_FIELDS
+from rrl.data.records import ID_FIELDS, Broken, fields_of, id_field, list_field, read_records
+from rrl.errors import UserError
+
+PREDICTION_FIELDS = (
+    "prediction",
+    "predictions",
+    "pred",
+    "pred_ans",
+    "predicted_answer",
+    "output.pred",
+    "output",
+    "response",
+)
+COUNT_FIELDS = ("turns", "tokens", "seconds")
+"""Numbers of a record that are averaged beside the metrics, where they are there; "searches" too, as a number or a list."""
+
+ALLOWED = (
+    "records {id or question, prediction} with titles, retrieval_result or searches, turns, tokens where known (the prediction "
+    f"under one of {', '.join(PREDICTION_FIELDS)}), or one object {{id: prediction}}"
+)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Prediction:
+    """What was answered to one question."""
+
+    place: str
+    """ "line 7" of its file."""
+    id: str | None
+    """None where the record has none."""
+    question: str
+    """Its text, or ""."""
+    answers: tuple[str, ...]
+    """One answer; several where they are the short forms of a long one (the best counts); none where nothing was answered."""
+    titles: tuple[str, ...] | None = None
+    """Titles of the passages that were found, best first; None where the record does not say."""
+    verdict: bool | None = None
+    """What a judge said; None where it can't be understood, or no judge was asked for."""
+    counts: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    record: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """All of it, for gold answers that stand beside the prediction."""
+
+
+def load_predictions(path: str | Path, field: str = "", judge_field: str = "") -> list[Prediction]:
+    """Reads a prediction file (see `ALLOWED`), JSON lines or one document, gzipped or not.
+
+    Args:
+      path: the file.
+      field: name of the prediction in a record, "output.pred" for one inside another; "": the first of `PREDICTION_FIELDS`.
+      judge_field: name of a judge's verdict in a record, true or false; "": none.
+
+    Raises UserError with the line for a record that cannot be read, has no prediction, has neither id nor question, or has no id
+    where others have one; and for an id that comes twice, with both lines.
+    """
+    found: list[Prediction] = []
+    first: dict[str, str] = {}
+    for place, record in _records(path):
+        try:
+            prediction = _prediction(place, record, field, judge_field)
+            if found and (prediction.id is None) != (found[0].id is None):
+                has, lacks = (found[0], prediction) if prediction.id is None else (prediction, found[0])
+                raise ValueError(f"id: missing at {lacks.place}, while {has.place} has {has.id!r}")
+            if prediction.id is not None:
+                if prediction.id in first:
+                    raise ValueError(f"id: {prediction.id!r} is there twice, first at {first[prediction.id]}")
+                first[prediction.id] = place
+        except ValueError as error:
+            raise UserError(f"{path}, {place}: {error}. Allowed: {ALLOWED}.") from error
+        found.append(prediction)
+    if not found:
+        raise UserError(f"{path}: the file is empty. Allowed: {ALLOWED}.")
+    return found
+
+
+def _records(path: str | Path) -> Iterator[tuple[str, Any]]:
+    records = list(read_records(path))
+    if len(records) == 1 and isinstance(records[0][1], dict):
+        answers = _by_id(records[0][1])
+        if answers is not None:
+            yield from ((f"id {name!r}", {"id": name, "prediction": said}) for name, said in answers.items())
+            return
+    yield from records
+
+
+def _by_id(document: dict[str, Any]) -> dict[str, Any] | None:
+    """The answers of a document of SQuAD's form, {id: answer}, or HotpotQA's, {"answer": {id: answer}}; None for a record."""
+    if isinstance(document.get("answer"), dict) and set(document) <= {"answer", "sp"}:
+        return document["answer"]
+    known = {*ID_FIELDS, *QUESTION_FIELDS, *(name.partition(".")[0] for name in PREDICTION_FIELDS)}
+    return None if known & document.keys() else document
+
+
+def _prediction(place: str, record: Any, field: str, judge_field: str) -> Prediction:
+    if isinstance(record, Broken):
+        raise ValueError(record.reason)
+    fields = fields_of(record)
+    identity = id_field(fields, 0) if any(name in fields for name in ID_FIELDS) else None
+    question = next((fields[name] for name in QUESTION_FIELDS if isinstance(fields.get(name), str)), "")
+    if identity is None and not question.strip():
+        raise ValueError("id: missing, and there is no question either")
+    if judge_field and judge_field not in fields:
+        raise ValueError(f"{judge_field}: missing")
+    return Prediction(
+        place=place,
+        id=identity,
+        question=question,
+        answers=_answers(fields, field),
+        titles=_titles(fields),
+        verdict=_verdict(fields[judge_field]) if judge_field else None,
+        counts=dict(_counts(fields)),
+        record=fields,
+    )
+
+
+def _answers(fields: dict[str, Any], field: str) -> tuple[str, ...]:
+    missing = object()
+    for name in (field,) if field else PREDICTION_FIELDS:
+        value: Any = fields
+        for part in name.split("."):
+            value = value.get(part, missing) if isinstance(value, dict) else missing
+        if value is missing:
+            continue
+        said = value if isinstance(value, list) else [] if value is None else [value]
+        if not all(isinstance(answer, str) for answer in said):
+            raise ValueError(f"{name}: got {value!r:.60}, not a string or a list of strings")
+        return tuple(answer.strip() for answer in said)
+    raise ValueError(f"{field or 'prediction'}: missing; found the fields {', '.join(list(fields)[:8])}")
+
+
+def _titles(fields: dict[str, Any]) -> tuple[str, ...] | None:
+    output = fields.get("output")
+    for name, inside in (
+        ("titles", fields),
+        ("retrieval_result", fields),
+        ("retrieval_result", output),
+        ("passages", fields),
+    ):
+        if isinstance(inside, dict) and inside.get(name) is not None:
+            found = list_field(inside, name)
+            return tuple(
+                entry if isinstance(entry, str) else passage_of(at, entry).title
+                for at, entry in enumerate(found)
+            )
+    searches = fields.get("searches")
+    if isinstance(searches, list):
+        return tuple(
+            title
+            for search in searches
+            for title in list_field(fields_of(search), "titles")
+            if isinstance(title, str)
+        )
+    return None
+
+
+def _verdict(value: Any) -> bool | None:
+    words = {"true": True, "1": True, "yes": True, "correct": True, "false": False, "0": False, "no": False}
+    words |= {"1.0": True, "0.0": False, "wrong": False, "incorrect": False}
+    return words.get(str(value).strip().strip('."').lower())
+
+
+def _counts(fields: dict[str, Any]) -> Iterator[tuple[str, float]]:
+    searches = fields.get("searches")
+    if isinstance(searches, list):
+        yield "searches", float(len(searches))
+    for name in ("searches", *COUNT_FIELDS):
+        value = fields.get(name)
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            yield name, float(value)

@@ -1,0 +1,288 @@
+"""From predictions and questions to a report: metrics with intervals, by kind and by hops, retrieval, cost, and a paired test."""
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from jaxtyping import Float
+
+from rrl.data.questions import Question, question_of
+from rrl.data.records import read_records
+from rrl.errors import UserError
+from rrl.eval.intervals import bootstrap, compare
+from rrl.eval.predictions import Prediction
+from rrl.eval.summary import table
+from rrl.retrieval.files import replaced
+from rrl.retrieval.gold import hits_of
+from rrl.text.metrics import score_answers
+from rrl.text.normalize import RRL, Rule
+from rrl.text.short_answers import choice_correct
+
+CUTS = (2, 5, 10)
+"""Ranks at which retrieval is reported, beside all that was found."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Scores:
+    """The scores of one run, a value a question."""
+
+    questions: Sequence[Question]
+    metrics: Mapping[str, Float[np.ndarray, "Q"]]
+    """em, f1, cem (or acc, of multiple choices), judge; in [0, 1], 0 where nothing was predicted."""
+    counts: Mapping[str, Float[np.ndarray, "Q"]]
+    """searches, turns, tokens, seconds, where every prediction has them; 0 where nothing was predicted."""
+    titles: Sequence[Sequence[str]] | None
+    """What was found for each question; None where a prediction does not say."""
+    missing: int = 0
+    """Questions without a prediction, which count as wrong."""
+    unparsed: int = 0
+    """Verdicts of the judge that could not be understood, which count as wrong."""
+
+    @property
+    def main(self) -> str:
+        """The metric that says right or wrong."""
+        return "acc" if "acc" in self.metrics else "em"
+
+
+def own_questions(predictions: Sequence[Prediction], name: str) -> list[Question]:
+    """The questions and gold answers that stand in the prediction file `name` itself; UserError names the line that has none."""
+    questions = []
+    for position, prediction in enumerate(predictions):
+        try:
+            questions.append(question_of(position, prediction.record))
+        except ValueError as error:
+            raise UserError(
+                f"{name}, {prediction.place}: {error}. The file holds no gold answers of its own: give the questions with --data."
+            ) from error
+    return questions
+
+
+def matched(
+    predictions: Sequence[Prediction],
+    questions: Sequence[Question],
+    name: str,
+    data: str,
+    missing: Literal["refuse", "wrong"] = "refuse",
+    by: Literal["id", "question"] = "id",
+) -> list[Prediction | None]:
+    """The prediction for each question, `by` id, or by text where that is asked for or the predictions have no ids.
+
+    A text that several questions share is matched in order. With `missing` "wrong", None stands where there is no prediction.
+
+    Raises UserError that names the line: an id or text in `name` that is none of `data`'s, one that is there too often, or a
+    question of `data` without a prediction.
+    """
+    by_id = by == "id" and predictions[0].id is not None
+    keys: Sequence[Any] = [q.id for q in questions] if by_id else _texts([q.text for q in questions])
+    wanted: dict[Any, int] = {}
+    for at, key in enumerate(keys):
+        if key in wanted:
+            raise UserError(
+                f"{data}, {_place(data, at)}: id {key!r} is there twice, first at {_place(data, wanted[key])}"
+            )
+        wanted[key] = at
+    given: Sequence[Any] = [p.id for p in predictions] if by_id else _texts([p.question for p in predictions])
+    found: list[Prediction | None] = [None] * len(questions)
+    for prediction, key in zip(predictions, given):
+        if key not in wanted:
+            what = f"id {prediction.id!r}" if by_id else f"question {prediction.question!r:.80}"
+            raise UserError(
+                f"{name}, {prediction.place}: {what} is none of the {len(questions)} questions of {data}"
+                + ("" if by_id else ", or is there more often than among them")
+                + ". Give the questions that were asked"
+                + (
+                    ", or match by their texts with --match=question."
+                    if by_id and prediction.question
+                    else "."
+                )
+            )
+        found[wanted[key]] = prediction
+    lost = [at for at, prediction in enumerate(found) if prediction is None]
+    if lost and missing == "refuse":
+        ids = ", ".join(repr(questions[at].id) for at in lost[:3]) + (", ..." if len(lost) > 3 else "")
+        raise UserError(
+            f"{name}: no prediction for {len(lost)} of the {len(questions)} questions of {data} (ids {ids}; the first at "
+            f"{_place(data, lost[0])}). Predict them, or count them as wrong with --missing=wrong."
+        )
+    return found
+
+
+def score(
+    predictions: Sequence[Prediction | None],
+    questions: Sequence[Question],
+    rule: Rule = RRL,
+    judged: bool = False,
+) -> Scores:
+    """Scores each prediction for the question beside it; None is wrong. `judged`: a judge's verdicts are among the metrics.
+
+    Raises UserError where some questions are a multiple choice and others are not.
+    """
+    given = [prediction.answers if prediction else () for prediction in predictions]
+    there = [prediction for prediction in predictions if prediction]
+    metrics: dict[str, np.ndarray] = {}
+    choosing = sum(bool(question.choices) for question in questions)
+    if choosing == len(questions):
+        metrics["acc"] = np.array(
+            [
+                max((choice_correct(answer, q.answers, q.choices) for answer in answers), default=0.0)
+                for answers, q in zip(given, questions, strict=True)
+            ]
+        )
+    elif choosing:
+        raise UserError(
+            f"{choosing} of {len(questions)} questions are a multiple choice: score them apart from the others"
+        )
+    else:
+        found = score_answers(given, [question.answers for question in questions], rule)
+        columns = np.array(found, np.float64).reshape(-1, 3).T
+        metrics |= {"em": columns[0], "f1": columns[1], "cem": columns[2]}
+    if judged:
+        metrics["judge"] = np.array([float(bool(p and p.verdict)) for p in predictions])
+    counts = {
+        name: np.array([p.counts[name] if p else 0.0 for p in predictions])
+        for name in (there[0].counts if there else ())
+        if all(name in p.counts for p in there)
+    }
+    known = bool(there) and all(p.titles is not None for p in there)
+    titles = [(p.titles or ()) if p else () for p in predictions] if known else None
+    return Scores(
+        questions,
+        metrics,
+        counts,
+        titles,
+        missing=len(predictions) - len(there),
+        unparsed=sum(p.verdict is None for p in there) if judged else 0,
+    )
+
+
+def report(scores: Scores, *, seed: int = 0, level: float = 0.95) -> dict[str, Any]:
+    """Means with bootstrap intervals, the means by kind and by hops, retrieval, and cost; plain values, for JSON."""
+    found: dict[str, Any] = {
+        "questions": len(scores.questions),
+        "missing": scores.missing,
+        "level": level,
+        "metrics": {
+            name: dataclasses.asdict(bootstrap(values, level=level, seed=seed))
+            for name, values in scores.metrics.items()
+        },
+    }
+    if "judge" in scores.metrics:
+        found["judge_unparsed"] = scores.unparsed
+    groups = {
+        "by_kind": [q.kind for q in scores.questions],
+        "by_hops": [str(q.hops) if q.hops else "" for q in scores.questions],
+    }
+    for name, labels in groups.items():
+        if any(labels):
+            found[name] = {label or "other": _means(scores, labels, label) for label in sorted(set(labels))}
+    if scores.titles is not None:
+        retrieval = hits_of(scores.titles, [q.gold for q in scores.questions]).report(CUTS)
+        if retrieval:
+            found["retrieval"] = retrieval
+    found["cost"] = {name: float(values.mean()) for name, values in scores.counts.items()}
+    right = float(scores.metrics[scores.main].sum())
+    if "tokens" in scores.counts and right:
+        found["cost"]["tokens_per_correct"] = float(scores.counts["tokens"].sum()) / right
+    return found
+
+
+def against(first: Scores, second: Scores, *, seed: int = 0, level: float = 0.95) -> dict[str, Any]:
+    """For each metric that both runs have, what the first does better than the second on the same questions."""
+    return {
+        name: dataclasses.asdict(compare(second.metrics[name], values, level=level, seed=seed))
+        for name, values in first.metrics.items()
+        if name in second.metrics
+    }
+
+
+def as_text(found: Mapping[str, Any]) -> str:
+    """A report as a table."""
+    percent = f"{100 * found['level']:g} %"
+    rows = [("", "mean", f"{percent} interval")]
+    rows += [
+        (name, f"{100 * of['mean']:.1f}", f"{100 * of['low']:.1f} – {100 * of['high']:.1f}")
+        for name, of in found["metrics"].items()
+    ]
+    lines = [f"{found['questions']} questions, percent", *table(rows)]
+    for group, title in (("by_kind", "kind"), ("by_hops", "hops")):
+        if group in found:
+            names = list(found["metrics"])
+            body = [
+                (label, str(of["questions"]), *(f"{100 * of[name]:.1f}" for name in names))
+                for label, of in found[group].items()
+            ]
+            lines += ["", *table([(title, "questions", *names), *body])]
+    for name, facts, scale in (("retrieval", found.get("retrieval"), 100), ("cost", found.get("cost"), 1)):
+        if facts:
+            shown = (
+                f"{key} {value * (1 if key == 'passages' else scale):.2f}" for key, value in facts.items()
+            )
+            lines += ["", f"{name}: {'   '.join(shown)}"]
+    for name, of in found.get("against", {}).items():
+        lines += [
+            "",
+            f"{name} against {found['against_file']}: {100 * of['difference']:+.1f} ({percent} interval "
+            f"{100 * of['low']:+.1f} – {100 * of['high']:+.1f}), p = {of['p']:.4g} ({of['test']}); "
+            f"better on {of['better']}, worse on {of['worse']}, the same on {of['same']}",
+        ]
+    for key, words in (
+        ("missing", "questions without a prediction count as wrong"),
+        ("judge_unparsed", "verdicts of the judge could not be understood and count as wrong"),
+    ):
+        if found.get(key):
+            lines += ["", f"{found[key]} {words}"]
+    return "\n".join(lines)
+
+
+def write_report(folder: str | Path, found: Mapping[str, Any], scores: Scores) -> None:
+    """Writes metrics.json (the report) and scores.jsonl (a line a question) into the folder, each only when it is whole.
+
+    Raises UserError where the folder cannot be made or written to.
+    """
+    folder, lines = Path(folder), []
+    for at, question in enumerate(scores.questions):
+        values = {
+            name: float(column[at]) for name, column in (*scores.metrics.items(), *scores.counts.items())
+        }
+        lines.append(
+            json.dumps({"id": question.id, "kind": question.kind, "hops": question.hops} | values) + "\n"
+        )
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with replaced(folder / "scores.jsonl") as stream:
+            stream.write("".join(lines).encode())
+        with replaced(folder / "metrics.json") as stream:
+            stream.write((json.dumps(found, indent=2, ensure_ascii=False) + "\n").encode())
+    except OSError as error:
+        raise UserError(
+            f"out={str(folder)!r}: cannot be written to ({error}); give another folder"
+        ) from error
+
+
+def _means(scores: Scores, labels: Sequence[str], label: str) -> dict[str, float]:
+    these = np.array([other == label for other in labels])
+    means = {name: float(values[these].mean()) for name, values in scores.metrics.items()}
+    return {"questions": int(these.sum())} | means
+
+
+def _texts(texts: Sequence[str]) -> list[tuple[str, int]]:
+    """Each text without case and extra white space, and how often it has occurred before."""
+    seen: dict[str, int] = {}
+    keys = []
+    for text in texts:
+        key = " ".join(text.casefold().split())
+        keys.append((key, seen.get(key, 0)))
+        seen[key] = seen.get(key, 0) + 1
+    return keys
+
+
+def _place(data: str, at: int) -> str:
+    """Where a question stands in its file; its number where that is no file."""
+    if Path(data).is_file():
+        for position, (place, _) in enumerate(read_records(data)):
+            if position == at:
+                return place
+    return f"question {at + 1}"

@@ -1,0 +1,108 @@
+"""Prediction files: every form gives the same predictions; broken ones are named with their line."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from rrl.errors import UserError
+from rrl.eval.predictions import load_predictions
+
+
+def written(folder: Path, *records: object) -> Path:
+    file = folder / "predictions.jsonl"
+    file.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return file
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"id": "a", "prediction": "x"}\n{"id": "b", "prediction": null}\n{"id": 7, "prediction": ["y", " z "]}\n',
+        '{"id": "a", "pred": "x"}\n\n{"id": "b", "pred": []}\n{"id": "7", "pred": ["y", "z"]}\n',
+        '{"a": "x", "b": null, "7": ["y", "z"]}',
+        '{"answer": {"a": "x",\n"b": [], "7": ["y", "z"]}, "sp": {"a": [["T", 0]]}}',
+        '[{"id": "a", "output": {"pred": "x"}}, {"id": "b", "output": {"pred": null}},'
+        ' {"id": "7", "output": {"pred": ["y", "z"]}}]',
+    ],
+)
+def test_every_form_is_understood(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "predictions.json"
+    file.write_text(text)
+    assert [(p.id, p.answers) for p in load_predictions(file)] == [
+        ("a", ("x",)),
+        ("b", ()),
+        ("7", ("y", "z")),
+    ]
+
+
+def test_what_was_found_and_what_it_cost_is_read(tmp_path: Path) -> None:
+    file = written(
+        tmp_path,
+        {"id": 1, "prediction": "x", "titles": ["T", "U"], "turns": 2, "tokens": 30, "seconds": 0.5},
+        {"id": 2, "prediction": "x", "searches": [{"query": "q", "titles": ["T"]}, {"titles": ["V"]}]},
+        {"id": 3, "output": {"pred": "x", "retrieval_result": [{"id": "9", "contents": '"T"\ntext'}]}},
+        {"id": 4, "prediction": "x", "searches": 3, "tokens": True},
+    )
+    found = load_predictions(file)
+    assert [p.titles for p in found] == [("T", "U"), ("T", "V"), ("T",), None]
+    assert [dict(p.counts) for p in found] == [
+        {"turns": 2, "tokens": 30, "seconds": 0.5},
+        {"searches": 2},
+        {},
+        {"searches": 3},
+    ]
+
+
+def test_fields_can_be_named(tmp_path: Path) -> None:
+    file = written(tmp_path, {"id": 1, "prediction": "x", "mine": {"short": "y"}, "gpt": "True."})
+    assert load_predictions(file, "mine.short", "gpt")[0].answers == ("y",)
+    assert load_predictions(file, "mine.short", "gpt")[0].verdict is True
+    for said, verdict in (("False", False), (True, True), (0, False), ("perhaps", None), ("Correct", True)):
+        assert (
+            load_predictions(written(tmp_path, {"id": 1, "pred": "", "gpt": said}), "", "gpt")[0].verdict
+            is verdict
+        )
+
+
+@pytest.mark.parametrize(
+    ("records", "words"),
+    [
+        (
+            [{"id": "a", "pred": "x"}, {"id": "a", "pred": "y"}],
+            r"line 2: id: 'a' is there twice, first at line 1",
+        ),
+        (
+            [{"id": "a", "pred": "x"}, {"question": "q", "pred": "y"}],
+            r"line 2: id: missing at line 2, while line 1 has 'a'",
+        ),
+        (
+            [{"question": "q", "pred": "y"}, {"id": "a", "pred": "x"}],
+            r"line 2: id: missing at line 1, while line 2 has 'a'",
+        ),
+        ([{"pred": "x"}, {"pred": "y"}], r"line 1: id: missing, and there is no question either"),
+        (
+            [{"id": "a", "answer": "x"}],
+            r"line 1: prediction: missing; found the fields id, answer. Allowed: records",
+        ),
+        ([{"id": "a", "pred": 7}], r"line 1: pred: got 7, not a string"),
+        ([{"id": "a", "pred": "x"}, ["b"]], r"line 2: got \['b'\], not an object"),
+        ([{"id": "a", "pred": "x", "titles": "T"}], r"line 1: titles: got 'T', not a list"),
+        ([{"id": [], "pred": "x"}], r"line 1: id: got \[\], not a string"),
+        ([], r"the file is empty"),
+    ],
+)
+def test_what_cannot_be_read_is_named_with_its_line(tmp_path: Path, records: list, words: str) -> None:
+    with pytest.raises(UserError, match=rf"predictions.jsonl(, |: ){words}"):
+        load_predictions(written(tmp_path, *records))
+
+
+def test_a_missing_verdict_or_field_is_named(tmp_path: Path) -> None:
+    file = written(tmp_path, {"id": "a", "pred": "x"})
+    with pytest.raises(UserError, match="line 1: gpt: missing"):
+        load_predictions(file, judge_field="gpt")
+    with pytest.raises(UserError, match="line 1: mine: missing; found the fields id, pred"):
+        load_predictions(file, "mine")
+    file.write_text('{"id": "a", "pred": "x"}\n{broken\n')
+    with pytest.raises(UserError, match="line 2: not JSON"):
+        load_predictions(file)

@@ -1,0 +1,170 @@
+"""Scores of real trajectories against a second implementation, and reports whose figures are counted by hand."""
+
+import dataclasses
+import json
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rrl.data.questions import Question, load_questions
+from rrl.errors import UserError
+from rrl.eval.predictions import Prediction, load_predictions
+from rrl.eval.scoring import against, as_text, matched, own_questions, report, score, write_report
+from rrl.text.normalize import RULES
+from tests.shared_data import shared
+from tests.text.test_metrics import reference_f1, words
+
+SQUAD = RULES["squad"]
+QUESTIONS = [
+    Question("a", "Who?", ("Paris",), "bridge", ("T", "U"), 2),
+    Question("b", "What?", ("the red house",), "bridge", ("V",), 3),
+    Question("c", "Is it?", ("yes",), "comparison"),
+]
+
+
+def said(*answers: str, **more: object) -> list[Prediction]:
+    return [
+        Prediction(f"line {at}", question.id, question.text, (answer,), **more)
+        for at, (question, answer) in enumerate(zip(QUESTIONS, answers), 1)
+    ]
+
+
+@pytest.mark.parametrize("name", ["r1_searcher_2wiki_qwen", "r1_searcher_hotpotqa_qwen"])
+def test_every_real_record_is_judged_as_by_a_second_implementation(name: str) -> None:
+    file = shared(f"rollouts/{name}.jsonl.gz")
+    predictions = load_predictions(file, judge_field="gpt4o_output")
+    scores = score(predictions, own_questions(predictions, str(file)), SQUAD, judged=True)
+    assert len(predictions) == 500 and scores.unparsed == 0
+    for at, prediction in enumerate(predictions):
+        given, gold = prediction.record["pred_ans"], prediction.record["answer"]
+        assert scores.metrics["em"][at] == float(words(given) == words(gold)), prediction.place
+        assert scores.metrics["f1"][at] == pytest.approx(reference_f1(given, gold), abs=1e-12), (
+            prediction.place
+        )
+        assert scores.metrics["judge"][at] == float(prediction.record["gpt4o_output"] == "True"), (
+            prediction.place
+        )
+
+
+def test_scoring_is_fast() -> None:
+    """At least 20,000 predictions a second of this thread's time."""
+    file = shared("rollouts/r1_searcher_2wiki_qwen.jsonl.gz")
+    predictions = load_predictions(file)
+    questions = own_questions(predictions, str(file)) * 40
+    started = time.thread_time()
+    score(predictions * 40, questions, SQUAD)
+    assert 500 * 40 / (time.thread_time() - started) > 20_000
+
+
+def test_a_report_counts_what_can_be_counted_by_hand() -> None:
+    predictions = [
+        dataclasses.replace(prediction, titles=titles, counts={"searches": searches, "tokens": tokens})
+        for prediction, titles, searches, tokens in zip(
+            said("Paris", "a house", "no"), (("T", "x"), ("y", "V"), ()), (1, 2, 0), (10, 20, 60)
+        )
+    ]
+    scores = score(predictions, QUESTIONS, SQUAD)
+    found = report(scores)
+    assert scores.metrics["f1"].tolist() == [1, pytest.approx(2 / 3), 0]
+    assert found["metrics"]["em"]["mean"] == pytest.approx(1 / 3)
+    assert found["by_kind"]["bridge"] == {"questions": 2, "em": 0.5, "f1": pytest.approx(5 / 6), "cem": 0.5}
+    assert found["by_hops"] == {
+        "2": {"questions": 1, "em": 1, "f1": 1, "cem": 1},
+        "3": {"questions": 1, "em": 0, "f1": pytest.approx(2 / 3), "cem": 0},
+        "other": {"questions": 1, "em": 0, "f1": 0, "cem": 0},
+    }
+    assert found["retrieval"]["recall"] == pytest.approx(
+        (1 / 2 + 1) / 2
+    )  # the third question has no gold passages
+    assert found["retrieval"]["passages"] == 2
+    assert found["cost"] == {"searches": 1, "tokens": 30, "tokens_per_correct": 90}
+    assert "33.3" in as_text(found) and "tokens_per_correct 90.00" in as_text(found)
+
+
+def test_no_answer_is_wrong_and_unparsed_verdicts_are_counted() -> None:
+    predictions = said("Paris", "x", "yes", verdict=None)
+    scores = score([predictions[0], None, predictions[2]], QUESTIONS, SQUAD, judged=True)
+    assert scores.metrics["em"].tolist() == [1, 0, 1]
+    assert scores.metrics["judge"].tolist() == [0, 0, 0]
+    assert (scores.missing, scores.unparsed) == (1, 2)
+    assert "1 questions without a prediction count as wrong" in as_text(report(scores))
+
+
+def test_choices_are_scored_by_letter_and_not_mixed() -> None:
+    choosing = [dataclasses.replace(question, answers=("B",), choices=("x", "y")) for question in QUESTIONS]
+    scores = score(said("The answer is (B)", "A", "b"), choosing, SQUAD)
+    assert scores.metrics["acc"].tolist() == [1, 0, 0] and scores.main == "acc"
+    with pytest.raises(UserError, match="1 of 3 questions are a multiple choice"):
+        score(said("a", "b", "c"), [*QUESTIONS[:2], choosing[2]], SQUAD)
+
+
+def test_two_runs_are_compared_question_by_question() -> None:
+    first = score(said("Paris", "red house", "yes"), QUESTIONS, SQUAD)
+    second = score(said("Lyon", "red house", "yes"), QUESTIONS, SQUAD)
+    found = against(first, second)
+    assert found["em"]["difference"] == pytest.approx(1 / 3)
+    assert (found["em"]["better"], found["em"]["worse"], found["em"]["same"]) == (1, 0, 2)
+    text = as_text(report(first) | {"against": found, "against_file": "other.jsonl"})
+    assert "em against other.jsonl: +33.3" in text and "p = 1 (McNemar)" in text
+
+
+def test_predictions_are_matched_by_id_in_any_order() -> None:
+    predictions = said("Paris", "red house", "yes")
+    assert matched(predictions[::-1], QUESTIONS, "p", "d") == predictions
+
+
+def test_ids_of_another_release_are_passed_over_where_texts_are_to_match() -> None:
+    predictions = [dataclasses.replace(p, id=f"test_{p.id}") for p in said("Paris", "red house", "yes")]
+    assert matched(predictions[::-1], QUESTIONS, "p", "d", by="question") == predictions
+
+
+def test_predictions_without_ids_are_matched_by_text_and_occurrence() -> None:
+    questions = [*QUESTIONS, dataclasses.replace(QUESTIONS[0], id="d")]
+    predictions = [
+        Prediction(f"line {at}", None, text, (text,))
+        for at, text in enumerate(["is IT?", "who? ", "What?", "Who?"])
+    ]
+    found = matched(predictions, questions, "p", "d")
+    assert [p and p.place for p in found] == ["line 1", "line 2", "line 0", "line 3"]
+    with pytest.raises(
+        UserError, match=r"p, line 3: question 'Who\?' is none of the 3 questions of d, or is there more"
+    ):
+        matched(predictions, QUESTIONS, "p", "d")
+
+
+def test_what_does_not_match_is_named_with_its_line(tmp_path: Path) -> None:
+    data = tmp_path / "dev.jsonl"
+    data.write_text("\n".join(json.dumps({"id": q.id, "question": q.text, "answer": "x"}) for q in QUESTIONS))
+    questions, predictions = load_questions(data), said("x", "y", "z")
+    with pytest.raises(
+        UserError,
+        match=r"p.jsonl: no prediction for 2 of the 3 questions of .*dev.jsonl \(ids 'b', 'c'; the first at line 2\)",
+    ):
+        matched(predictions[:1], questions, "p.jsonl", str(data))
+    assert matched(predictions[:1], questions, "p.jsonl", str(data), "wrong") == [predictions[0], None, None]
+    stranger = dataclasses.replace(predictions[0], id="z", place="line 9")
+    with pytest.raises(
+        UserError, match=r"p.jsonl, line 9: id 'z' is none of the 3 questions of .*--match=question"
+    ):
+        matched([stranger], questions, "p.jsonl", str(data))
+    with pytest.raises(UserError, match=r"dev.jsonl, question 4: id 'a' is there twice, first at line 1"):
+        matched(predictions, [*questions, questions[0]], "p.jsonl", str(data))
+    with pytest.raises(
+        UserError, match=r"p.jsonl, line 1: question or text.*no gold answers of its own: give .*--data"
+    ):
+        own_questions(predictions, "p.jsonl")
+
+
+def test_reports_are_written_whole_or_not_at_all(tmp_path: Path) -> None:
+    scores = score(said("Paris", "x", "yes"), QUESTIONS, SQUAD)
+    write_report(tmp_path / "out", report(scores), scores)
+    assert json.loads((tmp_path / "out/metrics.json").read_text())["questions"] == 3
+    lines = [json.loads(line) for line in (tmp_path / "out/scores.jsonl").read_text().splitlines()]
+    assert [line["em"] for line in lines] == [1, 0, 1] and lines[0]["id"] == "a" and lines[1]["hops"] == 3
+    assert sorted(file.name for file in (tmp_path / "out").iterdir()) == ["metrics.json", "scores.jsonl"]
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="cannot be written to"):
+        write_report(tmp_path / "file", {}, scores)
+    np.testing.assert_array_equal(scores.metrics["em"], [1, 0, 1])
