@@ -27,6 +27,7 @@ _MATCH = flags.DEFINE_enum(
     "match", "id", ["id", "question"], "How predictions find their questions, where they have ids."
 )
 _AGAINST = flags.DEFINE_string("against", None, "Predictions of another run on the same questions.")
+_CARD = flags.DEFINE_string("card", None, "Result card of the run, as JSON, to keep beside its metrics.")
 _OUT = flags.DEFINE_string("out", None, "Folder for metrics.json and scores.jsonl.")
 _LEVEL = flags.DEFINE_float("level", 0.95, "Level of the intervals.", lower_bound=0, upper_bound=1)
 _SEED = flags.DEFINE_integer("seed", 0, "Seed of the bootstrap.", lower_bound=0)
@@ -35,9 +36,12 @@ flags.mark_flags_as_required(["predictions"])
 
 def main(_: Sequence[str]) -> None:
     """Scores, prints, and writes where asked to; nothing is written for wrong input."""
+    import dataclasses
+
     from rrl.data.questions import load_questions
     from rrl.errors import UserError
     from rrl.eval.predictions import load_predictions
+    from rrl.eval.result_card import load_card
     from rrl.eval.scoring import Scores, against, as_text, matched, own_questions, report, score, write_report
     from rrl.text.normalize import rule_named
 
@@ -45,6 +49,11 @@ def main(_: Sequence[str]) -> None:
     if _TRUTH.value and not _DATA.value:
         raise UserError("--truth holds the answers of --data: give that too")
     rule, name = rule_named(_RULE.value), _PREDICTIONS.value
+    card = load_card(_CARD.value) if _CARD.value else None
+    if card and card.normalization != _RULE.value:
+        raise UserError(
+            f"--normalization={_RULE.value}, but the card {_CARD.value} says {card.normalization}: give that, or another card"
+        )
     predictions = load_predictions(name, _FIELD.value, _JUDGE.value)
     data = _DATA.value or name
     if _DATA.value:
@@ -71,6 +80,8 @@ def main(_: Sequence[str]) -> None:
             "against_file": _AGAINST.value,
             "against": against(scores, other, seed=_SEED.value, level=_LEVEL.value),
         }
+    if card:
+        found["card"] = dataclasses.asdict(card)
     if _OUT.value:
         write_report(_OUT.value, found, scores)
     print(as_text(found))

@@ -8,6 +8,9 @@ import sys
 
 import pytest
 
+from rrl.eval.result_card import save_card
+from tests.eval.test_result_card import CARD
+
 ROOT = pathlib.Path(__file__).parents[2]
 GOLD = [{"id": name, "question": f"{name}?", "answer": name.upper()} for name in ("a", "b", "c")]
 
@@ -52,6 +55,18 @@ def test_predictions_are_scored_and_compared(tmp_path: pathlib.Path, data: str) 
     assert written_down["normalization"] == "tiresrag-r1"
     assert written_down["metrics"]["em"]["mean"] == pytest.approx(2 / 3)
     assert len((out / "scores.jsonl").read_text().splitlines()) == 3
+
+
+def test_a_card_is_kept_beside_the_metrics_it_belongs_to(tmp_path: pathlib.Path, data: str) -> None:
+    ours = written(tmp_path / "ours.jsonl", *({"id": n, "prediction": n} for n in "abc"))
+    card = tmp_path / "card.json"
+    save_card(card, CARD)
+    flags = (f"--predictions={ours}", f"--data={data}", f"--card={card}", f"--out={tmp_path / 'out'}")
+    refused = score(*flags, "--normalization=triviaqa")
+    assert refused.returncode == 2 and "says squad: give that, or another card" in refused.stderr
+    assert not (tmp_path / "out").exists()
+    assert score(*flags).returncode == 0
+    assert json.loads((tmp_path / "out/metrics.json").read_text())["card"]["corpus"] == "2wiki"
 
 
 def test_gold_answers_beside_the_predictions_need_no_data(tmp_path: pathlib.Path) -> None:

@@ -1,0 +1,204 @@
+"""What a result must say of itself to be compared: corpus, retriever, limits, model, judge, seed, versions, command.
+
+Two results over other passages, or with another retriever, are not two rows of one table, unless the table says so:
+`results_table` always does.
+"""
+
+import dataclasses
+import hashlib
+import importlib.metadata
+import json
+import platform
+import typing
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rrl.data.questions import Question
+from rrl.errors import UserError, at_least
+from rrl.eval.summary import table
+from rrl.retrieval.files import replaced
+
+PACKAGES = ("jax", "flax", "numpy", "transformers", "scann", "bm25s")
+
+SETTING: Mapping[str, tuple[str, ...]] = {
+    "corpus": ("corpus_sha256", "passages"),
+    "retriever": ("retriever",),
+    "passages of a search": ("top_k",),
+    "questions": ("questions_sha256", "questions"),
+    "normalisation": ("normalization",),
+}
+"""What must be the same in two rows that are compared, in words, and the fields that tell. Model, method, limits, judge and seed
+are what rows are compared in."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ResultCard:
+    """How one result came about."""
+
+    method: str
+    """The recipe or prompted method, with what was set in it."""
+    dataset: str
+    questions: int
+    questions_sha256: str
+    """`questions_fingerprint`."""
+    corpus: str
+    """Name or file of the corpus; "" where nothing is searched."""
+    corpus_sha256: str
+    """`rrl.data.passages.fingerprint`, as an index's manifest has it; "" where nothing is searched."""
+    passages: int
+    """In the corpus."""
+    retriever: Mapping[str, Any]
+    """What decides what is found: kind, encoder with its hash, settings. Empty where nothing is searched."""
+    top_k: int
+    """Passages that a search returns."""
+    limits: Mapping[str, int]
+    """Most searches, turns, tokens of a turn, of an observation, of the context, ..."""
+    model: str
+    """Folder or name of the policy."""
+    model_sha256: str
+    """`rrl.models.weights.folder_hash`; "" for a model that is only known by an endpoint's name."""
+    normalization: str
+    """A name of `rrl.text.normalize.RULES`."""
+    judge: str = ""
+    """The model that judged correctness, with its hash; "" where none did."""
+    temperature: float = 0.0
+    seed: int = 0
+    versions: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """`versions_here`."""
+    command: str = ""
+    """The command that makes the result again."""
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value, kind = getattr(self, field.name), typing.get_origin(field.type) or field.type
+            allowed: Any = (int, float) if kind is float else kind
+            if isinstance(value, bool) or not isinstance(value, allowed):
+                raise UserError(f"{field.name}={value!r} must be {_WORDS[kind]}")
+        at_least(0, self, "questions", "passages", "top_k", "temperature", "seed")
+        if not self.method or not self.dataset:
+            raise UserError(f"method={self.method!r} and dataset={self.dataset!r} must not be empty")
+        if bool(self.corpus) != bool(self.retriever):
+            raise UserError(
+                f"corpus={self.corpus!r} and retriever={dict(self.retriever)} belong together: both, or neither where nothing "
+                "is searched"
+            )
+
+    @property
+    def setting(self) -> dict[str, str]:
+        """The values of `SETTING` in words: two cards may stand in one table without a remark where these are equal."""
+        searched = (
+            f"{self.corpus} ({self.passages:,} passages, {self.corpus_sha256[:12]})"
+            if self.corpus
+            else "none"
+        )
+        kind = ", ".join(
+            f"{name} {value}" for name, value in sorted(self.retriever.items()) if value not in ("", None)
+        )
+        return {
+            "corpus": searched,
+            "retriever": kind or "none",
+            "passages of a search": str(self.top_k) if self.corpus else "none",
+            "questions": f"{self.dataset} ({self.questions:,}, {self.questions_sha256[:12]})",
+            "normalisation": self.normalization,
+        }
+
+
+_WORDS: Mapping[Any, str] = {str: "text", int: "a whole number", float: "a number", Mapping: "a mapping"}
+
+
+def questions_fingerprint(questions: Sequence[Question]) -> str:
+    """SHA-256 over ids, texts and gold answers in order."""
+    digest = hashlib.sha256()
+    for question in questions:
+        digest.update(json.dumps([question.id, question.text, question.answers]).encode())
+    return digest.hexdigest()
+
+
+def versions_here() -> dict[str, str]:
+    """Versions of Python, rrl and what results depend on, as installed."""
+    found = {"python": platform.python_version()}
+    for name in ("rrl", *PACKAGES):
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = "not installed"
+    return found
+
+
+def save_card(file: str | Path, card: ResultCard) -> None:
+    """Writes the card as JSON; the file is there only when it is whole."""
+    with replaced(Path(file)) as stream:
+        stream.write((json.dumps(dataclasses.asdict(card), indent=2, ensure_ascii=False) + "\n").encode())
+
+
+def load_card(file: str | Path) -> ResultCard:
+    """Reads what `save_card` wrote; UserError for a file that is no card, naming the field."""
+    try:
+        return card_of(json.loads(Path(file).read_text(encoding="utf-8")))
+    except (OSError, ValueError) as error:
+        raise UserError(f"result card {file}: {error}") from error
+
+
+def card_of(fields: Any) -> ResultCard:
+    """The card of a decoded JSON object; UserError names a field that is missing, unknown or of the wrong type."""
+    if not isinstance(fields, dict):
+        raise UserError(f"got {fields!r:.60}, not an object with the fields of a result card")
+    known = {field.name: field.default is dataclasses.MISSING for field in dataclasses.fields(ResultCard)}
+    known |= {"versions": False}
+    unknown = [name for name in fields if name not in known]
+    missing = [name for name, required in known.items() if required and name not in fields]
+    if unknown or missing:
+        said = [f"unknown: {', '.join(unknown)}"] * bool(unknown) + [f"missing: {', '.join(missing)}"] * bool(
+            missing
+        )
+        raise UserError(f"{'; '.join(said)}; the fields are {', '.join(known)}")
+    return ResultCard(**fields)
+
+
+def differences(cards: Mapping[str, ResultCard]) -> list[str]:
+    """One line for each part of the setting in which cards differ, with who has what; empty where they may be compared."""
+    lines = []
+    for part, fields in SETTING.items():
+        groups: dict[str, list[str]] = {}
+        shown: dict[str, str] = {}
+        for name, card in cards.items():
+            key = json.dumps([_plain(getattr(card, field)) for field in fields], sort_keys=True)
+            groups.setdefault(key, []).append(name)
+            shown[key] = card.setting[part]
+        if len(groups) > 1:
+            lines.append(
+                f"{part} differs: "
+                + "; ".join(f"{', '.join(who)}: {shown[key]}" for key, who in groups.items())
+            )
+    return lines
+
+
+def results_table(rows: Mapping[str, tuple[ResultCard, Mapping[str, float]]]) -> str:
+    """Metrics (fractions, shown in percent) of several results by name, under what they have in common and what they don't.
+
+    Rows of another corpus, retriever, k, questions or normalisation than the first carry a mark, and lines below the table say
+    what differs. Raises UserError for no rows.
+    """
+    if not rows:
+        raise UserError("a table of results needs one row or more")
+    cards = {name: card for name, (card, _) in rows.items()}
+    first = next(iter(cards.values()))
+    remarks = differences(cards)
+    metrics = list(dict.fromkeys(metric for _, values in rows.values() for metric in values))
+    body = [("", "model", "limits", "seed", *metrics)]
+    for name, (card, values) in rows.items():
+        other = differences({"first": first, name: card})
+        limits = " ".join(f"{key}={value}" for key, value in card.limits.items())
+        shown = (f"{100 * values[metric]:.1f}" if metric in values else "–" for metric in metrics)
+        body.append((name + (" *" if other else ""), card.model, limits, str(card.seed), *shown))
+    parted = {line.partition(" differs: ")[0] for line in remarks}
+    common = [f"{part}: {value}" for part, value in first.setting.items() if part not in parted]
+    lines = [*common, "", *table(body)]
+    if remarks:
+        lines += ["", "* not comparable with the first row as it stands:", *(f"  {line}" for line in remarks)]
+    return "\n".join(lines)
+
+
+def _plain(value: Any) -> Any:
+    return dict(value) if isinstance(value, Mapping) else value

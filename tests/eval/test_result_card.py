@@ -1,0 +1,133 @@
+"""Result cards: they come back from JSON as they were, and tables never hide that rows differ in corpus or retriever."""
+
+import dataclasses
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from rrl.data.questions import Question
+from rrl.errors import UserError
+from rrl.eval.result_card import (
+    ResultCard,
+    card_of,
+    differences,
+    load_card,
+    questions_fingerprint,
+    results_table,
+    save_card,
+    versions_here,
+)
+
+CARD = ResultCard(
+    method="naive RAG",
+    dataset="2wiki dev",
+    questions=1000,
+    questions_sha256="a" * 64,
+    corpus="2wiki",
+    corpus_sha256="b" * 64,
+    passages=6119,
+    retriever={"kind": "bm25", "k1": 0.9, "encoder": ""},
+    top_k=5,
+    limits={"searches": 4},
+    model="models/x",
+    model_sha256="c" * 64,
+    normalization="squad",
+    versions=versions_here(),
+    command="python launch/eval.py",
+)
+CLOSED = dataclasses.replace(
+    CARD, method="direct", corpus="", corpus_sha256="", passages=0, retriever={}, top_k=0
+)
+
+
+def test_a_card_comes_back_from_json_as_it_was(tmp_path: Path) -> None:
+    save_card(tmp_path / "card.json", CARD)
+    assert load_card(tmp_path / "card.json") == CARD
+    assert {"python", "rrl", "jax"} <= set(json.loads((tmp_path / "card.json").read_text())["versions"])
+
+
+def test_the_same_setting_needs_no_remark() -> None:
+    other = dataclasses.replace(
+        CARD, method="R-Search", model="models/y", seed=3, limits={"searches": 8}, judge="z"
+    )
+    assert differences({"a": CARD, "b": other}) == []
+    text = results_table({"a": (CARD, {"em": 0.5}), "b": (other, {"em": 0.61, "f1": 0.7})})
+    assert "*" not in text and "differs" not in text
+    assert "corpus: 2wiki (6,119 passages, bbbbbbbbbbbb)" in text
+    assert "retriever: k1 0.9, kind bm25" in text
+    assert "61.0" in text and "–" in text and "searches=8" in text
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (
+            {"corpus_sha256": "d" * 64},
+            r"corpus differs: a, c: 2wiki \(6,119 passages, bbb.*; b: 2wiki \(6,119 passages, ddd",
+        ),
+        (
+            {"retriever": {"kind": "scann", "encoder": "e5"}},
+            r"retriever differs: a, c: k1 0.9, kind bm25; b: encoder e5, kind scann",
+        ),
+        ({"top_k": 10}, r"passages of a search differs: a, c: 5; b: 10"),
+        ({"questions": 500, "questions_sha256": "e" * 64}, r"questions differs: a, c: 2wiki dev \(1,000"),
+        ({"normalization": "hotpotqa"}, r"normalisation differs: a, c: squad; b: hotpotqa"),
+    ],
+)
+def test_rows_that_differ_in_setting_are_marked_and_explained(change: dict, said: str) -> None:
+    other = dataclasses.replace(CARD, **change)
+    text = results_table({"a": (CARD, {"em": 0.5}), "b": (other, {"em": 0.6}), "c": (CARD, {"em": 0.7})})
+    assert [line.split("  ")[0] for line in text.splitlines() if "models/x" in line] == ["a", "b *", "c"]
+    assert re.search(said, text)
+    assert "not comparable" in text
+    part = said.partition(" differs")[0]
+    assert not any(line.startswith(f"{part}: ") for line in text.splitlines())  # it isn't common to all
+
+
+def test_a_closed_book_row_is_told_apart() -> None:
+    assert [line.partition(":")[0] for line in differences({"a": CARD, "b": CLOSED})] == [
+        "corpus differs",
+        "retriever differs",
+        "passages of a search differs",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"corpus": ""}, "belong together"),
+        ({"passages": -1}, "passages=-1 must be at least 0"),
+        ({"seed": "0"}, "seed='0' must be a whole number"),
+        ({"seed": True}, "seed=True must be a whole number"),
+        ({"retriever": "bm25"}, "retriever='bm25' must be a mapping"),
+        ({"method": ""}, "must not be empty"),
+        ({"colour": 1}, "unknown: colour"),
+    ],
+)
+def test_wrong_cards_are_refused_by_field(tmp_path: Path, change: dict, words: str) -> None:
+    file = tmp_path / "card.json"
+    file.write_text(json.dumps(dataclasses.asdict(CARD) | change))
+    with pytest.raises(UserError, match=f"result card .*card.json: .*{words}"):
+        load_card(file)
+
+
+def test_what_is_no_card_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="missing: method, dataset"):
+        card_of({})
+    with pytest.raises(UserError, match="not an object"):
+        card_of([])
+    with pytest.raises(UserError, match=r"result card .*none.json"):
+        load_card(tmp_path / "none.json")
+    with pytest.raises(UserError, match="one row or more"):
+        results_table({})
+
+
+def test_questions_have_a_fingerprint_of_what_is_asked_and_expected() -> None:
+    one, two = Question("a", "Who?", ("x",)), Question("b", "What?", ("y",), "kind", ("T",))
+    assert questions_fingerprint([one, two]) == questions_fingerprint(
+        [one, dataclasses.replace(two, kind="")]
+    )
+    assert questions_fingerprint([one, two]) != questions_fingerprint([two, one])
+    assert questions_fingerprint([one]) != questions_fingerprint([dataclasses.replace(one, answers=("z",))])
