@@ -1,0 +1,124 @@
+"""What prompted methods share: their settings, how questions and passages are shown, and a record of what a method did."""
+
+import dataclasses
+import re
+from collections.abc import Generator, Iterable, Sequence
+from typing import Any
+
+from rrl.data.passages import Passage, render
+from rrl.data.questions import Question
+from rrl.errors import at_least
+from rrl.rollout.workflow import Ask, Generate, Generated, Retrieve
+from rrl.text.short_answers import FINAL_ANSWER, final_answer
+
+Flow = Generator[Ask | Sequence[Ask], Any, str]
+"""A method at work on one question; it returns the answer."""
+
+FINISH = (
+    f'End with one line that begins with "{FINAL_ANSWER}" and gives the answer alone, as short as possible: a name, a date, a '
+    "number, a few words, yes or no."
+)
+"""How methods that reason first are asked for an answer that can be found in what they write."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """What is the same for all methods of one comparison."""
+
+    tokens: int = 256
+    """Most tokens of one generation."""
+    temperature: float = 0.0
+    most_passages: int = 15
+    """Passages shown at a time, the first of those that a method has collected (15 is IRCoT's limit)."""
+    passage_chars: int = 0
+    """Characters shown of a passage; 0: all."""
+    token_bytes: Sequence[bytes] = ()
+    """Bytes of each token id (`Engine.bytes`), which FLARE needs."""
+
+    def __post_init__(self) -> None:
+        at_least(1, self, "tokens", "most_passages")
+        at_least(0, self, "temperature", "passage_chars")
+
+    def write(self, prompt: str, *stops: str) -> Generate:
+        """Asks the model to answer a prompt, up to one of the stop strings."""
+        return Generate(prompt, stops, self.tokens, self.temperature)
+
+    def show(self, passages: Sequence[Passage]) -> str:
+        """The passages as text, cut as the settings say; "(nothing found)" for none."""
+        shown = [
+            dataclasses.replace(passage, text=passage.text[: self.passage_chars or None])
+            for passage in passages[: self.most_passages]
+        ]
+        return render(shown) or "(nothing found)"
+
+
+def asked(question: Question) -> str:
+    """The question as it is shown, with its choices where it has any."""
+    letters = [f"({chr(ord('A') + at)}) {choice}" for at, choice in enumerate(question.choices)]
+    hint = ["Answer with the letter of the right choice."] if letters else []
+    return "\n".join([question.text, *letters, *hint])
+
+
+def collected(kept: Sequence[Passage], found: Sequence[Passage] | None) -> list[Passage]:
+    """Passages in the order in which they came, each once; a failed search (None) adds nothing."""
+    return list({(p.title, p.text): p for p in (*kept, *(found or ()))}.values())
+
+
+def answer_of(said: Generated) -> str:
+    """What stands behind the last "The final answer:" of a text."""
+    return final_answer(said.text)
+
+
+def listed(text: str) -> list[str]:
+    """The lines of a list without bullets and numbers, each once, empty ones left out."""
+    lines = (re.sub(r"^\s*(?:[-*•]|\(?\d{1,2}[.):])\s+", "", line).strip() for line in text.splitlines())
+    return list(dict.fromkeys(filter(None, lines)))
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What came of one question."""
+
+    answer: str
+    written: tuple[Generated, ...]
+    """Everything that the model wrote, in the order in which it was asked for."""
+    searches: tuple[tuple[str, tuple[Passage, ...] | None], ...]
+    """Each query with what it found; None where the search failed."""
+
+    @property
+    def titles(self) -> list[str]:
+        """Titles of all that was found, in order."""
+        return [passage.title for _, found in self.searches for passage in found or ()]
+
+    @property
+    def tokens(self) -> int:
+        """Sampled tokens."""
+        return sum(said.trajectory.policy_tokens for said in self.written)
+
+    @property
+    def tokens_read(self) -> int:
+        """Tokens of all prompts."""
+        return sum(len(said.trajectory.tokens) for said in self.written) - self.tokens
+
+
+def recorded(flow: Flow) -> Generator[Ask | Sequence[Ask], Any, Outcome]:
+    """The same flow, which returns an `Outcome`: the answer and all that was written and found on the way."""
+    written: list[Generated] = []
+    searches: list[tuple[str, tuple[Passage, ...] | None]] = []
+    reply: Any = None
+    while True:
+        try:
+            wanted = flow.send(reply)
+        except StopIteration as end:
+            return Outcome(str(end.value).strip(), tuple(written), tuple(searches))
+        reply = yield wanted
+        single = isinstance(wanted, Ask)
+        for ask, result in _pairs([wanted] if single else wanted, [reply] if single else reply):
+            if isinstance(ask, Retrieve):
+                searches.append((ask.query, None if result is None else tuple(result)))
+            else:
+                written.append(result)
+
+
+def _pairs(asks: Any, results: Any) -> Iterable[tuple[Ask, Any]]:
+    return zip(asks, results, strict=True)

@@ -1,0 +1,143 @@
+"""Methods of one search or none, and what all methods share."""
+
+import dataclasses
+
+import pytest
+
+from rrl.errors import UserError
+from rrl.recipes.prompted.base import Settings, collected, listed
+from rrl.recipes.prompted.catalogue import METHODS, make_method
+from tests.recipes.prompted.scripted import FILM, PERSON, QUESTION, play, ramble
+
+
+def test_direct_asks_once_and_never_searches() -> None:
+    outcome, prompts = play("direct", [(QUESTION.text, " Oslo ")])
+    assert outcome.answer == "Oslo" and outcome.searches == () and outcome.titles == []
+    assert len(outcome.written) == 1 and outcome.tokens == 3 and outcome.tokens_read == 1
+    assert "passages" not in prompts[0].lower()
+
+
+def test_cot_gives_what_stands_behind_the_final_answer() -> None:
+    outcome, _ = play("cot", [("step by step", "She was born there.\nThe final answer: Oslo")])
+    assert outcome.answer == "Oslo"
+    assert play("cot", [("", "just Oslo")])[0].answer == "just Oslo"
+
+
+def test_naive_rag_searches_with_the_question_and_reads_table_5s_prompt() -> None:
+    outcome, prompts = play("naive_rag", [("(Title: Silver Harbour) Silver Harbour is a film", "Oslo")])
+    assert prompts[0].startswith("Answer the question based on the given passages. Only give me the answer")
+    assert outcome.searches == ((QUESTION.text, (FILM,)),) and outcome.titles == ["Silver Harbour"]
+
+
+def test_rag_with_cot_reasons_over_the_passages() -> None:
+    outcome, prompts = play("rag_cot", [("directed by Ada Berg", "Hm.\nThe final answer: Oslo")])
+    assert outcome.answer == "Oslo" and "step by step" in prompts[0]
+
+
+def test_a_failed_or_empty_search_is_said_and_survived() -> None:
+    for found in ({"Silver Harbour": None}, {}):
+        outcome, _ = play("naive_rag", [("(nothing found)", "Oslo")], found=found)
+        assert outcome.answer == "Oslo" and outcome.titles == []
+    assert play("naive_rag", [("", "x")], found={"Silver": None})[0].searches == ((QUESTION.text, None),)
+
+
+def test_choices_are_shown_with_letters_and_not_searched_with() -> None:
+    question = dataclasses.replace(QUESTION, choices=("Oslo", "Rome"), answers=("A",))
+    outcome, _ = play("naive_rag", [("(A) Oslo\n(B) Rome\nAnswer with the letter", "A")], question)
+    assert outcome.searches[0][0] == QUESTION.text
+
+
+def test_passages_are_cut_and_counted_as_the_settings_say() -> None:
+    settings = Settings(passage_chars=6, most_passages=1)
+    _, prompts = play(
+        "naive_rag",
+        [("(Title: Silver Harbour) Silver\n", "x")],
+        found={"": [FILM, PERSON]},
+        settings=settings,
+    )
+    assert "Ada Berg" not in prompts[0]
+
+
+def test_sure_takes_the_candidate_whose_summary_holds() -> None:
+    outcome, prompts = play(
+        "sure",
+        [
+            ("2 different answers", "1. Bergen\n2. Oslo\n3. Rome"),
+            ('answer "Bergen"', "nothing on Bergen"),
+            ('answer "Oslo"', "she was born in Oslo"),
+            ("Summary: nothing on Bergen", "False"),
+            ("Summary: she was born in Oslo", "True"),
+            ("Summary 1: nothing on Bergen\nSummary 2: she was born in Oslo", "2"),
+        ],
+    )
+    assert outcome.answer == "Oslo" and len(prompts) == 6
+
+
+@pytest.mark.parametrize(
+    ("valid", "preferred", "answer"),
+    [
+        (("True", "True"), "1", "Bergen"),
+        (("True", "True"), "2", "Oslo"),
+        (("True", "False"), "2", "Bergen"),  # a point each: the earlier candidate
+        (("False", "False"), "either 1 or 2", "Bergen"),
+    ],
+)
+def test_sure_counts_validity_and_ranking(valid: tuple[str, str], preferred: str, answer: str) -> None:
+    script = [("", "Bergen\nOslo"), ("", "a"), ("", "b"), ("", valid[0]), ("", valid[1]), ("", preferred)]
+    assert play("sure", script)[0].answer == answer
+
+
+def test_sure_with_one_candidate_or_none_asks_no_further() -> None:
+    assert play("sure", [("", "Oslo\nOslo")])[0].answer == "Oslo"
+    assert play("sure", [("", " \n")])[0].answer == ""
+
+
+def test_sure_compares_every_two_of_more_candidates() -> None:
+    script = (
+        [("3 different", "a\nb\nc")] + [("", "s")] * 3 + [("", "no")] * 3 + [("", "1"), ("", "2"), ("", "2")]
+    )
+    # pairs (a, b), (a, c), (b, c): a beats b, c beats a, c beats b
+    assert play("sure", script, candidates=3)[0].answer == "c"
+
+
+def test_lists_lose_their_bullets_and_nothing_else() -> None:
+    assert listed("1. x\n2) y\n- z\n* x\n\n3 May 1990\n(4) w") == ["x", "y", "z", "3 May 1990", "w"]
+    assert collected([FILM], [PERSON, FILM]) == [FILM, PERSON]
+    assert collected([FILM], None) == [FILM]
+
+
+def test_methods_and_options_are_known_by_name() -> None:
+    assert len(METHODS) == 13 and all(method.source for method in METHODS.values())
+    assert make_method("ircot", {"steps": 3}).defaults == {"steps": 3}
+    for name, options, words in (
+        ("rag", {}, r"method='rag' is unknown; there are direct, cot"),
+        ("ircot", {"rounds": 3}, r"ircot.rounds is no option of the method; its options are steps"),
+        ("direct", {"steps": 3}, r"its options are none"),
+        ("ircot", {"steps": 0}, r"ircot.steps=0 must be a whole number above 0"),
+        ("ircot", {"steps": 1.5}, r"must be a whole number above 0"),
+        ("flare", {"look_below": -1}, r"flare.look_below=-1 must be a number above 0"),
+    ):
+        with pytest.raises(UserError, match=words):
+            make_method(name, options)
+    with pytest.raises(UserError, match="tokens=0 must be at least 1"):
+        Settings(tokens=0)
+
+
+RAMBLINGS = (
+    "",
+    "\n\n",
+    "Search[",
+    "Follow up: x Intermediate answer: ",
+    "#1 #2\n#2\n#1 #3\n#9",
+    "Search[x] A",
+    "True 1 2",
+)
+
+
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("text", RAMBLINGS)
+def test_every_method_ends_whatever_the_model_writes_and_though_every_search_fails(
+    name: str, text: str
+) -> None:
+    answer, asks = ramble(name, text)
+    assert isinstance(answer, str) and asks < 60
