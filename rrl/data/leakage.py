@@ -1,13 +1,14 @@
-"""Do two question files share questions? Compared by normalised text, so that case, punctuation and articles don't hide it."""
+"""Do two question files share questions? Compared by normalised text: case, punctuation and articles hide nothing."""
 
 import dataclasses
+import re
+import unicodedata
 from collections.abc import Sequence
 
 from rrl.data.questions import Question
-from rrl.text.normalize import RULES
 
-_RULE = RULES["triviaqa"]
-"""Punctuation becomes a space, so that "well-known" and "well known" are the same."""
+_WORD = re.compile(r"[^\W_]+")
+_ARTICLES = ("a", "an", "the")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,7 +21,7 @@ class Leak:
     @property
     def same_answer(self) -> bool:
         """Whether the two share a gold answer, normalised."""
-        return bool(_normal(self.train.answers) & _normal(self.held_out.answers))
+        return not set(map(_normal, self.train.answers)).isdisjoint(map(_normal, self.held_out.answers))
 
 
 def shared_questions(train: Sequence[Question], held_out: Sequence[Question]) -> list[Leak]:
@@ -28,14 +29,15 @@ def shared_questions(train: Sequence[Question], held_out: Sequence[Question]) ->
 
     Texts that normalise to nothing are compared with nothing.
     """
-    texts = _RULE.normalize_all([question.text for question in train]) if train else []
     first: dict[str, Question] = {}
-    for question, text in zip(train, texts):
-        if text:
+    for question in train:
+        if text := _normal(question.text):
             first.setdefault(text, question)
-    held = _RULE.normalize_all([question.text for question in held_out]) if held_out else []
-    return [Leak(first[text], question) for question, text in zip(held_out, held) if text in first]
+    found = ((first.get(_normal(question.text)), question) for question in held_out)
+    return [Leak(known, question) for known, question in found if known]
 
 
-def _normal(answers: Sequence[str]) -> set[str]:
-    return set(_RULE.normalize_all(answers)) if answers else set()
+def _normal(text: str) -> str:
+    """Words without case and articles, whatever stands between them: "Well-known" is "well known", “it’s” is "it s"."""
+    words = _WORD.findall(unicodedata.normalize("NFKC", text).casefold())
+    return " ".join(word for word in words if word not in _ARTICLES)

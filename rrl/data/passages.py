@@ -10,7 +10,7 @@ from rrl.data.pools import is_pool, join_sentences, pool_of
 from rrl.data.records import OnError, fields_of, id_field, parse_records, text_field
 
 ALLOWED = (
-    "{id, contents} whose first line is the quoted title, {id or _id, title, text}, {title, text}, "
+    "{id, contents} whose first line is the quoted title, {id or _id, title, text}, {title, text or body}, "
     "one object of {title: [sentences]}, questions with their context or paragraphs, or TSV or CSV with the columns id, text, "
     "title"
 )
@@ -118,7 +118,7 @@ def passage_of(position: int, record: Any) -> Passage:
     title = fields.get("title") or ""
     if not isinstance(title, str):
         raise ValueError(f"title: got {title!r}, not a string")
-    return Passage(identity, title.strip(), text_field(fields, "text"))
+    return Passage(identity, title.strip(), text_field(fields, "text", "body"))
 
 
 def _unquoted(title: str) -> str:

@@ -8,7 +8,7 @@ from tests.shared_data import shared
 def test_shared_questions_are_found_by_normalised_text() -> None:
     train = [
         Question("a", "Who wrote the well-known “Emma”?", ("Jane Austen",)),
-        Question("b", "who wrote well known 'Emma'", ("x",)),
+        Question("b", "who wrote the well known 'Emma'", ("x",)),
         Question("c", "?!", ("x",)),
         Question("d", "Where is it?", ("The Alps",)),
     ]
@@ -23,10 +23,8 @@ def test_shared_questions_are_found_by_normalised_text() -> None:
         ("d", "1", True),
         ("d", "4", False),
     ]
-    assert [
-        leak.train.id
-        for leak in shared_questions(train, [Question("5", "Who wrote well known Emma?", ("x",))])
-    ] == ["b"]
+    emma = [Question("5", "Who wrote well known Emma?", ("Jane austen",))]
+    assert [(leak.train.id, leak.same_answer) for leak in shared_questions(train, emma)] == [("a", True)]
     assert shared_questions([], held_out) == shared_questions(train, []) == []
 
 

@@ -20,6 +20,12 @@ FORMS = {
     "list.json": json.dumps(
         [{"title": "Oslo", "text": "A city."}, {"title": 'The "X"', "text": "A thing.\nMore."}], indent=2
     ),
+    "news.json": json.dumps(
+        [
+            {"title": "Oslo", "author": "x", "url": "x", "body": "A city."},
+            {"title": 'The "X"', "author": "x", "url": "y", "body": "A thing.\nMore."},
+        ]
+    ),
     "lines_without_the_name.json": '{"title": "Oslo", "text": "A city."}\n'
     '{"title": "The \\"X\\"", "text": "A thing.\\nMore."}',
     "pool.json": json.dumps({"Oslo": ["A city."], 'The "X"': ["A thing.\nMore."]}),
@@ -146,7 +152,7 @@ def test_broken_lines_are_skipped_with_their_numbers(tmp_path: Path, caplog) -> 
 
 
 @pytest.mark.parametrize(
-    ("keep", "reason"), [(1, "not JSON"), (3, "text: missing"), (4, "occurs twice"), (5, "UTF-8")]
+    ("keep", "reason"), [(1, "not JSON"), (3, "text or body: missing"), (4, "occurs twice"), (5, "UTF-8")]
 )
 def test_a_broken_line_is_refused_by_file_line_and_reason(tmp_path: Path, keep: int, reason: str) -> None:
     file = tmp_path / "corpus.jsonl"

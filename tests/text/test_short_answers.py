@@ -49,6 +49,7 @@ def test_lists_of_short_answers_are_read_or_refused(reply: str, expected: list[s
         ("A is wrong. The answer is D.", "D"),
         ("A) no\nB) yes", "B"),
         ("The answer is A. No: the answer is B.", "B"),
+        ("The answer is (B).\nA) is wrong", "B"),
         ("A dog", ""),
         ("the answer is a cat", ""),
         ("the answer is E", ""),
