@@ -5,6 +5,7 @@ import importlib.util
 import pathlib
 import types
 
+import numpy as np
 import pytest
 from ml_collections import ConfigDict
 
@@ -15,7 +16,6 @@ from rrl.recipes.rsearch import RSearch
 from rrl.rl.optim import OptimConfig
 from rrl.train.experiment import SECTIONS, Settings, identity_of, shown_with_sources
 from rrl.train.fields import DERIVED, fill
-from rrl.train.objective import ObjectiveConfig
 from tests.eval.fakes import many
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -269,18 +269,14 @@ def test_a_wrong_argument_is_named(arg):
         config(arg)
 
 
-@pytest.mark.parametrize(("spread", "source"), [(0.0, UNUSED), (None, TRAINING)])
-def test_the_page_tells_held_out_from_training_and_from_groups_that_were_left_out(spread, source):
+def test_the_page_tells_held_out_from_training_and_from_what_was_left_out():
     held_out, sampled = many(2), many(8)
-    for at, trajectory in enumerate(sampled):
-        trajectory.group = at // 4
-        trajectory.rewards = {"total": float(at == 5)}
-    outcome = types.SimpleNamespace(sampled=sampled, evaluated=held_out)
-    shown = shown_with_sources(outcome, ObjectiveConfig(drop_spread=spread))
+    outcome = types.SimpleNamespace(sampled=sampled, left_out=np.arange(8) < 4, evaluated=held_out)
+    shown = shown_with_sources(outcome)
     assert [found for found, _ in shown] == held_out + sampled
-    assert [found for _, found in shown] == [HELD_OUT] * 2 + [source] * 4 + [TRAINING] * 4
+    assert [found for _, found in shown] == [HELD_OUT] * 2 + [UNUSED] * 4 + [TRAINING] * 4
 
 
 def test_a_run_without_training_or_evaluation_shows_nothing():
-    outcome = types.SimpleNamespace(sampled=[], evaluated=[])
-    assert shown_with_sources(outcome, ObjectiveConfig(drop_spread=0.0)) == []
+    outcome = types.SimpleNamespace(sampled=[], left_out=np.zeros(0, bool), evaluated=[])
+    assert shown_with_sources(outcome) == []
