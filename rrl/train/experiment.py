@@ -133,6 +133,13 @@ class Settings:
             raise UserError(
                 f"objective.lengths={objective.lengths} must reach rollout.context={rollout.context}: add it as the last"
             )
+        recipe = make_recipe(name, recipe_values, environment)
+        usual = getattr(make_recipe(name), "advantage", None)
+        if critic is not None and (asked := getattr(recipe, "advantage", None)) != usual:
+            raise UserError(
+                f"recipe.advantage={asked!r} has no part in a run with a critic, which gives the advantages: leave it at "
+                f"{usual!r}, or take the config's critic out"
+            )
         return cls(
             name=values["name"],
             policy=values["policy"],
@@ -149,7 +156,7 @@ class Settings:
             rollout=rollout,
             data=build(DataConfig, values["data"], "data"),
             retriever=build(RetrieverConfig, values["retriever"], "retriever"),
-            recipe=make_recipe(name, recipe_values, environment),
+            recipe=recipe,
             reader_rollout=build(EngineConfig, values["reader_rollout"], "reader_rollout"),
             lora=build(LoraConfig, values["lora"], "lora"),
             mesh=build(MeshConfig, values["mesh"], "mesh"),

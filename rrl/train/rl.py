@@ -174,11 +174,13 @@ def _learn(
     config: RLConfig, step: int, sampled: Sampled, recipe: Recipe, learner: Learner, record: Record
 ) -> dict[str, float]:
     """Learns from what a step (counted from 0) sampled; returns critic/... and train/... ."""
-    advantages, left_out = recipe.advantages(sampled.trajectories), sampled.left_out
+    left_out = sampled.left_out
     used, metrics = np.flatnonzero(~left_out), dict[str, float]()
+    advantages = np.zeros(0, np.float32)
     if len(used):
         trajectories = [sampled.trajectories[i] for i in used]
-        lesson = learner.learn(step, trajectories, advantages[used])
+        advantages = recipe.advantages(trajectories)
+        lesson = learner.learn(step, trajectories, advantages)
         metrics |= lesson.metrics
         if not lesson.finite:
             record.not_finite(step + 1, trajectories, lesson)
@@ -192,7 +194,7 @@ def _learn(
         "train/lr": learner.rate(step + 1),
         "train/zero_spread": float(low_spread(totals, groups).mean()),
         "train/left_out": float(left_out.mean()),
-        "train/advantage_std": float(advantages.std()),
+        "train/advantage_std": float(advantages.std()) if len(advantages) else 0.0,
         "train/searches_failed": float(sampled.stats.searches_failed),
         "train/groups": float(len(np.unique(groups))),
     }

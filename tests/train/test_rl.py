@@ -341,6 +341,17 @@ def test_dynamic_sampling_asks_again_and_ends_where_nothing_tells(parts, tmp_pat
     jax.tree.map(np.testing.assert_array_equal, params, nnx.state(fresh()))
 
 
+def test_advantages_over_the_batch_are_over_what_is_learned_from(parts, tmp_path):
+    questions, engine, recipe = parts
+    over_the_batch = dataclasses.replace(recipe, advantage="reinforce_plus_plus")
+    objective = dataclasses.replace(CONFIG.objective, drop_spread=3.0)
+    config = dataclasses.replace(CONFIG, steps=1, eval_every=0, objective=objective)
+    outcome, _ = run((questions, engine, over_the_batch), tmp_path, config)
+    assert outcome.left_out.any() and not outcome.left_out.all()
+    (line,) = (line for line in lines(tmp_path) if "train/advantage_std" in line)
+    assert line["train/advantage_std"] == pytest.approx(1, abs=1e-5)
+
+
 def test_a_run_that_collapsed_ends_at_its_last_good_checkpoint(parts, tmp_path):
     guarded = dataclasses.replace(CONFIG, guard=GuardConfig("stop", steps=2), checkpoint_every=1)
     outcome, params = run(parts, tmp_path / "poor", guarded, poor_from=5)  # steps 3 and 4
