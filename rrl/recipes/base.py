@@ -36,7 +36,7 @@ class Recipe(Protocol):
         """Fills `rewards` (by component, and "total"), `metrics`, `answer` and `evidence` of each trajectory."""
 
     def advantages(self, trajectories: Sequence[Trajectory]) -> Float[np.ndarray, "N"]:
-        """One advantage a trajectory, from `rewards`."""
+        """One advantage a trajectory, from `rewards`; these are all that a step learns from, at least one."""
 
     def demonstrate(self, item: MiniQuestion, retrieve: Retrieve) -> list[str | Append]:
         """The scripted expert in the built-in world: its own words, and what the environment answers, in turn."""

@@ -11,9 +11,9 @@ from jaxtyping import Float
 
 from rrl.data.miniwiki.questions import MiniQuestion
 from rrl.data.questions import Question
-from rrl.errors import at_least
+from rrl.errors import at_least, one_of
 from rrl.recipes.base import Answers, Retrieve
-from rrl.rl.advantages import group_normalize
+from rrl.rl.advantages import ESTIMATORS
 from rrl.rollout.protocol import Append, Episode, Stream
 from rrl.rollout.trajectory import POLICY, Search, Trajectory
 from rrl.text.metrics import cover_exact_match, exact_match, token_f1
@@ -45,7 +45,7 @@ READER_TEMPLATE = (
 
 @dataclasses.dataclass(frozen=True)
 class RSearch:
-    """Protocol of section 3.2.1 (Table 1); rewards of Eqs. 3-6; group-normalised advantages."""
+    """Protocol of section 3.2.1 (Table 1); rewards of Eqs. 3-6; group-normalised advantages by default."""
 
     instruction: str = SYSTEM_TEMPLATE
     """What stands before the question. A model too small to follow instructions is cold-started without one."""
@@ -59,10 +59,14 @@ class RSearch:
     """False is "w/o evidence" (Table 3): no evidence in the rollout, and neither reward that concerns it."""
     pay_evidence_without_search: bool = True
     """Evidence written although nothing was searched: Eq. 5 as printed pays gamma_e; the released code does not."""
+    advantage: str = "grpo"
+    """How rewards become advantages, where no critic gives them: see `rrl.rl.advantages.ESTIMATORS`. "grpo" is the released
+    code's: unbiased standard deviation of the group, epsilon 1e-6."""
     environment: Stream = dataclasses.field(default_factory=Stream)
 
     def __post_init__(self) -> None:
         at_least(0, self, "answer_weight", "evidence_weight", "reader_weight")
+        one_of(ESTIMATORS, self, "advantage")
 
     @property
     def tags(self) -> dict[str, str]:
@@ -124,9 +128,9 @@ class RSearch:
             trajectory.rewards["evidence"] = self.reader_weight * trajectory.metrics["reader_f1"]
 
     def advantages(self, trajectories: Sequence[Trajectory]) -> Float[np.ndarray, "N"]:
-        """GRPO's: unbiased standard deviation, epsilon 1e-6."""
+        """GRPO's, unless `advantage` says otherwise."""
         rewards = np.array([t.rewards["total"] for t in trajectories], np.float64)
-        return group_normalize(rewards, np.array([t.group for t in trajectories]))
+        return ESTIMATORS[self.advantage](rewards, np.array([t.group for t in trajectories]))
 
     # -- the cold start in the built-in world ------------------------------------------------------------------------
 

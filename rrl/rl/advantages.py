@@ -1,9 +1,13 @@
 """Advantages without a critic: pure functions on the host, one number a trajectory or one a token."""
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from jaxtyping import Bool, Float, Int
+
+Estimator = Callable[[Float[np.ndarray, "N"], Int[np.ndarray, "N"]], Float[np.ndarray, "N"]]
+"""From the rewards of the trajectories that are learned from, and their groups, to one advantage a trajectory."""
 
 
 def group_normalize(
@@ -21,8 +25,7 @@ def group_normalize(
       groups: samples of one question share a number.
       epsilon: added to the standard deviation.
       unbiased: divide by n - 1 in the standard deviation (as released R-Search does); a group of one has std 0.
-      scale: False leaves the division out (Dr. GRPO: Liu et al. 2025, section 3.2), which also is what the group-baseline
-        form of REINFORCE++ whitens over the batch (Hu et al. 2025).
+      scale: False leaves the division out (Dr. GRPO: Liu et al. 2025, section 3.2).
     """
     rewards = np.asarray(rewards, np.float64)
     index, count, mean = _of_groups(rewards, groups)
@@ -39,6 +42,49 @@ def leave_one_out(rewards: Float[np.ndarray, "N"], groups: Int[np.ndarray, "N"])
     rewards = np.asarray(rewards, np.float64)
     index, count, mean = _of_groups(rewards, groups)
     return ((rewards - mean[index]) * (count / np.maximum(count - 1, 1))[index]).astype(np.float32)
+
+
+def batch_normalize(
+    rewards: Float[np.ndarray, "N"],
+    groups: Int[np.ndarray, "N"],
+    *,
+    baseline: bool = False,
+    epsilon: float = 1e-8,
+) -> Float[np.ndarray, "N"]:
+    """(r - mean of the batch) / (std of the batch + epsilon): REINFORCE++'s normalisation over the whole batch, population std
+    (Hu et al. 2025, section 3.1; the alternative to GRPO in TIRESRAG-R1, Table 4 and appendix D).
+
+    Every trajectory counts once. Where the KL is part of the reward, tokens of a trajectory differ: then that paper whitens
+    rewards less KL over all tokens (`penalized`, `whiten`), of rewards that nothing normalised before ("reward").
+
+    Args:
+      rewards: one a trajectory.
+      groups: samples of one question share a number; read with a baseline only.
+      baseline: subtract the mean of the group first: the group-baseline form ("REINFORCE++-baseline").
+      epsilon: added to the standard deviation.
+    """
+    rewards = np.asarray(rewards, np.float64)
+    if baseline:
+        index, _, mean = _of_groups(rewards, groups)
+        rewards = rewards - mean[index]
+    return ((rewards - rewards.mean()) / (rewards.std() + epsilon)).astype(np.float32)
+
+
+def reward_itself(rewards: Float[np.ndarray, "N"], groups: Int[np.ndarray, "N"]) -> Float[np.ndarray, "N"]:
+    """r, with no baseline: what REINFORCE++ starts from where advantages are whitened token by token."""
+    return np.asarray(rewards, np.float32)
+
+
+ESTIMATORS: dict[str, Estimator] = {
+    "grpo": group_normalize,
+    "grpo_population": functools.partial(group_normalize, unbiased=False),
+    "dr_grpo": functools.partial(group_normalize, scale=False),
+    "rloo": leave_one_out,
+    "reinforce_plus_plus": batch_normalize,
+    "reinforce_plus_plus_baseline": functools.partial(batch_normalize, baseline=True),
+    "reward": reward_itself,
+}
+"""What a recipe's field `advantage` may name."""
 
 
 def penalized(

@@ -22,8 +22,8 @@ class Refill:
     """Groups that the update needs."""
     most_rounds: int = 3
     """Rounds after which the update takes what there is: a policy that always or never succeeds must not loop for ever."""
-    spread: float = 0.0
-    """A group whose rewards lie within this of each other is dropped (0: all equal)."""
+    spread: float | None = 0.0
+    """A group whose rewards lie within this of each other is dropped (0: all equal); None: no group."""
     rounds: int = 0
     asked: int = 0
     """Groups seen so far."""
@@ -32,7 +32,8 @@ class Refill:
 
     def __post_init__(self) -> None:
         at_least(1, self, "wanted", "most_rounds")
-        at_least(0, self, "spread")
+        if self.spread is not None:
+            at_least(0, self, "spread")
 
     def after(
         self, rewards: Float[np.ndarray, "N"], groups: Sequence[int] | Int[np.ndarray, "N"]
@@ -40,7 +41,10 @@ class Refill:
         """The state after one more round; groups must have numbers that no former round used."""
         groups = np.asarray(groups)
         names = list(dict.fromkeys(groups.tolist()))
-        informative = set(groups[~low_spread(rewards, groups, self.spread)].tolist())
+        dropped = np.zeros(len(groups), bool)
+        if self.spread is not None:
+            dropped = low_spread(rewards, groups, self.spread)
+        informative = set(groups[~dropped].tolist())
         kept = (*self.kept, *(name for name in names if name in informative))[: self.wanted]
         return dataclasses.replace(self, rounds=self.rounds + 1, asked=self.asked + len(names), kept=kept)
 

@@ -4,6 +4,7 @@ import json
 import pathlib
 from collections.abc import Sequence
 
+import jax
 import numpy as np
 
 from rrl.rollout.trajectory import Trajectory
@@ -16,11 +17,14 @@ MOST = 5
 def dump_batch(
     folder: str | pathlib.Path, step: int, trajectories: Sequence[Trajectory], advantages: Advantages
 ) -> pathlib.Path | None:
-    """Writes what an update learned from to `folder/step_N.npz`; None where there are `MOST` files already.
+    """Writes what an update learned from to `folder/step_N.npz`; None where there are `MOST` files already, and in every
+    process but the first, whose folder it may be.
 
     Arrays over the tokens of all trajectories, one after another: tokens, roles, logps, sampled_logps, turns, advantages;
     lengths (tokens of each trajectory); and `about`, JSON with id, text, rewards, contexts and end of each.
     """
+    if jax.process_index() != 0:
+        return None
     folder = pathlib.Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / f"step_{step:06d}.npz"

@@ -44,7 +44,8 @@ from rrl.train.guard import GuardConfig
 from rrl.train.hardware import ComputeConfig, MeshConfig
 from rrl.train.metrics import read_metrics
 from rrl.train.objective import ObjectiveConfig
-from rrl.train.rl import MAY_DIFFER, Outcome, RLConfig, Task, train
+from rrl.train.rl import Outcome, Task, train
+from rrl.train.rl_config import MAY_DIFFER, RLConfig
 from rrl.train.rollouts import refuse_long_prompts
 from rrl.train.tasks import DataConfig, RetrieverConfig, encoder_folder, load_corpora
 
@@ -132,6 +133,13 @@ class Settings:
             raise UserError(
                 f"objective.lengths={objective.lengths} must reach rollout.context={rollout.context}: add it as the last"
             )
+        recipe = make_recipe(name, recipe_values, environment)
+        usual = getattr(make_recipe(name), "advantage", None)
+        if critic is not None and (asked := getattr(recipe, "advantage", None)) != usual:
+            raise UserError(
+                f"recipe.advantage={asked!r} has no part in a run with a critic, which gives the advantages: leave it at "
+                f"{usual!r}, or take the config's critic out"
+            )
         return cls(
             name=values["name"],
             policy=values["policy"],
@@ -148,7 +156,7 @@ class Settings:
             rollout=rollout,
             data=build(DataConfig, values["data"], "data"),
             retriever=build(RetrieverConfig, values["retriever"], "retriever"),
-            recipe=make_recipe(name, recipe_values, environment),
+            recipe=recipe,
             reader_rollout=build(EngineConfig, values["reader_rollout"], "reader_rollout"),
             lora=build(LoraConfig, values["lora"], "lora"),
             mesh=build(MeshConfig, values["mesh"], "mesh"),
@@ -322,7 +330,7 @@ def report(settings: Settings, loaded: Loaded, outcome: Outcome, workdir: pathli
     write_card(workdir / "policy", _card(settings))
     rows = read_metrics(workdir / "metrics.jsonl")
     plot_training(rows, workdir / "curves.png", settings.name, settings.train.eval_temperature)
-    shown = shown_with_sources(outcome, settings.train.objective)
+    shown = shown_with_sources(outcome)
     if shown:
         write_html(
             [trajectory for trajectory, _ in shown],
@@ -359,9 +367,10 @@ def _card(settings: Settings) -> Card:
     return card_of(settings.recipe, settings.rollout.context, settings.rollout.top_k)
 
 
-def shown_with_sources(outcome: Outcome, objective: ObjectiveConfig) -> list[tuple[Trajectory, str]]:
+def shown_with_sources(outcome: Outcome) -> list[tuple[Trajectory, str]]:
     """What the page shows, with where it came from: held-out trajectories, then those of the last training step."""
-    unused = objective.left_out(outcome.sampled)
     held_out = [(trajectory, HELD_OUT) for trajectory in outcome.evaluated]
-    trained = [(t, UNUSED if idle else TRAINING) for t, idle in zip(outcome.sampled, unused, strict=True)]
+    trained = [
+        (t, UNUSED if idle else TRAINING) for t, idle in zip(outcome.sampled, outcome.left_out, strict=True)
+    ]
     return held_out[: SHOWN // 2] + trained[: SHOWN // 2]

@@ -29,7 +29,7 @@ from rrl.parallel.mesh import make_mesh
 from rrl.parallel.rules import shardings
 from rrl.recipes.card import Card, write_card
 from rrl.rl.optim import split_trained
-from rrl.train import rl, sft
+from rrl.train import learner, sft
 from rrl.train.checkpoints import read_part, saved_metadata, saved_steps
 
 MODEL_FILES = "model_files"
@@ -145,7 +145,7 @@ def _read_decoder(
     """What the run has to show by a checkpoint, spread over the devices of this process."""
     settings = read_json(workdir / CONFIG, "which says what the run is")
     if "average_last" in settings:
-        where = rl.learned_in_checkpoint(settings)
+        where = learner.learned_in_checkpoint(settings)
     else:
         where = sft.learned_in_checkpoint(settings, saved_metadata(workdir, step))
     mesh = make_mesh(data=1, fsdp=-1, devices=jax.local_devices())

@@ -1,19 +1,15 @@
 """The policy's objective: its settings, and the loss of a microbatch."""
 
 import dataclasses
-from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Float
 
 from rrl.errors import UserError, at_least, one_of
-from rrl.rl.advantages import low_spread
 from rrl.rl.batch import Batch
 from rrl.rl.logprobs import TokenScores
 from rrl.rl.losses import AGGREGATIONS, KL_ESTIMATORS, clipped_objective, kl_estimate, truncated_importance
-from rrl.rollout.trajectory import Trajectory
 
 KL_PLACES = ("loss", "reward")
 
@@ -96,13 +92,6 @@ class ObjectiveConfig:
     def rows(self, length: int, shards: int = 1) -> int:
         """Rows of this length in a microbatch: the same number, at least one, on each of the data shards."""
         return shards * max(1, self.microbatch_tokens // (length * shards))
-
-    def left_out(self, trajectories: Sequence[Trajectory]) -> Bool[np.ndarray, "N"]:
-        """Which scored trajectories of a step the update does not see."""
-        if self.drop_spread is None:
-            return np.zeros(len(trajectories), bool)
-        totals = np.array([t.rewards["total"] for t in trajectories])
-        return low_spread(totals, np.array([t.group for t in trajectories], np.int64), self.drop_spread)
 
 
 def policy_loss(

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import jax
 import numpy as np
-from jaxtyping import PyTree
+from jaxtyping import Bool, PyTree
 
 from rrl.data.questions import Question
 from rrl.recipes.base import Answers, Recipe
@@ -16,6 +16,7 @@ from rrl.rollout.engine import Engine, RolloutStats
 from rrl.rollout.episodes import Request
 from rrl.rollout.trajectory import ENVIRONMENT, POLICY, PROMPT, Trajectory
 from rrl.text.chat import chat_ids, chat_text
+from rrl.train.rl_config import RLConfig
 
 
 def run_questions(
@@ -65,12 +66,61 @@ def refuse_long_prompts(engine: Engine, recipe: Recipe, questions: Sequence[Ques
 class Sampled:
     """What a training step samples."""
 
-    trajectories: list[Trajectory]
+    trajectories: list[Trajectory] = dataclasses.field(default_factory=list)
     """Scored; groups are numbered over all rounds."""
-    kept: set[int]
+    kept: frozenset[int] = frozenset()
     """The groups to learn from."""
-    stats: RolloutStats
+    stats: RolloutStats = dataclasses.field(default_factory=RolloutStats)
     """Of all rounds."""
+
+    @property
+    def left_out(self) -> Bool[np.ndarray, "N"]:
+        """Which of the trajectories the update does not see."""
+        return np.array([t.group not in self.kept for t in self.trajectories], bool)
+
+
+def question_order(count: int, size: int, seed: int, step: int, number: int = 0) -> np.ndarray:
+    """Indices of the questions of a step's round: each epoch is a permutation, a pure function of its arguments."""
+    size = min(size, count)
+    per_epoch = count // size
+    epoch, place = divmod(step, per_epoch)
+    order = np.random.default_rng((seed, epoch, number) if number else (seed, epoch)).permutation(count)
+    return order[place * size : (place + 1) * size]
+
+
+def sample_step(
+    config: RLConfig,
+    step: int,
+    engine: Engine,
+    params: PyTree,
+    recipe: Recipe,
+    questions: Sequence[Question],
+    reader: Answers | None,
+) -> Sampled:
+    """What a step (counted from 0) samples from a run's questions: a pure function of its arguments.
+
+    Each round goes through all questions in an order of its own.
+    """
+
+    def ask(number: int, count: int) -> list[Question]:
+        order = question_order(len(questions), config.questions, config.seed, step, number)
+        return [questions[i] for i in order[:count]]
+
+    def shuffle(number: int) -> np.random.Generator:
+        return np.random.default_rng((config.seed, step, number) if number else (config.seed, step))
+
+    return sample_rounds(
+        engine,
+        params,
+        recipe,
+        ask,
+        Refill(config.questions, config.rounds, config.drop_spread),
+        key=jax.random.fold_in(jax.random.key(config.seed), step),
+        samples=config.samples,
+        temperature=config.temperature,
+        reader=reader,
+        shuffle=shuffle if config.permute_rewards else None,
+    )
 
 
 def sample_rounds(
@@ -84,11 +134,13 @@ def sample_rounds(
     samples: int,
     temperature: float,
     reader: Answers | None,
+    shuffle: Callable[[int], np.random.Generator] | None = None,
 ) -> Sampled:
     """Rounds of rollouts until `refill` has enough groups with spread (dynamic sampling); one round where it allows no more.
 
     `ask(round, n)` gives n questions. A step is a pure function of parameters, key and questions: round 0 samples with `key`
-    itself, a later one with its number folded in.
+    itself, a later one with its number folded in. With `shuffle(round)` the rewards of each round are dealt out at random
+    before groups are chosen by them: a choice by the true ones would tell what the control must not know.
     """
     found: list[Trajectory] = []
     stats = RolloutStats()
@@ -104,6 +156,8 @@ def sample_rounds(
             temperature=temperature,
             reader=reader,
         )
+        if shuffle is not None:
+            permute_rewards(some, shuffle(number))
         for trajectory in some:
             trajectory.group += refill.asked
         refill = refill.after(
@@ -111,7 +165,18 @@ def sample_rounds(
         )
         found += some
         stats += engine.stats
-    return Sampled(found, set(refill.kept), stats)
+    return Sampled(found, frozenset(refill.kept), stats)
+
+
+def permute_rewards(trajectories: Sequence[Trajectory], rng: np.random.Generator) -> None:
+    """Deals the totals, and what turns earned, out at random over the batch, in place."""
+    totals = rng.permutation([t.rewards["total"] for t in trajectories])
+    for trajectory, total in zip(trajectories, totals, strict=True):
+        trajectory.rewards["total"] = float(total)
+    paid = [(t.turn_rewards, turn) for t in trajectories if t.turn_rewards for turn in t.turn_rewards]
+    earned = rng.permutation([rewards[turn] for rewards, turn in paid])
+    for (rewards, turn), reward in zip(paid, earned, strict=True):
+        rewards[turn] = float(reward)
 
 
 def describe(trajectories: Sequence[Trajectory], prefix: str) -> dict[str, float]:

@@ -8,7 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rrl.rl.advantages import group_normalize, leave_one_out, low_spread, penalized, whiten
+from rrl.rl.advantages import (
+    batch_normalize,
+    group_normalize,
+    leave_one_out,
+    low_spread,
+    penalized,
+    whiten,
+)
 
 
 def test_equals_python_statistics_group_by_group():
@@ -74,6 +81,21 @@ def test_dr_grpo_and_leave_one_out_differ_by_n_over_n_minus_1():
     rewards, groups = np.random.default_rng(0).normal(size=20), np.repeat(np.arange(4), 5)
     dr_grpo = group_normalize(rewards, groups, scale=False)
     np.testing.assert_allclose(leave_one_out(rewards, groups), dr_grpo * 5 / 4, rtol=1e-5)
+
+
+@given(st.integers(0, 2**31), st.booleans())
+def test_over_the_batch_is_whitening_of_trajectories_of_one_token(seed, baseline):
+    rewards, groups = drawn(seed)
+    centred = group_normalize(rewards, groups, scale=False) if baseline else rewards
+    wanted = np.concatenate(whiten(list(centred[:, None]), [np.array([True])] * len(rewards)))
+    np.testing.assert_allclose(batch_normalize(rewards, groups, baseline=baseline), wanted, atol=1e-5)
+    np.testing.assert_allclose(batch_normalize(3 * rewards + 7, groups, baseline=baseline), wanted, atol=1e-5)
+
+
+@pytest.mark.parametrize("baseline", [False, True])
+def test_a_batch_without_spread_has_no_advantage(baseline):
+    found = batch_normalize(np.full(6, 0.7), np.arange(6) // 2, baseline=baseline)
+    np.testing.assert_allclose(found, 0, atol=1e-6)
 
 
 @given(st.integers(0, 2**31))

@@ -5,6 +5,7 @@ import importlib.util
 import pathlib
 import types
 
+import numpy as np
 import pytest
 from ml_collections import ConfigDict
 
@@ -12,10 +13,10 @@ from rrl.errors import UserError
 from rrl.eval.article import HELD_OUT, TRAINING, UNUSED
 from rrl.recipes.card import card_of, write_card
 from rrl.recipes.rsearch import RSearch
+from rrl.rl.advantages import ESTIMATORS
 from rrl.rl.optim import OptimConfig
 from rrl.train.experiment import SECTIONS, Settings, identity_of, shown_with_sources
 from rrl.train.fields import DERIVED, fill
-from rrl.train.objective import ObjectiveConfig
 from tests.eval.fakes import many
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -83,6 +84,51 @@ def test_schedules_count_the_optimisers_steps(folders):
     assert (train.optim.total_steps, train.critic.optim.total_steps) == (16 * 3, 20 * 2)
     changed.critic.trace = 2.0
     with pytest.raises(UserError, match=r"critic\.trace=2.0 must lie in 0\.\.1"):
+        Settings.of(changed)
+
+
+# Rewards 0 0 3 of one question and 1 2 6 of another, by hand: group means 1 and 3, squared distances 6 and 14; mean 2,
+# squared distances 26, and 20 from the groups' means.
+ADVANTAGES = {
+    "grpo": [-1 / 3**0.5, -1 / 3**0.5, 2 / 3**0.5, -2 / 7**0.5, -1 / 7**0.5, 3 / 7**0.5],
+    "grpo_population": [
+        *(d / 2**0.5 for d in (-1, -1, 2)),
+        *(d / (14 / 3) ** 0.5 for d in (-2, -1, 3)),
+    ],
+    "dr_grpo": [-1, -1, 2, -2, -1, 3],
+    "rloo": [-1.5, -1.5, 3, -3, -1.5, 4.5],
+    "reinforce_plus_plus": [d / (26 / 6) ** 0.5 for d in (-2, -2, 1, -1, 0, 4)],
+    "reinforce_plus_plus_baseline": [d / (20 / 6) ** 0.5 for d in (-1, -1, 2, -2, -1, 3)],
+    "reward": [0, 0, 3, 1, 2, 6],
+}
+
+
+@pytest.mark.parametrize("name", [None, *ESTIMATORS])
+def test_a_config_chooses_how_rewards_become_advantages(folders, name):
+    changed = config()
+    if name is not None:
+        changed.recipe.advantage = name
+    trajectories = many(6)
+    for t, group, total in zip(trajectories, (4, 4, 4, 9, 9, 9), (0.0, 0.0, 3.0, 1.0, 2.0, 6.0), strict=True):
+        t.group, t.rewards = group, {"total": total}
+    found = Settings.of(changed).recipe.advantages(trajectories)
+    np.testing.assert_allclose(found, ADVANTAGES[name or "grpo"], rtol=1e-5, atol=1e-6)
+
+
+def test_an_unknown_advantage_is_refused_with_what_there_is(folders):
+    changed = config()
+    changed.recipe.advantage = "gae"
+    allowed = (
+        "grpo, grpo_population, dr_grpo, rloo, reinforce_plus_plus, reinforce_plus_plus_baseline, reward"
+    )
+    with pytest.raises(UserError, match=rf"^recipe\.advantage='gae' is unknown; choose one of {allowed}$"):
+        Settings.of(changed)
+
+
+def test_an_advantage_that_a_critic_would_replace_is_refused(folders):
+    changed = config("", "rsearch_ppo")
+    changed.recipe.advantage = "rloo"
+    with pytest.raises(UserError, match=r"^recipe\.advantage='rloo' has no part .* leave it at 'grpo'"):
         Settings.of(changed)
 
 
@@ -269,18 +315,14 @@ def test_a_wrong_argument_is_named(arg):
         config(arg)
 
 
-@pytest.mark.parametrize(("spread", "source"), [(0.0, UNUSED), (None, TRAINING)])
-def test_the_page_tells_held_out_from_training_and_from_groups_that_were_left_out(spread, source):
+def test_the_page_tells_held_out_from_training_and_from_what_was_left_out():
     held_out, sampled = many(2), many(8)
-    for at, trajectory in enumerate(sampled):
-        trajectory.group = at // 4
-        trajectory.rewards = {"total": float(at == 5)}
-    outcome = types.SimpleNamespace(sampled=sampled, evaluated=held_out)
-    shown = shown_with_sources(outcome, ObjectiveConfig(drop_spread=spread))
+    outcome = types.SimpleNamespace(sampled=sampled, left_out=np.arange(8) < 4, evaluated=held_out)
+    shown = shown_with_sources(outcome)
     assert [found for found, _ in shown] == held_out + sampled
-    assert [found for _, found in shown] == [HELD_OUT] * 2 + [source] * 4 + [TRAINING] * 4
+    assert [found for _, found in shown] == [HELD_OUT] * 2 + [UNUSED] * 4 + [TRAINING] * 4
 
 
 def test_a_run_without_training_or_evaluation_shows_nothing():
-    outcome = types.SimpleNamespace(sampled=[], evaluated=[])
-    assert shown_with_sources(outcome, ObjectiveConfig(drop_spread=0.0)) == []
+    outcome = types.SimpleNamespace(sampled=[], left_out=np.zeros(0, bool), evaluated=[])
+    assert shown_with_sources(outcome) == []

@@ -30,8 +30,9 @@ from rrl.train.critic import CriticConfig
 from rrl.train.guard import GuardConfig
 from rrl.train.metrics import read_metrics
 from rrl.train.objective import ObjectiveConfig
-from rrl.train.rl import RLConfig, Task, permute_rewards, question_order, train
-from rrl.train.rollouts import refuse_long_prompts, run_questions
+from rrl.train.rl import Task, train
+from rrl.train.rl_config import RLConfig
+from rrl.train.rollouts import permute_rewards, question_order, refuse_long_prompts, run_questions
 
 STEPS = 4
 
@@ -331,10 +332,24 @@ def test_an_epoch_asks_each_question_once():
 
 def test_dynamic_sampling_asks_again_and_ends_where_nothing_tells(parts, tmp_path):
     objective = dataclasses.replace(CONFIG.objective, drop_spread=100.0)
-    _, params = run(parts, tmp_path, dataclasses.replace(CONFIG, steps=1, objective=objective, rounds=3))
+    outcome, params = run(
+        parts, tmp_path, dataclasses.replace(CONFIG, steps=1, objective=objective, rounds=3)
+    )
+    assert len(outcome.sampled) == len(outcome.left_out) == 36 and outcome.left_out.all()
     (line,) = (line for line in lines(tmp_path) if "train/groups" in line)
     assert (line["train/groups"], line["train/left_out"]) == (12, 1)  # three rounds of four questions
     jax.tree.map(np.testing.assert_array_equal, params, nnx.state(fresh()))
+
+
+def test_advantages_over_the_batch_are_over_what_is_learned_from(parts, tmp_path):
+    questions, engine, recipe = parts
+    over_the_batch = dataclasses.replace(recipe, advantage="reinforce_plus_plus")
+    objective = dataclasses.replace(CONFIG.objective, drop_spread=3.0)
+    config = dataclasses.replace(CONFIG, steps=1, eval_every=0, objective=objective)
+    outcome, _ = run((questions, engine, over_the_batch), tmp_path, config)
+    assert outcome.left_out.any() and not outcome.left_out.all()
+    (line,) = (line for line in lines(tmp_path) if "train/advantage_std" in line)
+    assert line["train/advantage_std"] == pytest.approx(1, abs=1e-5)
 
 
 def test_a_run_that_collapsed_ends_at_its_last_good_checkpoint(parts, tmp_path):

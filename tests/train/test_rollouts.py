@@ -7,10 +7,13 @@ import jax
 import numpy as np
 import pytest
 
+from rrl.rl.optim import OptimConfig
 from rrl.rl.refill import Refill
 from rrl.rollout.engine import RolloutStats
 from rrl.train import rollouts
-from rrl.train.rollouts import sample_rounds
+from rrl.train.objective import ObjectiveConfig
+from rrl.train.rl_config import RLConfig
+from rrl.train.rollouts import sample_rounds, sample_step
 
 
 @pytest.fixture
@@ -22,7 +25,12 @@ def sample(monkeypatch):
         asked.append((list(questions), jax.random.key_data(key).tolist()))
         engine.stats = RolloutStats(seconds=1.0, policy_tokens=len(questions))
         return [
-            SimpleNamespace(group=group, question=question, rewards={"total": float(sample * (question % 2))})
+            SimpleNamespace(
+                group=group,
+                question=question,
+                rewards={"total": float(sample * (question % 2))},
+                turn_rewards=None,
+            )
             for group, question in enumerate(questions)
             for sample in range(samples)
         ]
@@ -33,9 +41,18 @@ def sample(monkeypatch):
     def ask(number, count):
         return [10 * number + i for i in range(count)]
 
-    def sampled(refill):
+    def sampled(refill, **options):
         found = sample_rounds(
-            SimpleNamespace(), None, None, ask, refill, key=key, samples=2, temperature=1.0, reader=None
+            SimpleNamespace(),
+            None,
+            None,
+            ask,
+            refill,
+            key=key,
+            samples=2,
+            temperature=1.0,
+            reader=None,
+            **options,
         )
         return found, asked, key
 
@@ -46,6 +63,40 @@ def test_one_round_is_what_was_asked_with_the_steps_own_key(sample):
     found, asked, key = sample(Refill(4, 1))
     assert asked == [([0, 1, 2, 3], jax.random.key_data(key).tolist())]
     assert [t.group for t in found.trajectories] == [0, 0, 1, 1, 2, 2, 3, 3] and found.kept == {1, 3}
+    assert found.left_out.tolist() == [True, True, False, False] * 2
+
+
+def test_a_round_that_drops_nothing_keeps_every_group(sample):
+    found, _, _ = sample(Refill(4, 1, spread=None))
+    assert found.kept == {0, 1, 2, 3} and not found.left_out.any()
+
+
+def test_the_control_chooses_its_groups_by_the_rewards_that_were_dealt_out(sample):
+    class Backwards:
+        """Deals out in reverse: of questions 0 to 3 with totals 00 01 00 01 come 10 00 10 00."""
+
+        def permutation(self, values):
+            return np.array(values[::-1])
+
+    rounds = []
+    found, _, _ = sample(Refill(2, 2), shuffle=lambda number: rounds.append(number) or Backwards())
+    assert rounds == list(range(len(rounds))) and rounds
+    assert {t.question for t in found.trajectories if t.group in found.kept} <= {0, 2, 10, 12}
+    assert found.kept
+
+
+def test_the_controls_rewards_are_dealt_out_anew_in_each_step_and_round(monkeypatch):
+    found = []
+    monkeypatch.setattr(
+        rollouts, "sample_rounds", lambda *_, shuffle, **options: found.append((shuffle, options))
+    )
+    config = RLConfig(2, OptimConfig(), ObjectiveConfig(), permute_rewards=True, rounds=2, seed=3)
+    for step in (0, 1):
+        sample_step(config, step, None, None, None, [], None)
+    draws = [shuffle(number).permutation(100).tolist() for shuffle, _ in found for number in (0, 1)]
+    assert len({tuple(draw) for draw in draws}) == 4
+    sample_step(dataclasses.replace(config, permute_rewards=False), 0, None, None, None, [], None)
+    assert found[-1][0] is None
 
 
 def test_further_rounds_ask_for_what_is_missing_under_other_keys_and_groups_of_their_own(sample):

@@ -1,0 +1,142 @@
+"""What a run of reinforcement learning has learned so far, and one step of learning from trajectories."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh
+from jaxtyping import Float, PyTree
+
+from rrl.errors import UserError
+from rrl.models.decoder import Decoder, computed
+from rrl.models.heads import ValueModel
+from rrl.rl.optim import (
+    init_optimizer,
+    make_optimizer,
+    make_schedule,
+    running_mean,
+    skipped_updates,
+    split_trained,
+)
+from rrl.rollout.trajectory import Trajectory
+from rrl.train.critic import State, make_critic
+from rrl.train.rl_config import RLConfig
+from rrl.train.update import Advantages, Updater
+
+
+def learned_in_checkpoint(settings: Mapping[str, Any]) -> str:
+    """Where in the state of a checkpoint the parameters are that the run has to show, by its config.json."""
+    return "[2]" if settings["average_last"] else "[0]"
+
+
+@dataclasses.dataclass(frozen=True)
+class Lesson:
+    """What came of learning from the trajectories of a step."""
+
+    metrics: dict[str, float]
+    """critic/... and train/..., of those that learned."""
+    credit: Advantages
+    """What the tokens were learned from, or will be when the policy no longer waits for its critic."""
+    finite: bool
+    """False where a gradient was not finite and its update was left out."""
+
+
+class Learner:
+    """The policy, its optimiser, the mean of its parameters and its critic, as far as a run has them; and its start, which is
+    the frozen reference. `state` is what changes, and all that a checkpoint has to hold."""
+
+    def __init__(
+        self,
+        config: RLConfig,
+        decoder: Decoder,
+        mesh: Mesh | None = None,
+        value_model: ValueModel | None = None,
+    ) -> None:
+        """Starts from `decoder`, whose frozen parameters are narrowed to its dtype in place, and where there is a critic from
+        `value_model`. Raises UserError for one of config.critic and `value_model` without the other."""
+        if (config.critic is None) != (value_model is None):
+            raise UserError("train.critic and a value model go together; give both or neither")
+        self.config = config
+        graph, params, fixed = split_trained(decoder, config.optim.frozen)
+        self._fixed = computed(fixed, decoder.dtype)
+        nnx.update(decoder, self._fixed)  # lets go of the wider copy
+        self._reference = jax.tree.map(lambda x: x.copy(), computed(params, decoder.dtype))
+        optimizer = make_optimizer(config.optim)
+        self._rate = make_schedule(config.optim)
+        opt_state = init_optimizer(optimizer, params, mesh)
+        average = jax.tree.map(lambda x: x.copy(), params) if config.average_last else None
+        self._critic = None
+        values: list[State] = []  # the critic's, where there is one: a checkpoint without holds nothing of it
+        if config.critic is not None and value_model is not None:
+            self._critic, *values = make_critic(value_model, config.critic, config.objective, mesh)
+        # What a checkpoint gives back is bound to its device; so is this, or a continued run would compile its update anew.
+        self.state = jax.tree.map(
+            lambda x: jax.device_put(x, x.sharding), (params, opt_state, average, *values)
+        )
+        self._updater = Updater(graph, optimizer, config.objective, mesh)
+
+    @property
+    def state(self) -> tuple[PyTree, ...]:
+        """Parameters, state of the optimiser, mean of the parameters (None where none is taken), and where there is a critic
+        its parameters and state of their optimiser. Learning donates these buffers."""
+        return self._params, self._opt_state, self._average, *self._values
+
+    @state.setter
+    def state(self, state: tuple[PyTree, ...]) -> None:
+        self._params, self._opt_state, self._average, *self._values = state
+
+    @property
+    def policy(self) -> PyTree:
+        """All parameters of what acts."""
+        return nnx.merge_state(self._params, self._fixed)
+
+    @property
+    def learned(self) -> PyTree:
+        """All parameters of what the run has to show so far."""
+        return nnx.merge_state(self._params if self._average is None else self._average, self._fixed)
+
+    @property
+    def start(self) -> PyTree:
+        """All parameters of the reference."""
+        return nnx.merge_state(self._reference, self._fixed)
+
+    def learn(
+        self, step: int, trajectories: Sequence[Trajectory], advantages: Float[np.ndarray, "N"]
+    ) -> Lesson:
+        """Learns from the trajectories of a step (counted from 0), given the recipe's advantages, which a critic replaces; the
+        policy waits for the first `config.waits` steps."""
+        skipped, metrics = self._skipped, dict[str, float]()
+        credit: Advantages
+        if self._critic is None:
+            credit = self._updater.credit(self._reference, self._fixed, trajectories, advantages)
+        else:
+            penalties = self._updater.kl_penalties(self._reference, self._fixed, trajectories)
+            estimate = self._critic.estimate(self._values[0], trajectories, penalties)
+            credit = estimate.advantages
+            self._values[0], found = self._critic.learn(self._values[0], trajectories, estimate)
+            metrics |= {f"critic/{name}": value for name, value in found.items()}
+        if step >= self.config.waits:
+            self._params, self._opt_state, found = self._updater(
+                self._params, self._opt_state, self._reference, self._fixed, trajectories, credit
+            )
+            metrics |= {f"train/{name}": value for name, value in found.items()}
+        return Lesson(metrics, credit, self._skipped == skipped)
+
+    def average(self, steps: int) -> None:
+        """Takes the parameters as they are after so many steps into their mean, where one is taken."""
+        if self._average is not None:
+            count = max(1, steps - self.config.averaged_from)
+            self._average = running_mean(self._average, self._params, count)
+
+    def rate(self, steps: int) -> float:
+        """The learning rate of the last of so many steps; 0 as long as the policy waits."""
+        taken = max(steps - self.config.waits, 0) * self.config.objective.optimizer_steps
+        return float(self._rate(taken - 1)) if taken else 0.0
+
+    @property
+    def _skipped(self) -> list[float]:
+        """Updates that were left out since the start, of the policy and of the critic."""
+        return [float(skipped_updates(state)) for state in (self._opt_state, *(v[1] for v in self._values))]

@@ -1,0 +1,74 @@
+"""Settings of a run of reinforcement learning."""
+
+import dataclasses
+
+from rrl.errors import UserError, at_least, at_most
+from rrl.rl.optim import OptimConfig
+from rrl.train.critic import CriticConfig
+from rrl.train.guard import GuardConfig
+from rrl.train.objective import ObjectiveConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class RLConfig:
+    """Settings of one run of reinforcement learning."""
+
+    steps: int
+    """Updates; 0 only evaluates."""
+    optim: OptimConfig
+    objective: ObjectiveConfig
+    guard: GuardConfig = dataclasses.field(default_factory=GuardConfig)
+    critic: CriticConfig | None = None
+    """PPO: advantages come from a critic by GAE, and the recipe's own are not used; None: they are."""
+    questions: int = 256
+    """Questions a step."""
+    samples: int = 5
+    """Episodes a question: the group of GRPO."""
+    rounds: int = 1
+    """Above 1, dynamic sampling (DAPO): further questions are asked, at most so many times, until `questions` groups have
+    rewards further apart than `drop_spread`; those are learned from."""
+    temperature: float = 1.0
+    seed: int = 0
+    eval_every: int = 0
+    """Steps between held-out evaluations; 0: before and after only."""
+    eval_temperature: float = 0.0
+    average_last: float = 0.0
+    """Share of the updates, counted from the end, whose parameters are averaged (Polyak & Juditsky, 1992): the mean is
+    what is evaluated and written, while episodes are sampled from the live parameters; 0: no averaging."""
+    checkpoint_every: int = 20
+    permute_rewards: bool = False
+    """The control: rewards are dealt out at random over the batch (over each round of it), before anything is chosen by
+    them, so that nothing can be learned from them."""
+
+    def __post_init__(self) -> None:
+        at_least(1, self, "questions", "samples", "rounds", "checkpoint_every", where="train.")
+        at_least(0, self, "steps", "seed", "eval_every", "temperature", "eval_temperature", where="train.")
+        at_most(2**32 - 1, self, "seed", where="train.")
+        if not 0 <= self.average_last <= 1:
+            raise UserError(
+                f"train.average_last={self.average_last} must lie in 0..1, a share of the updates."
+            )
+        if self.steps and self.waits > self.steps:
+            raise UserError(
+                f"critic.warmup_steps={self.waits} must be at most train.steps={self.steps}: the policy waits for so many"
+            )
+
+    @property
+    def waits(self) -> int:
+        """Updates at the start in which only the critic learns."""
+        return self.critic.warmup_steps if self.critic else 0
+
+    @property
+    def drop_spread(self) -> float | None:
+        """Groups whose rewards lie within this of each other are not learned from; None: all are. Further rounds are asked
+        for groups that tell something, so that they ask for unequal rewards at least."""
+        return 0.0 if self.objective.drop_spread is None and self.rounds > 1 else self.objective.drop_spread
+
+    @property
+    def averaged_from(self) -> int:
+        """Updates before the first whose parameters enter the mean."""
+        return self.steps - round(self.average_last * self.steps)
+
+
+MAY_DIFFER = ("checkpoint_every", *(f"guard.{field.name}" for field in dataclasses.fields(GuardConfig)))
+"""Fields that a continued run may change: they do not touch its numbers."""
