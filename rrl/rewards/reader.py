@@ -1,4 +1,4 @@
-"""A frozen model of another family that answers from evidence alone (R-Search, Eq. 4)."""
+"""A frozen model that answers prompts: R-Search's reader of another family (Eq. 4), and judges."""
 
 from collections.abc import Sequence
 
@@ -8,12 +8,13 @@ from jax.sharding import Mesh
 from transformers import PreTrainedTokenizerBase
 
 from rrl.data.questions import Question
+from rrl.errors import UserError
 from rrl.models.decoder import Decoder
 from rrl.rollout.engine import Engine, EngineConfig
 from rrl.rollout.episodes import Request
 from rrl.rollout.protocol import SingleTurn
 from rrl.rollout.trajectory import POLICY
-from rrl.text.chat import chat_ids
+from rrl.text.chat import Prompt, fitting_ids
 
 
 class Reader:
@@ -29,23 +30,29 @@ class Reader:
         remember: int = 100_000,
         mesh: Mesh | None = None,
     ) -> None:
+        """Raises UserError where an answer leaves the prompt no room."""
+        if config.context < answer_tokens + 3:
+            raise UserError(
+                f"context={config.context} must be at least answer_tokens={answer_tokens} and 3 more, for the prompt"
+            )
         self.engine = Engine(decoder, tokenizer, config, mesh=mesh)
         self.params = nnx.state(decoder)
         self.environment = SingleTurn(turn_tokens=answer_tokens)
         self.remember = remember
-        self.memory: dict[str, str] = {}
+        self.memory: dict[str | Prompt, str] = {}
 
-    def answers(self, prompts: Sequence[str]) -> list[str]:
-        """The reader's answer to each prompt (the user's turn of its chat template).
+    def answers(self, prompts: Sequence[str | Prompt]) -> list[str]:
+        """The model's answer to each prompt; a text is the user's turn of its chat template.
 
-        A prompt that does not fit the reader's context is cut at its front, where the evidence begins.
+        A prompt that does not fit the model's context is cut: its body at the front, and a text at its own front, where
+        the evidence begins.
         """
         new = [prompt for prompt in dict.fromkeys(prompts) if prompt not in self.memory]
         room = self.engine.config.context - self.environment.turn_tokens - 2
         requests = [
             Request(
-                Question(str(i), prompt, ()),
-                chat_ids(self.engine.tokenizer, prompt)[-room:],
+                Question(str(i), prompt if isinstance(prompt, str) else prompt.said, ()),
+                fitting_ids(self.engine.tokenizer, prompt, room),
                 i,
                 temperature=0.0,
             )

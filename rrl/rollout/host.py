@@ -40,6 +40,7 @@ from rrl.rollout.protocol import (
 )
 from rrl.rollout.searches import Asker, Found, Searches
 from rrl.rollout.trajectory import Search, Trajectory
+from rrl.text.chat import Prompt
 
 COPIED = Feed._fields.index("copied")
 _STOP_NAMES = {STOP_EOS: EOS, STOP_TURN: TURN_TOKENS, STOP_CONTEXT: CONTEXT}
@@ -65,7 +66,7 @@ class Host:
         *,
         encode: Callable[[str], np.ndarray],
         decode: Callable[[np.ndarray], str],
-        encode_prompt: Callable[[str], np.ndarray],
+        encode_prompt: Callable[[str | Prompt], np.ndarray],
         retriever: Retriever | None = None,
         top_k: int = 3,
         search_seconds: float = 60.0,
@@ -163,7 +164,9 @@ class Host:
         live.answered(ids, self.decode(ids))
 
     def _restart(self, row: int, live: Live, action: Restart) -> None:
-        prompt = self.encode_prompt(action.prompt) if isinstance(action.prompt, str) else action.prompt
+        prompt = action.prompt
+        if isinstance(prompt, (str, Prompt)):
+            prompt = self.encode_prompt(prompt)
         if len(prompt) + 2 > self.limits.context:
             self._finish(row, live, "context_limit")
             return

@@ -12,6 +12,7 @@ from rrl.data.passages import Passage, render
 from rrl.data.questions import Question
 from rrl.errors import UserError, at_least, one_of
 from rrl.rollout.trajectory import Search
+from rrl.text.chat import Prompt
 from rrl.text.spans import boxes
 
 EOS, TURN_TOKENS, CONTEXT = "<eos>", "<turn tokens>", "<context>"
@@ -50,8 +51,8 @@ class Append:
 class Restart:
     """Action: the context is cleared and the policy is asked anew; the episode goes on (R3-RAG's steps)."""
 
-    prompt: str | Int[np.ndarray, "T"]
-    """The user's turn of the chat template, or token ids as they are."""
+    prompt: str | Prompt | Int[np.ndarray, "T"]
+    """What opens the new context (a text: the user's turn of the chat template), or token ids as they are."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

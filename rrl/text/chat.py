@@ -1,5 +1,7 @@
 """Prompts in a tokenizer's own chat template."""
 
+import dataclasses
+
 import numpy as np
 from jaxtyping import Int
 from transformers import PreTrainedTokenizerBase
@@ -7,22 +9,60 @@ from transformers import PreTrainedTokenizerBase
 from rrl.errors import UserError
 
 
-def chat_text(tokenizer: PreTrainedTokenizerBase, user: str, system: str = "") -> str:
-    """A one-turn conversation up to where the assistant begins.
+@dataclasses.dataclass(frozen=True, slots=True)
+class Prompt:
+    """What opens a generation. Where only the user says something, a text alone is a prompt too."""
 
-    Raises UserError where the tokenizer has no chat template.
+    user: str = ""
+    body: str = ""
+    """Follows `user`; the part that gives way, at its front, where not all of it fits (`fitting_ids`)."""
+    after: str = ""
+    """Follows `body`: the end of the user's turn."""
+    system: str = ""
+    prefill: str = ""
+    """What the assistant's turn begins with. It is part of the prompt: nobody sampled it, and it carries no loss."""
+    chat: bool = True
+    """False: the texts one after the other without a template, for base models."""
+
+    @property
+    def said(self) -> str:
+        """The user's turn."""
+        return f"{self.user}{self.body}{self.after}"
+
+
+def chat_text(tokenizer: PreTrainedTokenizerBase, prompt: str | Prompt) -> str:
+    """A one-turn conversation up to where the assistant goes on.
+
+    Raises UserError where the tokenizer has no chat template and the prompt asks for it.
     """
+    if isinstance(prompt, str):
+        prompt = Prompt(prompt)
+    if not prompt.chat:
+        return f"{prompt.system}{prompt.said}{prompt.prefill}"
     if not tokenizer.chat_template:
         raise UserError(
             f"the tokenizer {tokenizer.name_or_path!r} has no chat_template: use an instruction-tuned model's folder, "
             "or add chat_template to its tokenizer_config.json"
         )
-    messages = [{"role": "system", "content": system}] if system else []
-    messages.append({"role": "user", "content": user})
-    return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+    messages = [{"role": "system", "content": prompt.system}] if prompt.system else []
+    messages.append({"role": "user", "content": prompt.said})
+    opened = str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+    return opened + prompt.prefill
 
 
-def chat_ids(tokenizer: PreTrainedTokenizerBase, user: str, system: str = "") -> Int[np.ndarray, "T"]:
+def chat_ids(tokenizer: PreTrainedTokenizerBase, prompt: str | Prompt) -> Int[np.ndarray, "T"]:
     """Token ids of `chat_text`; it raises the same."""
-    text = chat_text(tokenizer, user, system)
+    text = chat_text(tokenizer, prompt)
     return np.asarray(tokenizer.encode(text, add_special_tokens=False), np.int32)
+
+
+def fitting_ids(tokenizer: PreTrainedTokenizerBase, prompt: str | Prompt, room: int) -> Int[np.ndarray, "T"]:
+    """Token ids of a prompt, at most `room` of them: its body is cut at the front, and where that is not enough, all of it."""
+    ids = chat_ids(tokenizer, prompt)
+    while len(ids) > room and isinstance(prompt, Prompt) and prompt.body:
+        body = tokenizer.encode(prompt.body, add_special_tokens=False)
+        # What is left may be spelled with another number of tokens: hence the loop.
+        rest = str(tokenizer.decode(body[len(ids) - room :]))
+        prompt = dataclasses.replace(prompt, body=rest.lstrip("\ufffd"))  # half a character
+        ids = chat_ids(tokenizer, prompt)
+    return ids[-room:]

@@ -8,6 +8,7 @@ from rrl.data.passages import Passage, render
 from rrl.eval.pieces import policy_pieces
 from rrl.rollout.protocol import Action, Append, Environment, Episode, Restart
 from rrl.rollout.trajectory import Trajectory
+from rrl.text.chat import Prompt
 
 
 class Event(NamedTuple):
@@ -50,8 +51,9 @@ class Watched:
         action = self._inner.react(episode, text, stop)
         if isinstance(action, Append):
             self._tell(Event("message", f"{action.prefix}{action.body}{action.suffix}".strip()))
-        elif isinstance(action, Restart) and isinstance(action.prompt, str):
-            self._tell(Event("message", action.prompt))
+        elif isinstance(action, Restart) and isinstance(action.prompt, (str, Prompt)):
+            said = action.prompt if isinstance(action.prompt, str) else action.prompt.said
+            self._tell(Event("message", said))
         return action
 
     def observe(self, episode: Episode, passages: Sequence[Passage] | None) -> Action:
