@@ -20,6 +20,16 @@ def boxes(text: str, tag: str) -> list[str]:
     return contents
 
 
+def without_boxes(text: str, tag: str) -> str:
+    """What is left of a text when its well-formed boxes of `tag` are taken out, tags and contents. Linear likewise."""
+    first, *pieces = text.split(f"<{tag}>")
+    kept = [first]
+    for piece in pieces:
+        _, closing, rest = piece.partition(f"</{tag}>")
+        kept.append(rest if closing else f"<{tag}>{piece}")
+    return "".join(kept)
+
+
 def count_tags(text: str, tag: str) -> tuple[int, int]:
     """How often the opening and the closing tag occur, in boxes or stray."""
     return text.count(f"<{tag}>"), text.count(f"</{tag}>")

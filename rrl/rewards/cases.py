@@ -1,0 +1,277 @@
+"""What a judge may be asked: each question with the paper's prompt for it, and how the answer is read.
+
+`read` gives a score in 0..1, or None for an answer that says none; who asks counts those, and takes them for 0.
+"""
+
+import dataclasses
+import re
+from collections.abc import Sequence
+from typing import Protocol
+
+from rrl.data.passages import Passage, render
+from rrl.data.questions import Question
+from rrl.rollout.trajectory import ENVIRONMENT, POLICY
+from rrl.text.chat import Prompt
+
+_CRITERION = (
+    "IF the CONTEXT is sufficient to infer the ANSWER to the question and 0 IF the CONTEXT cannot be used to infer the "
+    "ANSWER to the question. Make the sufficiency judgment based solely on the context, without relying on your memory to "
+    "determine whether the question can be answered from the context."
+)
+_PROCEDURE = (
+    "First, output a list of step-by-step questions that would be used to arrive at a label for the criteria. Make sure to "
+    "include questions about assumptions implicit in the QUESTION. Include questions about any mathematical calculations or "
+    "arithmetic that would be required.\n\n"
+    "Next, answer each of the questions. Please note that you may answer these questions only on the basis of the given "
+    "context; do not use your own outside knowledge. Make sure to work step by step through any required mathematical "
+    "calculations or arithmetic."
+)
+_EXPERT = "You are an expert LLM evaluator that excels at evaluating a QUESTION, ANSWER and REFERENCES."
+
+SUFFICIENCY_SYSTEM = (
+    f"{_EXPERT} Consider the following criteria:\n\n"
+    f"Sufficient Context To The Given Answer: 1 {_CRITERION}\n\n"
+    f"{_PROCEDURE} Finally, use these answers to evaluate the criteria.\n\n"
+    "EVALUATION (JSON)\n\n"
+    "EXAMPLE:\n\n"
+    "### QUESTION\n"
+    "In which year did the publisher of Roald Dahl's Guide to Railway Safety cease to exist?\n\n"
+    "### ANSWER\n"
+    "2001\n\n"
+    "### References\n"
+    "Roald Dahl's Guide to Railway Safety was published in 1991 by the British Railways Board. The British Railways Board "
+    "had asked Roald Dahl to write the text of the booklet, and Quentin Blake to illustrate it, to help young people enjoy "
+    "using the railways safely. The British Railways Board (BRB) was a nationalised industry in the United Kingdom that "
+    "operated from 1963 to 2001. Until 1997 it was responsible for most railway services in Great Britain, trading under "
+    "the brand name British Railways and, from 1965, British Rail. It did not operate railways in Northern Ireland, where "
+    "railways were the responsibility of the Government of Northern Ireland.\n\n"
+    "### EXPLANATION\n"
+    "The context mentions that Roald Dahl's Guide to Railway Safety was published by the British Railways Board. It also "
+    "states that the British Railways Board operated from 1963 to 2001, meaning the year it ceased to exist was 2001. "
+    "Therefore, the context does provide a precise answer to the question.\n\n"
+    "### JSON\n"
+    '{ "Sufficient Context To The Given Answer": 1 }\n\n'
+    f"Remember the instructions: {_EXPERT} Consider the following criteria: Sufficient Context: 1 {_CRITERION}\n\n"
+    f"{_PROCEDURE}\n\n"
+    "Finally, use these answers to evaluate the criteria. Output the ### EXPLANATION (Text). Then, use the EXPLANATION to "
+    "output the ### EVALUATION (JSON)"
+)
+"""TIRESRAG-R1, Figure 11, whose criteria and steps stand in it twice."""
+
+THINKING_SYSTEM = (
+    "You are an expert reasoning evaluator for Retrieval-Augmented Generation (RAG) tasks. Your goal is to judge the "
+    "reasoning quality of the model's thinking process based on the retrieved context and question. You will assign a reward "
+    "score between 0 and 1. This score reflects only the quality of the reasoning process, not whether the final answer is "
+    "correct.\n\n"
+    "Evaluation Criteria:\n\n"
+    "1. Logical Soundness - Is the reasoning coherent and structured?\n"
+    "2. Contextual Alignment - Does it use retrieved evidence correctly?\n"
+    "3. Error Awareness - Does it avoid unsupported assumptions?\n"
+    "4. Clarity and Precision - Is it concise, relevant, and non-redundant?\n\n"
+    "Scoring:\n\n"
+    "0.0: Completely flawed reasoning\n"
+    "1.0: Perfect reasoning\n"
+    "Intermediate (e.g., 0.3, 0.7) are allowed.\n\n"
+    "Important:\n\n"
+    "- Judge only the thinking process, not the answer.\n"
+    "- Reward accurate, grounded, and structured reasoning.\n\n"
+    "Your Output:\n\n"
+    "A single float-type score from {0.0, 0.1, 0.2, ..., 1.0}.\n"
+    "No explanation. Only the score."
+)
+"""TIRESRAG-R1, Figure 12."""
+
+CORRECTNESS_TEMPLATE = (
+    "Given a Question and its Golden Answer, verify whether the Predicted Answer is correct. The prediction is correct if it "
+    "fully aligns with the meaning and key information of the Golden Answer. Respond with True if the prediction is correct "
+    "and False otherwise.\n\n"
+    "Question: {question}\n"
+    "Golden Answer: {reference}\n"
+    "Predicted Answer: {prediction}"
+)
+"""TIRESRAG-R1, Figure 13."""
+
+VALIDATION_SYSTEM = (
+    "You are an excellent teacher. You will be given a query and its corresponding label, along with a student's answer to "
+    "validate. Your task is to determine if the answer correctly answers the query based on the label.\n"
+    'Provide your validation in the form: Validation: ["Correct"] or Validation: ["Wrong"]. Learn from the instances below:\n'
+    "### Instance 1\n"
+    "#### User's input:\n"
+    'Query: "What is the majority party in the country where Canberra is located in 2024?"\n'
+    'Label: "The Labor Party."\n'
+    'Student\'s Answer: "The Labor Party is the majority party in the country where Canberra is located in 2024."\n'
+    "#### Expected response:\n"
+    "Analysis:\n"
+    "The student's answer correctly matches the label, as it accurately restates that the Labor Party is the majority party "
+    "in the country where Canberra is located in 2024.\n"
+    'Validation: ["Correct"]\n'
+    "### Instance 2\n"
+    "#### User's input:\n"
+    'Query: "Are either Baz Warne or Marty Balin actors?"\n'
+    'Label: "no"\n'
+    'Student\'s Answer: "Baz Warne is an actor while Marty Balin is not."\n'
+    "#### Expected response:\n"
+    "Analysis:\n"
+    "The label indicates that neither Baz Warne nor Marty Balin are actors. However, the student's answer incorrectly states "
+    "that Baz Warne is an actor. This contradicts the label. Therefore, the student's answer does not match the correct "
+    "information provided by the label.\n"
+    'Validation: ["Wrong"]\n\n'
+    "Now process the user query."
+)
+"""R2AG, Figure A.4."""
+
+RELEVANCE_SYSTEM = (
+    "You judge how relevant retrieved documents are to a question. A document is relevant if it states a fact that is needed "
+    "on the way to the answer, even where it does not state the answer itself; one that only shares names or topic with the "
+    "question is not.\n\n"
+    "Give one score for the documents together, one of 0, 0.1, 0.2, ..., 1: 0 means that nothing in them helps, 1 that they "
+    "state what is needed. Write the score alone."
+)
+"""In our words: R3-RAG (Eq. 3, section 3.2.2) describes this instruction, its scores included, and prints it nowhere."""
+
+
+class Case(Protocol):
+    """One thing to be judged."""
+
+    @property
+    def question(self) -> Question:
+        """What it is about."""
+
+    @property
+    def prompt(self) -> Prompt:
+        """What a model is asked."""
+
+    def read(self, text: str) -> float | None:
+        """The score that a model's answer says, in 0..1; None where it says none."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Told:
+    """What was thought and found in an episode, without its answers: RD of TIRESRAG-R1, section 3.1."""
+
+    segments: tuple[tuple[int, str], ...]
+    """(POLICY or ENVIRONMENT, text) in order."""
+    titles: tuple[str, ...] = ()
+    """Of all passages that were found."""
+
+    def of(self, role: int) -> str:
+        """All that the policy, or the environment, said."""
+        return "\n".join(text.strip() for who, text in self.segments if who == role)
+
+
+@dataclasses.dataclass(frozen=True)
+class Sufficiency:
+    """Can the gold answer be inferred from what was thought and found? 0 or 1 (TIRESRAG-R1, Eq. 2)."""
+
+    question: Question
+    told: Told
+
+    @property
+    def prompt(self) -> Prompt:
+        return Prompt(
+            f"### QUESTION\n{self.question.text}\n\n### ANSWER\n{gold(self.question)}\n\n### References\n",
+            "".join(text for _, text in self.told.segments).strip(),
+            system=SUFFICIENCY_SYSTEM,
+        )
+
+    def read(self, text: str) -> float | None:
+        found = re.findall(
+            r'"sufficient context[^"\n]*"\s*:\s*"?([01])(?:\.0+)?(?![\d.]*\d)', _said(text).lower()
+        )
+        return float(found[-1]) if found else None
+
+
+@dataclasses.dataclass(frozen=True)
+class Thinking:
+    """How good is the reasoning, whatever its answer? A score in tenths (TIRESRAG-R1, Eq. 3)."""
+
+    question: Question
+    told: Told
+
+    @property
+    def prompt(self) -> Prompt:
+        return Prompt(
+            "### CONTEXT\n",
+            self.told.of(ENVIRONMENT),
+            f"\n\n### QUESTION\n{self.question.text}\n\n### MODEL THINKING PROCESS\n{self.told.of(POLICY)}",
+            system=THINKING_SYSTEM,
+        )
+
+    def read(self, text: str) -> float | None:
+        return read_tenths(text)
+
+
+@dataclasses.dataclass(frozen=True)
+class Correctness:
+    """Does the prediction mean what the gold answer means? 0 or 1 (TIRESRAG-R1, Figure 13)."""
+
+    question: Question
+    predicted: str
+
+    @property
+    def prompt(self) -> Prompt:
+        text = CORRECTNESS_TEMPLATE.format(
+            question=self.question.text, reference=gold(self.question), prediction=self.predicted
+        )
+        return Prompt(text)
+
+    def read(self, text: str) -> float | None:
+        # The figure asks for True or False; its caption in appendix J speaks of yes and no.
+        return _last_of(text, ("true", "yes"), ("false", "no"))
+
+
+@dataclasses.dataclass(frozen=True)
+class Validation:
+    """The same question as `Correctness`, in R2AG's words (Figure A.4)."""
+
+    question: Question
+    predicted: str
+
+    @property
+    def prompt(self) -> Prompt:
+        text = f'Query: "{self.question.text}"\nLabel: "{gold(self.question)}"\nStudent\'s Answer: "{self.predicted}"'
+        return Prompt(text, system=VALIDATION_SYSTEM)
+
+    def read(self, text: str) -> float | None:
+        found = re.findall(r"validation\W*(correct|wrong)\b", _said(text).lower())
+        return float(found[-1] == "correct") if found else None
+
+
+@dataclasses.dataclass(frozen=True)
+class Relevance:
+    """How relevant are the documents that a step found? A score in tenths (R3-RAG, Eq. 3)."""
+
+    question: Question
+    passages: tuple[Passage, ...]
+
+    @property
+    def prompt(self) -> Prompt:
+        after = "\n\nScore:"
+        return Prompt(
+            f"Question: {self.question.text}\n\nDocuments:\n", render(self.passages), after, RELEVANCE_SYSTEM
+        )
+
+    def read(self, text: str) -> float | None:
+        return read_tenths(text)
+
+
+def gold(question: Question) -> str:
+    """The gold answers as a judge reads them."""
+    return " or ".join(question.answers)
+
+
+def read_tenths(text: str) -> float | None:
+    """The last number in 0..1 of an answer, to the tenth; None where there is none ("7", "70%", "7/10", "high")."""
+    found = re.findall(r"(?<![\w.,/-])(?:0(?:\.\d+)?|1(?:\.0+)?|\.\d+)(?![\w%/]|[.,]\d)", _said(text))
+    return round(float(found[-1]), 1) if found else None
+
+
+def _said(text: str) -> str:
+    """An answer without what a reasoning model thought before it; nothing where it never came to an end of that."""
+    _, closed, after = text.rpartition("</think>")
+    return after if closed or "<think>" not in text else ""
+
+
+def _last_of(text: str, yes: Sequence[str], no: Sequence[str]) -> float | None:
+    found = re.findall(rf"\b({'|'.join([*yes, *no])})\b", _said(text).lower())
+    return float(found[-1] in yes) if found else None

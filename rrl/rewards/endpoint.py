@@ -1,0 +1,294 @@
+"""A model behind an OpenAI-compatible endpoint (POST URL/chat/completions), asked many prompts at a time.
+
+Answers are kept on disk, by everything that they depend on, so that a run that continues, or another that asks the same,
+pays for nothing twice. The key is read from an environment variable when something is asked; it is in no attribute, message,
+log or file of ours.
+"""
+
+import dataclasses
+import email.utils
+import hashlib
+import http.client
+import json
+import logging
+import os
+import pathlib
+import random
+import tempfile
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+
+from rrl.errors import UserError, at_least
+from rrl.parallel.gather import gather_objects
+from rrl.text.chat import Prompt
+
+log = logging.getLogger(__name__)
+
+LARGEST = 16 << 20
+"""Bytes of a reply beyond which it is no answer."""
+TRANSIENT = (408, 409, 425, 429)
+"""Refusals that may pass; so may all from 500 on."""
+OF_THE_PROMPT = (400, 413, 422)
+"""Refusals of this prompt (too long, filtered): it gets no answer, and the others go on."""
+
+
+@dataclasses.dataclass(frozen=True)
+class EndpointConfig:
+    """Where the model is, and how patiently it is asked."""
+
+    url: str = ""
+    """Up to the version, such as http://127.0.0.1:8000/v1."""
+    model: str = ""
+    """The name by which the service knows it."""
+    key_variable: str = "OPENAI_API_KEY"
+    """Environment variable that holds the key; where it is not set, none is sent (a service of one's own)."""
+    answer_tokens: int = 1024
+    """Most tokens of an answer."""
+    temperature: float = 0.0
+    concurrency: int = 16
+    """Prompts asked at a time, over all processes of a run."""
+    time_out: float = 120.0
+    """Seconds for one attempt, from connecting to the last byte."""
+    retries: int = 6
+    """Attempts after the first."""
+    pause: float = 1.0
+    """Seconds before the first retry, doubled before each further one, up to `longest_pause`; a part of it is random. What
+    the service asks for (Retry-After) is waited for instead, within the same bound."""
+    longest_pause: float = 60.0
+    cache: str = ""
+    """Folder for answers; empty: ~/.cache/rrl/answers."""
+
+    def __post_init__(self) -> None:
+        if not self.url.startswith(("http://", "https://")):
+            raise UserError(
+                f"url={self.url!r} must begin with http:// or https://, such as http://127.0.0.1:8000/v1"
+            )
+        if not self.model:
+            raise UserError("model='' names no model; give the name by which the service knows it")
+        at_least(1, self, "answer_tokens", "concurrency")
+        at_least(0, self, "temperature", "retries", "pause", "longest_pause")
+        if not self.time_out > 0:
+            raise UserError(f"time_out={self.time_out} must be above 0 seconds")
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What an answer depends on, apart from its prompt."""
+        return {name: getattr(self, name) for name in ("model", "answer_tokens", "temperature")}
+
+
+class Endpoint:
+    """Answers prompts as `rrl.rewards.reader.Reader` does, by asking a service."""
+
+    def __init__(self, config: EndpointConfig) -> None:
+        self.config = config
+        self.cache = pathlib.Path(config.cache or "~/.cache/rrl/answers").expanduser()
+        self.asked = self.remembered = self.refused = 0
+        """Prompts of this process that were sent, that were found in the cache, and that the service would not answer."""
+        self._lock = threading.Lock()
+        # urllib would send the key on to wherever a redirect points.
+        self._open = urllib.request.build_opener(_NoRedirect).open
+
+    def answers(self, prompts: Sequence[str | Prompt]) -> list[str]:
+        """The model's answer to each prompt, in their order; "" where the service refuses a prompt.
+
+        Equal prompts are asked once. In several processes each asks a share, and all get every answer.
+
+        Raises UserError where the service refuses us (key, model, address), OSError where it does not answer in spite of
+        all retries.
+        """
+        wanted = list(dict.fromkeys(prompts))
+        rank, count = jax.process_index(), jax.process_count()
+        mine, error = wanted[rank::count], None
+        found: list[str] = []
+        stop = threading.Event()
+        with ThreadPoolExecutor(max(1, self.config.concurrency // count)) as pool:
+            try:
+                found = list(pool.map(lambda prompt: self._answer(prompt, stop), mine))
+            except Exception as failure:
+                error = failure
+            finally:
+                stop.set()  # where one failed, the others shall not go on trying
+        parts = gather_objects((dict(zip(mine, found)), error and repr(error)))
+        if error is not None:
+            raise error
+        if elsewhere := [words for _, words in parts if words]:
+            raise OSError(f"asking {self.config.url} failed in another process: {elsewhere[0]}")
+        known = {prompt: text for part, _ in parts for prompt, text in part.items()}
+        return [known[prompt] for prompt in prompts]
+
+    # -- one prompt --------------------------------------------------------------------------------------------------
+
+    def _answer(self, prompt: str | Prompt, stop: threading.Event) -> str:
+        body = self._body(prompt)
+        file = self._file(body)
+        if (text := _remembered(file)) is not None:
+            with self._lock:
+                self.remembered += 1
+            return text
+        with self._lock:
+            self.asked += 1
+        text = self._ask(body, stop)
+        if text is None:
+            with self._lock:
+                self.refused += 1
+            return ""
+        _remember(file, self.config.model, text)
+        return text
+
+    def _body(self, prompt: str | Prompt) -> dict[str, Any]:
+        if isinstance(prompt, str):
+            prompt = Prompt(prompt)
+        messages = [{"role": "system", "content": prompt.system}] if prompt.system else []
+        messages.append({"role": "user", "content": prompt.said})
+        config = self.config
+        return {
+            "model": config.model,
+            "messages": messages,
+            "max_tokens": config.answer_tokens,
+            "temperature": config.temperature,
+        }
+
+    def _file(self, body: Mapping[str, Any]) -> pathlib.Path:
+        """Where the answer to a request is kept. The address is no part of it: the same model may be served elsewhere."""
+        text = json.dumps(body, sort_keys=True)
+        name = hashlib.sha256(text.encode()).hexdigest()
+        return self.cache / name[:2] / f"{name[2:]}.json"
+
+    def _ask(self, body: Mapping[str, Any], stop: threading.Event) -> str | None:
+        """Asks until there is an answer; None where the service refuses this prompt."""
+        config = self.config
+        why = ""
+        for attempt in range(config.retries + 1):
+            if stop.is_set():
+                raise OSError(f"{config.url}: given up, since another prompt failed")
+            wait: float | None = None
+            try:
+                return self._post(body)
+            except _Refused as refusal:
+                why, wait = str(refusal), refusal.wait
+                if refusal.status in OF_THE_PROMPT:
+                    log.warning("a prompt gets no answer: %s", why)
+                    return None
+                if refusal.status < 500 and refusal.status not in TRANSIENT:
+                    raise UserError(
+                        f"{why}; check the address, model={config.model!r} and the key in the environment variable "
+                        f"{config.key_variable}"
+                    ) from None
+            except UserError:
+                raise
+            except (OSError, http.client.HTTPException, ValueError) as failure:
+                why = self._clean(f"{config.url}: {_words(failure)}")
+            if attempt < config.retries:
+                doubled = config.pause * 2**attempt * random.uniform(0.75, 1.25)
+                stop.wait(min(doubled if wait is None else wait, config.longest_pause))
+        raise OSError(f"{why} (after {config.retries + 1} attempts)")
+
+    def _post(self, body: Mapping[str, Any]) -> str:
+        """One attempt. Raises _Refused for a refusal, OSError or ValueError for anything else that is no answer."""
+        config = self.config
+        headers = {"Content-Type": "application/json"}
+        if key := self._key():
+            headers["Authorization"] = f"Bearer {key}"
+        url = config.url.rstrip("/") + "/chat/completions"
+        # Half a surrogate pair is legal in Python; ASCII escapes carry it.
+        request = urllib.request.Request(url, json.dumps(body).encode(), headers)
+        until = time.monotonic() + config.time_out
+        try:
+            with self._open(request, timeout=config.time_out) as reply:
+                said = json.loads(_read(reply, until))
+        except urllib.error.HTTPError as error:
+            with error:
+                words = error.read(300).decode("utf-8", "replace")
+            text = self._clean(f"{url} answered {error.code} {error.reason}: {words}")
+            raise _Refused(error.code, text, _wait(error.headers.get("Retry-After"))) from None
+        try:
+            text = said["choices"][0]["message"]["content"]
+        except (KeyError, IndexError, TypeError):
+            raise ValueError("the reply has no choices[0].message.content") from None
+        return text if isinstance(text, str) else ""
+
+    def _key(self) -> str:
+        """The key. Raises UserError for one that no header can hold; the message does not show it."""
+        key = os.environ.get(self.config.key_variable, "").strip()
+        if not (key.isascii() and key.isprintable()):
+            raise UserError(
+                f"the environment variable {self.config.key_variable} holds characters that no key has; set it again"
+            )
+        return key
+
+    def _clean(self, text: str) -> str:
+        """A message without the key: services repeat what they were sent."""
+        key = os.environ.get(self.config.key_variable, "").strip()
+        return text.replace(key, "***") if key else text
+
+
+class _Refused(Exception):
+    """The service answered with an HTTP status that is no success."""
+
+    def __init__(self, status: int, text: str, wait: float | None) -> None:
+        super().__init__(text)
+        self.status, self.wait = status, wait
+
+
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    def redirect_request(self, *_: Any) -> None:
+        return None  # which makes it an HTTPError
+
+
+def _read(reply: Any, until: float) -> bytes:
+    """The body of a reply. A socket's time-out is for each piece: a service that drips would never meet it."""
+    parts, size = [], 0
+    while part := reply.read1(1 << 16):
+        parts.append(part)
+        size += len(part)
+        if time.monotonic() > until:
+            raise TimeoutError("the reply takes longer than time_out")
+        if size > LARGEST:
+            raise ValueError(f"the reply has more than {LARGEST} bytes")
+    return b"".join(parts)
+
+
+def _wait(header: str | None) -> float | None:
+    """Seconds that Retry-After asks for: a number, or a date."""
+    if header is None:
+        return None
+    try:
+        return max(0.0, float(header))
+    except ValueError:
+        pass
+    try:
+        return max(0.0, email.utils.parsedate_to_datetime(header).timestamp() - time.time())
+    except ValueError:
+        return None
+
+
+def _words(failure: Exception) -> str:
+    reason = failure.reason if isinstance(failure, urllib.error.URLError) else failure
+    return f"{type(failure).__name__}: {reason}"
+
+
+def _remembered(file: pathlib.Path) -> str | None:
+    """A kept answer; None where there is none, or only half of one."""
+    try:
+        text = json.loads(file.read_text(encoding="utf-8"))["answer"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return text if isinstance(text, str) else None
+
+
+def _remember(file: pathlib.Path, model: str, text: str) -> None:
+    """Keeps an answer, whole or not at all, whoever else writes the same one."""
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False, encoding="utf-8") as stream:
+            json.dump({"model": model, "answer": text}, stream)
+        os.replace(stream.name, file)
+    except OSError as error:
+        log.warning("an answer could not be kept in %s: %s", file.parent, error)

@@ -1,0 +1,34 @@
+"""Judges: one interface, three kinds behind it.
+
+A frozen decoder run by the rollout engine (`ModelJudge` over `rrl.rewards.reader.Reader.answers`), a service behind an
+OpenAI-compatible endpoint (the same over `rrl.rewards.endpoint.Endpoint.answers`), and an oracle where the data holds the
+truth (`rrl.rewards.oracle.Oracle`).
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from rrl.rewards.cases import Case
+from rrl.text.chat import Prompt
+
+Answers = Callable[[Sequence[str | Prompt]], list[str]]
+"""A model that is asked: prompts in, answers out, in their order."""
+
+
+class Judge(Protocol):
+    """Scores cases (see `rrl.rewards.cases`)."""
+
+    def grade(self, cases: Sequence[Case]) -> list[float | None]:
+        """A score in 0..1 for each case, in their order; None where the judge said none."""
+
+
+class ModelJudge:
+    """Asks a model each case's own prompt and reads its answer."""
+
+    def __init__(self, answers: Answers) -> None:
+        self.answers = answers
+
+    def grade(self, cases: Sequence[Case]) -> list[float | None]:
+        """See `Judge`; no case costs nothing."""
+        said = self.answers([case.prompt for case in cases]) if cases else []
+        return [case.read(text) for case, text in zip(cases, said, strict=True)]

@@ -1,0 +1,96 @@
+"""A judge that knows: for data whose questions name their gold passages, as the built-in world's and 2Wiki's do."""
+
+import re
+from collections.abc import Iterable, Sequence
+
+from rrl.data.questions import Question
+from rrl.errors import UserError
+from rrl.rewards.cases import Case, Correctness, Relevance, Sufficiency, Thinking, Told, Validation
+from rrl.rollout.trajectory import ENVIRONMENT
+from rrl.text.metrics import cover_exact_match
+from rrl.text.normalize import normalize_answer
+
+_WORD = re.compile(r"[^\W_]+(?:['’-][^\W_]+)*")
+_SENTENCE = re.compile(r"<[^<>]*>|[.!?:\n]+")
+
+
+class Oracle:
+    """Scores by the gold passages and answers of each question.
+
+    - sufficiency: 1 where all gold passages were found;
+    - thinking: the share of gold passages whose titles the reasoning names (is the chain whole?) times the share of the
+      names and numbers in it that stood in the question or in what had been found before (is it grounded?), in tenths;
+    - relevance: the share of the question's gold passages that the documents hold, in tenths. Over steps that show no
+      passage twice the shares add up to the recall;
+    - correctness: cover exact match.
+    """
+
+    def grade(self, cases: Sequence[Case]) -> list[float | None]:
+        """See `rrl.rewards.judge.Judge`. Raises UserError for a question without gold passages where they are needed."""
+        return [self._grade(case) for case in cases]
+
+    def _grade(self, case: Case) -> float:
+        match case:
+            case Sufficiency(question, told):
+                return float(set(known(question)) <= set(told.titles))
+            case Thinking(question, told):
+                return round(chained(question, told) * grounded(question, told), 1)
+            case Relevance(question, passages):
+                titles = {passage.title for passage in passages}
+                return round(len(titles & set(known(question))) / len(set(known(question))), 1)
+            case Correctness(question, predicted) | Validation(question, predicted):
+                return cover_exact_match(predicted, question.answers)
+        raise TypeError(f"the oracle knows nothing of {type(case).__name__}")
+
+
+def known(question: Question) -> tuple[str, ...]:
+    """Titles of the gold passages. Raises UserError where the data does not name them."""
+    if not question.gold:
+        raise UserError(
+            f"question {question.id!r} names no gold passages, so that an oracle cannot judge: choose judge.kind=model or "
+            "judge.kind=endpoint"
+        )
+    return question.gold
+
+
+def refuse_unknown(questions: Iterable[Question]) -> None:
+    """Raises UserError for the first question of which an oracle knows too little."""
+    for question in questions:
+        known(question)
+
+
+def chained(question: Question, told: Told) -> float:
+    """Share of the gold passages whose titles the reasoning names."""
+    thought = f" {normalize_answer(' '.join(text for who, text in told.segments if who != ENVIRONMENT))} "
+    named = [f" {normalize_answer(title)} " in thought for title in known(question)]
+    return sum(named) / len(named)
+
+
+def grounded(question: Question, told: Told) -> float:
+    """Share of the names and numbers in the reasoning that stood in the question or in what had been found before; 1 where
+    there are none.
+
+    A word counts that has a digit, or begins with a capital letter and not a sentence.
+    """
+    seen = _words(question.text)
+    right = said = 0
+    for who, text in told.segments:
+        if who == ENVIRONMENT:
+            seen |= _words(text)
+            continue
+        for word in _claims(text):
+            said += 1
+            right += word in seen
+    return right / said if said else 1.0
+
+
+def _words(text: str) -> set[str]:
+    return {word.lower() for word in _WORD.findall(text)}
+
+
+def _claims(text: str) -> Iterable[str]:
+    """The names and numbers of a text, in lower case."""
+    for sentence in _SENTENCE.split(text):
+        for place, word in enumerate(_WORD.findall(sentence)):
+            if any(c.isdigit() for c in word) or (place and len(word) > 1 and word[0].isupper()):
+                yield word.lower()

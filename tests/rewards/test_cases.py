@@ -1,0 +1,157 @@
+"""What judges are asked, in the papers' words, and how their answers are read."""
+
+import pytest
+
+from rrl.data.passages import Passage
+from rrl.data.questions import Question
+from rrl.rewards.cases import (
+    CORRECTNESS_TEMPLATE,
+    SUFFICIENCY_SYSTEM,
+    THINKING_SYSTEM,
+    VALIDATION_SYSTEM,
+    Correctness,
+    Relevance,
+    Sufficiency,
+    Thinking,
+    Told,
+    Validation,
+    read_tenths,
+)
+from rrl.rollout.trajectory import ENVIRONMENT, POLICY
+
+QUESTION = Question(
+    "q", "Who directed Silver Harbour?", ("Marta Velikov", "M. Velikov"), gold=("Silver Harbour",)
+)
+TOLD = Told(
+    (
+        (POLICY, "<think> Search the film. </think> <search>Silver Harbour</search>"),
+        (ENVIRONMENT, "\n<information>\nIt was directed by Marta Velikov.\n</information>\n"),
+        (POLICY, "<think> It is Marta Velikov. </think>"),
+    ),
+    ("Silver Harbour",),
+)
+
+
+def test_sufficiency_shows_question_gold_answer_and_all_that_was_thought_and_found():
+    prompt = Sufficiency(QUESTION, TOLD).prompt
+    assert prompt.system == SUFFICIENCY_SYSTEM
+    assert "Who directed Silver Harbour?" in prompt.user and "Marta Velikov or M. Velikov" in prompt.user
+    assert prompt.body.startswith("<think> Search") and prompt.body.endswith("Velikov. </think>")
+    assert "directed by Marta" in prompt.body
+
+
+def test_thinking_shows_what_was_found_the_question_and_the_thoughts_and_no_gold_answer():
+    case = Thinking(Question("q", "Who?", ("The Gold",)), TOLD)
+    assert case.prompt.system == THINKING_SYSTEM
+    assert "directed by Marta" in case.prompt.body and "Search the film" not in case.prompt.body
+    assert "Who?" in case.prompt.after and "Search the film" in case.prompt.after
+    assert "The Gold" not in case.prompt.said
+
+
+def test_the_printed_prompts_are_word_for_word_those_of_the_papers():
+    # Figures 11, 12, 13 of TIRESRAG-R1 and A.4 of R2AG: phrases of each, as printed
+    for phrase in (
+        "Sufficient Context To The Given Answer: 1 IF the CONTEXT is sufficient to infer the ANSWER to the question and 0",
+        "without relying on your memory to determine whether the question can be answered from the context.",
+        "First, output a list of step-by-step questions that would be used to arrive at a label for the criteria.",
+        "In which year did the publisher of Roald Dahl's Guide to Railway Safety cease to exist?",
+        "Then, use the EXPLANATION to output the ### EVALUATION (JSON)",
+    ):
+        assert phrase in SUFFICIENCY_SYSTEM
+    assert "3. Error Awareness - Does it avoid unsupported assumptions?" in THINKING_SYSTEM
+    assert "A single float-type score from {0.0, 0.1, 0.2, ..., 1.0}." in THINKING_SYSTEM
+    assert "fully aligns with the meaning and key information of the Golden Answer" in CORRECTNESS_TEMPLATE
+    assert 'Validation: ["Correct"] or Validation: ["Wrong"]' in VALIDATION_SYSTEM
+
+
+def test_correctness_and_validation_show_question_gold_and_prediction():
+    said = Correctness(QUESTION, "Velikov {x}").prompt.said
+    assert "Question: Who directed Silver Harbour?\nGolden Answer: Marta Velikov or M. Velikov" in said
+    assert said.endswith("Predicted Answer: Velikov {x}")
+    prompt = Validation(QUESTION, "Velikov").prompt
+    assert prompt.system == VALIDATION_SYSTEM and 'Student\'s Answer: "Velikov"' in prompt.said
+
+
+def test_relevance_shows_question_and_documents():
+    prompt = Relevance(QUESTION, (Passage("0", "A", "first"), Passage("1", "B", "second"))).prompt
+    assert "Silver Harbour" in prompt.user
+    assert prompt.body == "(Title: A) first\n(Title: B) second"
+
+
+@pytest.mark.parametrize(
+    ("text", "score"),
+    [
+        ('### EXPLANATION\nYes.\n### JSON\n{ "Sufficient Context To The Given Answer": 1 }', 1.0),
+        ('{"Sufficient Context To The Given Answer": 0}', 0.0),
+        ('{"Sufficient Context": "1"}', 1.0),
+        ('{"sufficient context to the given answer" : 1.0}', 1.0),
+        ('first {"Sufficient Context": 1}, no: {"Sufficient Context": 0}', 0.0),
+        ('<think>{"Sufficient Context": 1}</think>{"Sufficient Context": 0}', 0.0),
+        ('<think>{"Sufficient Context": 1} and then it was cut', None),
+        ('{"Sufficient Context": 10}', None),
+        ('{"Sufficient Context": 0.5}', None),
+        ("The context is sufficient: 1", None),
+        ("", None),
+    ],
+)
+def test_sufficiency_is_read_from_its_json(text, score):
+    assert Sufficiency(QUESTION, TOLD).read(text) == score
+
+
+@pytest.mark.parametrize(
+    ("text", "score"),
+    [
+        ("0.7", 0.7),
+        (" 1.0 \n", 1.0),
+        ("0", 0.0),
+        ("1", 1.0),
+        (".3", 0.3),
+        ("Score: 0.4.", 0.4),
+        ("0.85", 0.8),
+        ("0.95001", 1.0),
+        ("I thought 0.2, but 0.6", 0.6),
+        ("<think>0.1</think>0.9", 0.9),
+        ("<think>0.1", None),
+        ("1.5", None),
+        ("-0.5", None),
+        ("7", None),
+        ("7/10", None),
+        ("1/10", None),
+        ("70%", None),
+        ("0,7", None),
+        ("very good", None),
+        ("", None),
+    ],
+)
+def test_scores_are_read_in_tenths(text, score):
+    assert read_tenths(text) == score
+    assert Thinking(QUESTION, TOLD).read(text) == Relevance(QUESTION, ()).read(text) == score
+
+
+@pytest.mark.parametrize(
+    ("text", "score"),
+    [
+        ("True", 1.0),
+        ("false.", 0.0),
+        ("yes", 1.0),
+        ("No", 0.0),
+        ("Is it true? No: False", 0.0),
+        ("untrue", None),
+        ("", None),
+    ],
+)
+def test_correctness_is_true_or_false(text, score):
+    assert Correctness(QUESTION, "x").read(text) == score
+
+
+@pytest.mark.parametrize(
+    ("text", "score"),
+    [
+        ('Analysis:\nThe answer is right.\nValidation: ["Correct"]', 1.0),
+        ("Validation: [“Wrong”]", 0.0),
+        ("Validation: Correct", 1.0),
+        ("Correct", None),
+    ],
+)
+def test_validation_is_read_in_its_form(text, score):
+    assert Validation(QUESTION, "x").read(text) == score

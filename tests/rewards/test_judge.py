@@ -1,0 +1,58 @@
+"""A frozen decoder as judge: the case's own prompt, greedy, batched by the engine; and what it says, read."""
+
+import pytest
+
+from rrl.data.questions import Question
+from rrl.errors import UserError
+from rrl.rewards.cases import Correctness, Sufficiency, Thinking, Told
+from rrl.rewards.judge import ModelJudge
+from rrl.rewards.reader import Reader
+from rrl.rollout.engine import EngineConfig
+from rrl.rollout.trajectory import ENVIRONMENT, POLICY
+from tests.rollout.world import make_world
+
+QUESTION = Question("q", "Who directed Silver Harbour?", ("Marta Velikov",))
+
+
+@pytest.fixture(scope="module")
+def reader():
+    decoder, tokenizer, *_ = make_world()
+    sizes = EngineConfig(rows=4, context=128, feeds=2, feed_tokens=32)
+    return Reader(decoder, tokenizer, sizes, answer_tokens=8)
+
+
+def test_each_case_is_asked_in_its_own_words_and_read_by_itself():
+    asked = []
+
+    def answers(prompts):
+        asked.extend(prompts)
+        return ['{"Sufficient Context": 1}', "0.4", "who knows", "False"]
+
+    told = Told(((POLICY, "thought"), (ENVIRONMENT, "found")))
+    cases = [
+        Sufficiency(QUESTION, told),
+        Thinking(QUESTION, told),
+        Thinking(QUESTION, told),
+        Correctness(QUESTION, "x"),
+    ]
+    assert ModelJudge(answers).grade(cases) == [1.0, 0.4, None, 0.0]
+    assert asked == [case.prompt for case in cases]
+
+
+def test_no_case_costs_nothing():
+    assert ModelJudge(lambda prompts: 1 / 0).grade([]) == []
+
+
+def test_the_engine_answers_cases_longer_than_its_context(reader):
+    long = Told(((ENVIRONMENT, "a passage that goes on " * 100), (POLICY, "thought")))
+    cases = [Thinking(QUESTION, long), Thinking(QUESTION, Told(((POLICY, "short"),)))]
+    scores = ModelJudge(reader.answers).grade([*cases, *cases])
+    assert scores[:2] == scores[2:]
+    assert len([prompt for prompt in reader.memory if not isinstance(prompt, str)]) == 2  # equal ones once
+    assert all(score is None or 0 <= score <= 1 for score in scores)
+
+
+def test_a_context_that_answers_fill_alone_is_refused():
+    decoder, tokenizer, *_ = make_world()
+    with pytest.raises(UserError, match=r"context=64 must be at least answer_tokens=64 and 3 more"):
+        Reader(decoder, tokenizer, EngineConfig(context=64), answer_tokens=64)
