@@ -311,7 +311,7 @@ def training(args: argparse.Namespace) -> list[Row]:
     def episodes_of(turn: list[int]) -> float:
         turn[0] += 1
         asked = questions[32 * (turn[0] % 10) :][:32]
-        run_questions(made, params, recipe, asked, key=jax.random.key(turn[0]), samples=4, reader=None)
+        run_questions(made, params, recipe, asked, key=jax.random.key(turn[0]), samples=4)
         rates["episodes"].append(made.stats.policy_tokens / made.stats.seconds)
         busy.append(made.stats.policy_tokens / made.stats.decode_steps / config.rows)
         return made.stats.seconds

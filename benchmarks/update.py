@@ -185,9 +185,7 @@ def packing(args: argparse.Namespace) -> list[Row]:
     config = EngineConfig(rows=64, context=1024, feeds=16, feed_tokens=256, top_k=2, top_p=0.95)
     engine = Engine(decoder, tokenizer, config, retriever=retriever)
     questions = [item.question for item in mixed_questions(wiki, 8, KINDS, 1)][:32]
-    traces = run_questions(
-        engine, nnx.state(decoder), recipe, questions, key=jax.random.key(0), samples=4, reader=None
-    )
+    traces = run_questions(engine, nnx.state(decoder), recipe, questions, key=jax.random.key(0), samples=4)
     advantages = np.random.default_rng(0).normal(size=len(traces)).astype(np.float32)
     longest = -(-max(len(t.tokens) for t in traces) // 128) * 128
     lengths = tuple(sorted({min(384, longest), min(640, longest), longest}))

@@ -1,21 +1,43 @@
 """What a recipe is: everything in which one paper differs from another."""
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 
 from rrl.data.miniwiki.questions import MiniQuestion
 from rrl.data.passages import Passage
 from rrl.data.questions import Question
+from rrl.rewards.judge import Answers, Judge
 from rrl.rollout.protocol import Append, Environment
 from rrl.rollout.trajectory import Trajectory
-
-Answers = Callable[[Sequence[str]], list[str]]
-"""A reader or judge: prompts in, answers out."""
+from rrl.text.chat import Prompt
 
 Retrieve = Callable[[str], Sequence[Passage]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Scoring:
+    """What scoring may draw on beside the trajectories: models that can be asked, and where the run stands."""
+
+    reader: Answers | None = None
+    """A model of another family that answers from evidence (R-Search)."""
+    judge: Judge | None = None
+    """Scores reasoning, documents and answers (TIRESRAG-R1, R3-RAG)."""
+    step: int = 0
+    """Updates made before the trajectories were sampled."""
+    steps: int = 0
+    """Updates of the whole run; 0 where there is none (an agent that answers)."""
+
+    def at(self, step: int, steps: int) -> "Scoring":
+        """The same models, elsewhere in a run."""
+        return dataclasses.replace(self, step=step, steps=steps)
+
+
+ALONE = Scoring()
+"""Nothing to draw on."""
 
 
 class Recipe(Protocol):
@@ -29,14 +51,28 @@ class Recipe(Protocol):
     def tags(self) -> dict[str, str]:
         """Tags that the policy writes, by what they hold (search, evidence, answer): for readers of trajectories."""
 
-    def prompt(self, question: Question) -> str:
-        """The user's turn that opens an episode."""
+    @property
+    def judged(self) -> bool:
+        """Whether its rewards ask a judge; without one a run is refused."""
 
-    def score(self, trajectories: Sequence[Trajectory], reader: Answers | None) -> None:
+    def prompt(self, question: Question) -> str | Prompt:
+        """What opens an episode; a text is the user's turn."""
+
+    def score(self, trajectories: Sequence[Trajectory], scoring: Scoring) -> None:
         """Fills `rewards` (by component, and "total"), `metrics`, `answer` and `evidence` of each trajectory."""
+
+    def left_out(self, trajectories: Sequence[Trajectory]) -> Bool[np.ndarray, "N"]:
+        """Which of these, whole groups, no update shall learn from, by `rewards`."""
 
     def advantages(self, trajectories: Sequence[Trajectory]) -> Float[np.ndarray, "N"]:
         """One advantage a trajectory, from `rewards`; these are all that a step learns from, at least one."""
 
     def demonstrate(self, item: MiniQuestion, retrieve: Retrieve) -> list[str | Append]:
-        """The scripted expert in the built-in world: its own words, and what the environment answers, in turn."""
+        """The scripted expert in the built-in world: its own words, and what it is given, in turn: the environment's answers,
+        or words of its own that it shall see and not learn to write."""
+
+
+def uses_chat(recipe: Recipe) -> bool:
+    """Whether its prompts need a tokenizer with a chat template."""
+    opening = recipe.prompt(Question("", "", ("",)))
+    return isinstance(opening, str) or opening.chat

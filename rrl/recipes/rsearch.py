@@ -7,12 +7,12 @@ import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 
 from rrl.data.miniwiki.questions import MiniQuestion
 from rrl.data.questions import Question
 from rrl.errors import at_least, one_of
-from rrl.recipes.base import Answers, Retrieve
+from rrl.recipes.base import Answers, Retrieve, Scoring
 from rrl.rl.advantages import ESTIMATORS
 from rrl.rollout.protocol import Append, Episode, Stream
 from rrl.rollout.trajectory import POLICY, Search, Trajectory
@@ -73,6 +73,10 @@ class RSearch:
         found = {self.environment.search: "search", self.environment.answer: "answer"}
         return found | ({"original_evidence": "evidence"} if self.use_evidence else {})
 
+    @property
+    def judged(self) -> bool:
+        return False
+
     def prompt(self, question: Question) -> str:
         instruction = self.instruction
         if not self.use_evidence and instruction == SYSTEM_TEMPLATE:
@@ -92,7 +96,7 @@ class RSearch:
             evidence_ok = self.pay_evidence_without_search or not written
         return self.evidence_weight * evidence_ok + self.answer_weight * answer_ok
 
-    def score(self, trajectories: Sequence[Trajectory], reader: Answers | None) -> None:
+    def score(self, trajectories: Sequence[Trajectory], scoring: Scoring) -> None:
         """Eqs. 3-6: answer F1, F1 of the cross-family reader's answer from the evidence, format; summed."""
         for trajectory in trajectories:
             response = [text for role, text in trajectory.segments if role == POLICY]
@@ -110,7 +114,7 @@ class RSearch:
                 "format": self.format_reward(response, bool(trajectory.searches)),
             }
         if self.use_evidence:
-            self._score_evidence(trajectories, reader)
+            self._score_evidence(trajectories, scoring.reader)
         for trajectory in trajectories:
             trajectory.rewards["total"] = sum(trajectory.rewards.values())
 
@@ -126,6 +130,10 @@ class RSearch:
             trajectory.reader_answer = answer
             trajectory.metrics["reader_f1"] = token_f1(answer, trajectory.question.answers)
             trajectory.rewards["evidence"] = self.reader_weight * trajectory.metrics["reader_f1"]
+
+    def left_out(self, trajectories: Sequence[Trajectory]) -> Bool[np.ndarray, "N"]:
+        """None of them."""
+        return np.zeros(len(trajectories), bool)
 
     def advantages(self, trajectories: Sequence[Trajectory]) -> Float[np.ndarray, "N"]:
         """GRPO's, unless `advantage` says otherwise."""

@@ -5,7 +5,7 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 
 from rrl.errors import at_least
 from rrl.rl.advantages import low_spread
@@ -36,14 +36,20 @@ class Refill:
             at_least(0, self, "spread")
 
     def after(
-        self, rewards: Float[np.ndarray, "N"], groups: Sequence[int] | Int[np.ndarray, "N"]
+        self,
+        rewards: Float[np.ndarray, "N"],
+        groups: Sequence[int] | Int[np.ndarray, "N"],
+        left_out: Bool[np.ndarray, "N"] | None = None,
     ) -> "Refill":
-        """The state after one more round; groups must have numbers that no former round used."""
+        """The state after one more round; groups must have numbers that no former round used.
+
+        `left_out` marks groups that shall not be learned from, whatever their spread.
+        """
         groups = np.asarray(groups)
         names = list(dict.fromkeys(groups.tolist()))
-        dropped = np.zeros(len(groups), bool)
+        dropped = np.zeros(len(groups), bool) if left_out is None else left_out
         if self.spread is not None:
-            dropped = low_spread(rewards, groups, self.spread)
+            dropped = dropped | low_spread(rewards, groups, self.spread)
         informative = set(groups[~dropped].tolist())
         kept = (*self.kept, *(name for name in names if name in informative))[: self.wanted]
         return dataclasses.replace(self, rounds=self.rounds + 1, asked=self.asked + len(names), kept=kept)

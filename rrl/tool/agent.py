@@ -14,7 +14,7 @@ from rrl.data.questions import Question
 from rrl.errors import UserError
 from rrl.models.hf import load_language_model
 from rrl.parallel.runtime import enable_compilation_cache
-from rrl.recipes.base import Recipe
+from rrl.recipes.base import Recipe, Scoring
 from rrl.recipes.card import Card, card_of, read_card
 from rrl.recipes.catalogue import make_recipe
 from rrl.retrieval.index import open_with_encoder
@@ -160,7 +160,7 @@ class Agent:
             if id(trajectory) in unknown:
                 # A recipe scores against something; the scores of these are dropped below.
                 trajectory.question = dataclasses.replace(trajectory.question, answers=("",))
-        self.recipe.score(trajectories, self.reader.answers if self.reader else None)
+        self.recipe.score(trajectories, Scoring(reader=self.reader.answers if self.reader else None))
         for trajectory in trajectories:
             if id(trajectory) in unknown:
                 trajectory.question = unknown[id(trajectory)]

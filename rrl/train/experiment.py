@@ -28,9 +28,10 @@ from rrl.models.weights import require_folder
 from rrl.parallel.mesh import data_shards
 from rrl.parallel.rules import shard
 from rrl.parallel.runtime import enable_compilation_cache
-from rrl.recipes.base import Recipe
+from rrl.recipes.base import Recipe, Scoring, uses_chat
 from rrl.recipes.card import Card, card_of, write_card
 from rrl.recipes.catalogue import make_recipe
+from rrl.rewards.judge import Judge
 from rrl.rewards.reader import Reader
 from rrl.rl.optim import OptimConfig
 from rrl.rollout.engine import Engine, EngineConfig
@@ -42,6 +43,8 @@ from rrl.train.export import write_model_files
 from rrl.train.fields import build, fill, only
 from rrl.train.guard import GuardConfig
 from rrl.train.hardware import ComputeConfig, MeshConfig
+from rrl.train.judges import SECTIONS as JUDGE
+from rrl.train.judges import JudgeSettings
 from rrl.train.metrics import read_metrics
 from rrl.train.objective import ObjectiveConfig
 from rrl.train.rl import Outcome, Task, train
@@ -72,7 +75,11 @@ SHOWN = 60
 def with_defaults(config: ConfigDict) -> ConfigDict:
     """A config of this form (see configs/rsearch_grpo.py) with every field there is, so that each can be overridden."""
     critic = CRITIC if "critic" in config else {}
-    for name, kind in {**SECTIONS, **critic}.items():
+    judge = JUDGE if any(name in config for name in JUDGE) else {}
+    for name in judge:
+        if name not in config:
+            config[name] = ConfigDict()
+    for name, kind in {**SECTIONS, **critic, **judge}.items():
         fill(config[name], kind)
     recipe = make_recipe(config.recipe.name)
     fill(config.recipe, type(recipe))
@@ -96,6 +103,8 @@ class Settings:
     lora: LoraConfig
     mesh: MeshConfig
     compute: ComputeConfig
+    judge: JudgeSettings | None = None
+    """What the recipe's rewards ask, where they ask a judge."""
     reference: tuple[str, float] | None = None
     """What the result is printed beside, and its exact match."""
 
@@ -108,6 +117,8 @@ class Settings:
         require_folder("policy", settings.policy)
         if settings.reader:
             require_folder("reader", settings.reader)
+        if settings.judge is not None:
+            settings.judge.check()
         encoder_folder(settings.retriever)
         settings.retriever.identity()  # its index, where it has one
         path = settings.data.path
@@ -119,7 +130,9 @@ class Settings:
     def parse(cls, config: Mapping[str, Any]) -> "Settings":
         """Checks a config's fields alone."""
         values = config.to_dict() if hasattr(config, "to_dict") else dict(config)
-        only([*SECTIONS, *CRITIC, "recipe", "name", "policy", "reader", "reference"], values, "config")
+        only(
+            [*SECTIONS, *CRITIC, *JUDGE, "recipe", "name", "policy", "reader", "reference"], values, "config"
+        )
         steps = values["train"]["steps"]
         objective = build(ObjectiveConfig, values["objective"], "objective")
         critic = _critic(values, steps)
@@ -139,6 +152,12 @@ class Settings:
             raise UserError(
                 f"recipe.advantage={asked!r} has no part in a run with a critic, which gives the advantages: leave it at "
                 f"{usual!r}, or take the config's critic out"
+            )
+        judge = JudgeSettings.parse(values)
+        if recipe.judged and judge is None:
+            raise UserError(
+                f"recipe.name={name!r} asks a judge for its rewards; give the section judge, with a kind of oracle, model "
+                "or endpoint"
             )
         return cls(
             name=values["name"],
@@ -161,6 +180,7 @@ class Settings:
             lora=build(LoraConfig, values["lora"], "lora"),
             mesh=build(MeshConfig, values["mesh"], "mesh"),
             compute=build(ComputeConfig, values["compute"], "compute"),
+            judge=judge,
             reference=values.get("reference"),
         )
 
@@ -185,6 +205,7 @@ class Loaded:
     engine: Engine
     reader: Reader | None
     task: Task
+    judge: Judge | None = None
     value_model: ValueModel | None = None
     """Where PPO's critic starts: the policy's body, with a new output that says 0."""
 
@@ -213,6 +234,7 @@ def load(settings: Settings, say: Clock) -> Loaded:
     decoder, tokenizer = load_language_model(
         settings.policy,
         "policy",
+        chat=uses_chat(settings.recipe),
         context=settings.rollout.context,
         dtype=jnp.dtype(compute.dtype),
         param_dtype=jnp.dtype(compute.param_dtype),
@@ -250,7 +272,11 @@ def load(settings: Settings, say: Clock) -> Loaded:
     )
     engine = Engine(decoder, tokenizer, settings.rollout, retriever=train_side.retriever, mesh=mesh)
     task = Task(train_side.questions, held_out.questions, held_out.retriever)
-    return Loaded(decoder, tokenizer, engine, reader, task, value_model)
+    judge = None
+    if settings.recipe.judged and settings.judge is not None:
+        say(f"judge: {settings.judge.judge.kind}")
+        judge = settings.judge.load([*task.train, *task.held_out], compute, mesh)
+    return Loaded(decoder, tokenizer, engine, reader, task, judge, value_model)
 
 
 def run(config: Mapping[str, Any], workdir: str | pathlib.Path) -> Outcome:
@@ -276,7 +302,7 @@ def run(config: Mapping[str, Any], workdir: str | pathlib.Path) -> Outcome:
         loaded.engine,
         loaded.decoder,
         workdir,
-        reader=loaded.reader.answers if loaded.reader else None,
+        scoring=Scoring(loaded.reader.answers if loaded.reader else None, loaded.judge),
         identity=identity,
         value_model=loaded.value_model,
     )
@@ -295,7 +321,9 @@ def programs_of(settings: Settings) -> str:
         return f"{name} of {sizes.rows} rows x {sizes.context} tokens"
 
     reader = f"; {loop('the reader', settings.reader_rollout)}" if settings.reader else ""
-    return f"{loop('rollout', settings.rollout)}{reader}; update of {update}"
+    asked = settings.judge if settings.recipe.judged else None
+    judge = f"; {loop('the judge', asked.rollout)}" if asked and asked.judge.kind == "model" else ""
+    return f"{loop('rollout', settings.rollout)}{reader}{judge}; update of {update}"
 
 
 def identity_of(settings: Settings) -> dict[str, Any]:
@@ -313,6 +341,8 @@ def identity_of(settings: Settings) -> dict[str, Any]:
         "compute": {name: getattr(settings.compute, name) for name in ("dtype", "param_dtype")},
         "recipe": dataclasses.asdict(settings.recipe),  # type: ignore[call-overload]
     }
+    if settings.recipe.judged and settings.judge is not None:
+        identity["judge"] = settings.judge.identity()
     if settings.data.path != "miniwiki":
         files = sorted(pathlib.Path(settings.data.path).iterdir())
         identity["data"] |= {"files": {file.name: file.stat().st_size for file in files if file.is_file()}}

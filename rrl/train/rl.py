@@ -14,7 +14,7 @@ from jaxtyping import Bool
 from rrl.data.questions import Question
 from rrl.models.decoder import Decoder
 from rrl.models.heads import ValueModel
-from rrl.recipes.base import Answers, Recipe
+from rrl.recipes.base import ALONE, Recipe, Scoring
 from rrl.retrieval.retriever import Retriever
 from rrl.rl.advantages import low_spread
 from rrl.rollout.engine import Engine
@@ -65,7 +65,7 @@ def train(
     decoder: Decoder,
     workdir: str | os.PathLike[str],
     *,
-    reader: Answers | None = None,
+    scoring: Scoring = ALONE,
     identity: Mapping[str, Any] | None = None,
     value_model: ValueModel | None = None,
 ) -> Outcome:
@@ -91,7 +91,7 @@ def train(
             task.held_out,
             temperature=config.eval_temperature,
             retriever=task.held_out_retriever,
-            reader=reader,
+            scoring=scoring.at(step, config.steps),
         )
         return record.evaluated(step, found, time.perf_counter() - began), trajectories
 
@@ -113,7 +113,7 @@ def train(
                 record.save(step)
                 break
             began = time.perf_counter()
-            sampled = sample_step(config, step, engine, learner.policy, recipe, task.train, reader)
+            sampled = sample_step(config, step, engine, learner.policy, recipe, task.train, scoring)
             rolled = time.perf_counter()
             metrics = describe(sampled.trajectories, "train")
             metrics |= _learn(config, step, sampled, recipe, learner, record)
@@ -187,7 +187,7 @@ def _learn(
     else:
         record.progress.note(
             f"step {step + 1}: nothing to learn from: in every group the rewards lie within "
-            f"objective.drop_spread={config.drop_spread} of each other"
+            f"objective.drop_spread={config.drop_spread} of each other, or the recipe leaves it out"
         )
     totals, groups = np.array([(t.rewards["total"], t.group) for t in sampled.trajectories]).T
     return metrics | {

@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Bool, PyTree
 
 from rrl.data.questions import Question
-from rrl.recipes.base import Answers, Recipe
+from rrl.recipes.base import ALONE, Recipe, Scoring
 from rrl.retrieval.retriever import Retriever
 from rrl.rl.refill import Refill
 from rrl.rollout.engine import Engine, RolloutStats
@@ -28,7 +28,7 @@ def run_questions(
     key: jax.Array,
     samples: int = 1,
     temperature: float = 1.0,
-    reader: Answers | None = None,
+    scoring: Scoring = ALONE,
     retriever: Retriever | None = None,
     on_finish: Callable[[int], None] = lambda done: None,
 ) -> list[Trajectory]:
@@ -46,7 +46,7 @@ def run_questions(
     trajectories = engine.run(
         params, requests, recipe.environment, key, retriever=retriever, on_finish=on_finish
     )
-    recipe.score(trajectories, reader)
+    recipe.score(trajectories, scoring)
     return trajectories
 
 
@@ -55,10 +55,14 @@ def refuse_long_prompts(engine: Engine, recipe: Recipe, questions: Sequence[Ques
 
     A token has a byte at least, so that only prompts with many bytes are encoded.
     """
-    template = len(chat_text(engine.tokenizer, "").encode())
+    template: int | None = None  # its bytes; the same for all questions
     for question in questions:
         prompt = recipe.prompt(question)
-        if len(prompt.encode()) + template + 2 > engine.config.context:
+        own = prompt if isinstance(prompt, str) else f"{prompt.system}{prompt.said}{prompt.prefill}"
+        size = len(own.encode())
+        if template is None:
+            template = len(chat_text(engine.tokenizer, prompt).encode()) - size
+        if size + template + 2 > engine.config.context:
             engine.check_prompt(question, chat_ids(engine.tokenizer, prompt))
 
 
@@ -95,7 +99,7 @@ def sample_step(
     params: PyTree,
     recipe: Recipe,
     questions: Sequence[Question],
-    reader: Answers | None,
+    scoring: Scoring,
 ) -> Sampled:
     """What a step (counted from 0) samples from a run's questions: a pure function of its arguments.
 
@@ -118,7 +122,7 @@ def sample_step(
         key=jax.random.fold_in(jax.random.key(config.seed), step),
         samples=config.samples,
         temperature=config.temperature,
-        reader=reader,
+        scoring=scoring.at(step, config.steps),
         shuffle=shuffle if config.permute_rewards else None,
     )
 
@@ -133,7 +137,7 @@ def sample_rounds(
     key: jax.Array,
     samples: int,
     temperature: float,
-    reader: Answers | None,
+    scoring: Scoring,
     shuffle: Callable[[int], np.random.Generator] | None = None,
 ) -> Sampled:
     """Rounds of rollouts until `refill` has enough groups with spread (dynamic sampling); one round where it allows no more.
@@ -154,25 +158,24 @@ def sample_rounds(
             key=jax.random.fold_in(key, number) if number else key,
             samples=samples,
             temperature=temperature,
-            reader=reader,
+            scoring=scoring,
         )
         if shuffle is not None:
             permute_rewards(some, shuffle(number))
         for trajectory in some:
             trajectory.group += refill.asked
-        refill = refill.after(
-            np.array([t.rewards["total"] for t in some]), np.array([t.group for t in some], np.int64)
-        )
+        totals, groups = np.array([(t.rewards["total"], t.group) for t in some]).T
+        refill = refill.after(totals, groups.astype(np.int64), recipe.left_out(some))
         found += some
         stats += engine.stats
     return Sampled(found, frozenset(refill.kept), stats)
 
 
 def permute_rewards(trajectories: Sequence[Trajectory], rng: np.random.Generator) -> None:
-    """Deals the totals, and what turns earned, out at random over the batch, in place."""
-    totals = rng.permutation([t.rewards["total"] for t in trajectories])
-    for trajectory, total in zip(trajectories, totals, strict=True):
-        trajectory.rewards["total"] = float(total)
+    """Deals the rewards (all components of one together), and what turns earned, out at random over the batch, in place."""
+    components = [t.rewards for t in trajectories]
+    for trajectory, place in zip(trajectories, rng.permutation(len(components)), strict=True):
+        trajectory.rewards = dict(components[place])
     paid = [(t.turn_rewards, turn) for t in trajectories if t.turn_rewards for turn in t.turn_rewards]
     earned = rng.permutation([rewards[turn] for rewards, turn in paid])
     for (rewards, turn), reward in zip(paid, earned, strict=True):
@@ -202,7 +205,7 @@ def evaluate(
     *,
     temperature: float = 0.0,
     retriever: Retriever | None = None,
-    reader: Answers | None = None,
+    scoring: Scoring = ALONE,
     on_finish: Callable[[int], None] = lambda done: None,
 ) -> tuple[dict[str, float], list[Trajectory]]:
     """One episode a question (greedy unless told): "eval/em", "eval/f1", ... and "eval/em/<kind>"."""
@@ -214,7 +217,7 @@ def evaluate(
         key=jax.random.key(0),
         temperature=temperature,
         retriever=retriever,
-        reader=reader,
+        scoring=scoring,
         on_finish=on_finish,
     )
     found = {k: v for k, v in describe(trajectories, "eval").items() if k.startswith("eval/")}

@@ -24,6 +24,12 @@ def test_two_rounds_by_hand():
     assert (state.kept, state.done, state.next_round, state.rounds, state.asked) == ((0, 3, 6), True, 0, 2, 9)
 
 
+def test_groups_that_shall_not_be_learned_from_are_asked_for_again_whatever_their_spread():
+    rewards, groups = np.array([0.0, 1.0, 0.0, 1.0, 0.0, 0.0]), np.repeat([0, 1, 2], 2)
+    state = Refill(wanted=2, most_rounds=5).after(rewards, groups, left_out=groups == 0)
+    assert (state.kept, state.done, state.asked) == ((1,), False, 3)
+
+
 @given(
     st.integers(1, 6),
     st.integers(1, 4),

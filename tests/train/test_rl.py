@@ -18,6 +18,7 @@ from rrl.models.heads import ValueModel
 from rrl.models.lora import LoraConfig, add_lora
 from rrl.parallel.mesh import make_mesh
 from rrl.parallel.rules import shard
+from rrl.recipes.base import Scoring
 from rrl.recipes.rsearch import RSearch
 from rrl.retrieval.index import make_retriever
 from rrl.rl.optim import OptimConfig
@@ -85,12 +86,12 @@ def run(
     class Scored(RSearch):
         """Random policies earn nothing; pay by token ids, so that there is something to learn."""
 
-        def score(self, trajectories, reader):
+        def score(self, trajectories, scoring):
             nonlocal calls
             calls += 1
             if die_at is not None and calls > die_at:
                 raise ConnectionError("the machine went away")
-            super().score(trajectories, reader)
+            super().score(trajectories, scoring)
             for t in trajectories:
                 own = t.tokens[t.roles == POLICY]
                 t.rewards["total"] = float(own.sum() % 7) if calls < poor_from else 0.0
@@ -417,6 +418,51 @@ def test_a_batch_without_a_finite_gradient_is_left_out_and_kept_for_study(parts,
     assert len(about) == len(kept["lengths"]) == 12 and kept["lengths"].sum() == len(kept["tokens"])
     assert {one["id"] for one in about} <= {question.id for question in parts[0]}
     assert [line["train/skipped"] for line in lines(tmp_path) if "train/skipped" in line] == [0, 1, 1, 1]
+
+
+def test_a_recipe_knows_where_the_run_stands_and_what_it_leaves_out_is_not_learned_from(
+    parts, tmp_path, capsys
+):
+    questions, engine, recipe = parts
+    seen = []
+
+    class Seen(RSearch):
+        def score(self, trajectories, scoring):
+            seen.append((scoring.step, scoring.steps, scoring.reader("x")))
+            super().score(trajectories, scoring)
+            for place, t in enumerate(trajectories):
+                t.rewards["total"] = float(place % 2)  # something to learn
+
+        def left_out(self, trajectories):
+            return np.array([t.group > 0 or seen[-1][0] == 0 for t in trajectories])
+
+    recipe = Seen(instruction="", use_evidence=False, environment=recipe.environment)
+    config = dataclasses.replace(CONFIG, steps=2, eval_every=0)
+    scoring = Scoring(reader=lambda prompts: prompts)
+    train(config, recipe, Task(questions[:8], questions[8:]), engine, fresh(), tmp_path, scoring=scoring)
+    assert seen == [
+        (0, 2, "x"),
+        (0, 2, "x"),
+        (1, 2, "x"),
+        (2, 2, "x"),
+    ]  # a step, the start's evaluation, a step, the end's
+    shares = [line["train/left_out"] for line in lines(tmp_path) if "train/left_out" in line]
+    assert shares == [1.0, 0.75]
+    assert "step 1: nothing to learn from" in capsys.readouterr().err
+
+
+def test_permuted_rewards_are_dealt_out_with_all_their_components(parts):
+    questions, engine, recipe = parts
+    trajectories = run_questions(
+        engine, nnx.state(fresh()), recipe, questions[:3], key=jax.random.key(0), samples=4
+    )
+    for place, t in enumerate(trajectories):
+        t.rewards = {"answer": float(place), "total": 2.0 * place}
+    permute_rewards(trajectories, np.random.default_rng(0))
+    answers = [t.rewards["answer"] for t in trajectories]
+    assert sorted(answers) == list(range(12)) and answers != list(range(12))
+    assert [t.rewards["total"] for t in trajectories] == [2 * answer for answer in answers]
+    assert len({id(t.rewards) for t in trajectories}) == 12
 
 
 def test_permuted_rewards_keep_their_multiset(parts):

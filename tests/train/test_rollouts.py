@@ -7,6 +7,8 @@ import jax
 import numpy as np
 import pytest
 
+from rrl.recipes.base import Scoring
+from rrl.recipes.rsearch import RSearch
 from rrl.rl.optim import OptimConfig
 from rrl.rl.refill import Refill
 from rrl.rollout.engine import RolloutStats
@@ -41,17 +43,17 @@ def sample(monkeypatch):
     def ask(number, count):
         return [10 * number + i for i in range(count)]
 
-    def sampled(refill, **options):
+    def sampled(refill, recipe=None, **options):
         found = sample_rounds(
             SimpleNamespace(),
             None,
-            None,
+            recipe or RSearch(),
             ask,
             refill,
             key=key,
             samples=2,
             temperature=1.0,
-            reader=None,
+            scoring=Scoring(),
             **options,
         )
         return found, asked, key
@@ -111,6 +113,15 @@ def test_further_rounds_ask_for_what_is_missing_under_other_keys_and_groups_of_t
     kept = [t.question for t in found.trajectories[::2] if t.group in found.kept]
     assert kept == [1, 3, 11, 13]
     assert dataclasses.asdict(found.stats) == dataclasses.asdict(RolloutStats(seconds=2.0, policy_tokens=8))
+
+
+def test_groups_that_the_recipe_leaves_out_are_asked_for_again_though_they_have_spread(sample):
+    recipe = SimpleNamespace(left_out=lambda some: np.array([t.question == 3 for t in some]))
+    found, asked, _ = sample(Refill(2, 4), recipe)
+    assert [batch for batch, _ in asked] == [[0, 1], [10, 11]]
+    found, asked, _ = sample(Refill(4, 2), recipe)
+    kept = [t.question for t in found.trajectories[::2] if t.group in found.kept]
+    assert kept == [1, 11, 13]
 
 
 def test_what_never_has_spread_ends_after_the_rounds_allowed(sample):

@@ -1,0 +1,114 @@
+"""The judge of a run, from its config."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from rrl.data.questions import Question
+from rrl.errors import UserError, at_least, one_of
+from rrl.models.hf import folder_hash, load_language_model
+from rrl.models.weights import require_folder
+from rrl.rewards.endpoint import Endpoint, EndpointConfig
+from rrl.rewards.judge import Judge, ModelJudge
+from rrl.rewards.oracle import Oracle, refuse_unknown
+from rrl.rewards.reader import Reader
+from rrl.rollout.engine import EngineConfig
+from rrl.train.fields import build
+from rrl.train.hardware import ComputeConfig
+
+KINDS = ("oracle", "model", "endpoint")
+
+
+@dataclasses.dataclass(frozen=True)
+class JudgeConfig:
+    """Which judge, and the section of its kind."""
+
+    kind: str = "oracle"
+    """oracle: the questions' gold passages, where the data has them; model: a frozen decoder in the run's own engine;
+    endpoint: a service (section judge_endpoint)."""
+    folder: str = ""
+    """Of a model: its Hugging Face folder."""
+    answer_tokens: int = 1024
+    """Of a model: most tokens of an answer. TIRESRAG-R1's sufficiency prompt has it reason first."""
+
+    def __post_init__(self) -> None:
+        one_of(KINDS, self, "kind")
+        at_least(1, self, "answer_tokens")
+
+
+@dataclasses.dataclass(frozen=True)
+class JudgeSettings:
+    """A judge's sections of a config, checked."""
+
+    judge: JudgeConfig
+    rollout: EngineConfig
+    """Sizes of a model's engine."""
+    endpoint: EndpointConfig | None
+
+    @classmethod
+    def parse(cls, values: Mapping[str, Any]) -> "JudgeSettings | None":
+        """From a config's sections; None where it has none of them. Raises UserError for a wrong field."""
+        if not any(name in values for name in SECTIONS):
+            return None
+        judge = build(JudgeConfig, values.get("judge", {}), "judge")
+        rollout = build(EngineConfig, values.get("judge_rollout", {}), "judge_rollout")
+        if judge.kind == "model" and rollout.context < judge.answer_tokens + 3:
+            raise UserError(
+                f"judge_rollout.context={rollout.context} must hold judge.answer_tokens={judge.answer_tokens} and a prompt"
+            )
+        endpoint = None
+        if judge.kind == "endpoint":
+            endpoint = build(EndpointConfig, values.get("judge_endpoint", {}), "judge_endpoint")
+        return cls(judge, rollout, endpoint)
+
+    def check(self) -> None:
+        """Raises UserError for a model that is not there."""
+        if self.judge.kind == "model":
+            require_folder("judge.folder", self.judge.folder)
+
+    def identity(self) -> dict[str, Any]:
+        """What decides its scores: a model by content, a service by the name of its model."""
+        if self.endpoint is not None:
+            return {"kind": "endpoint"} | self.endpoint.identity
+        if self.judge.kind == "oracle":
+            return {"kind": "oracle"}
+        context = self.rollout.context
+        return {
+            "kind": "model",
+            "folder": folder_hash(self.judge.folder),
+            "answer_tokens": self.judge.answer_tokens,
+            "context": context,
+        }
+
+    def load(self, questions: Sequence[Question], compute: ComputeConfig, mesh: Mesh) -> Judge:
+        """The judge itself.
+
+        Raises UserError where `questions`, which it will be asked about, say too little for an oracle.
+        """
+        if self.endpoint is not None:
+            return ModelJudge(Endpoint(self.endpoint).answers)
+        if self.judge.kind == "oracle":
+            refuse_unknown(questions)
+            return Oracle()
+        frozen = load_language_model(
+            self.judge.folder,
+            "judge.folder",
+            context=self.rollout.context,
+            dtype=jnp.dtype(compute.dtype),
+            param_dtype=jnp.dtype(compute.dtype),
+            mesh=mesh if mesh.size > 1 else None,
+        )
+        return ModelJudge(
+            Reader(*frozen, self.rollout, answer_tokens=self.judge.answer_tokens, mesh=mesh).answers
+        )
+
+
+SECTIONS: Mapping[str, type] = {
+    "judge": JudgeConfig,
+    "judge_rollout": EngineConfig,
+    "judge_endpoint": EndpointConfig,
+}
+"""The sections of a config that has a judge, and the dataclass behind each."""
