@@ -1,6 +1,7 @@
-"""Stage 1 of the cold start: SFT on 500 fixed demonstrations of R-Search's protocol, stopped early on held-out ones.
+"""Stage 1 of the cold start: SFT on 500 fixed demonstrations of a recipe's protocol, stopped early on held-out ones.
 
     python launch/sft.py --config=configs/miniwiki_cold_start.py:init=runs/pretrain/model --workdir=runs/cold_start
+    python launch/sft.py --config=configs/miniwiki_cold_start.py:recipe=tiresrag --workdir=runs/tiresrag_cold_start
 
 About 3 minutes on 2 quiet cores. The model is written to WORKDIR/model, or to out=FOLDER.
 `demonstrations=N` takes another number of them. `minutes=M` trains for so long instead, at a lower constant rate, and keeps
@@ -13,11 +14,15 @@ from ml_collections import ConfigDict
 from rrl.arguments import parse
 from rrl.errors import UserError
 
+BARE = {"rsearch": {"instruction": ""}, "tiresrag": {"opening": "bare"}}
+"""The fields of each recipe that leave its instruction out, which a policy of this size could not follow."""
+
 
 def get_config(arg: str = "") -> ConfigDict:
     """The config of `--config=configs/miniwiki_cold_start.py:ARG`."""
     args = parse(
         arg,
+        recipe=tuple(BARE),
         init="runs/pretrain/model",
         out="",
         demonstrations=500,
@@ -45,8 +50,8 @@ def get_config(arg: str = "") -> ConfigDict:
             "number": args.demonstrations,
             "held_out": 100,
             "top_k": 2,
-            "recipe": "rsearch",
-            "recipe_options": {"instruction": ""},
+            "recipe": args.recipe,
+            "recipe_options": BARE[args.recipe],
             "environment": {
                 "max_searches": 4,
                 "turn_tokens": 128,

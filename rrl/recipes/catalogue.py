@@ -1,14 +1,15 @@
 """The recipes by the name a config gives them."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from rrl.errors import UserError
 from rrl.recipes.base import Recipe
 from rrl.recipes.rsearch import RSearch
+from rrl.recipes.tiresrag import TiresRag
 
-RECIPES = {"rsearch": RSearch}
+RECIPES: Mapping[str, Callable[..., Any]] = {"rsearch": RSearch, "tiresrag": TiresRag}
 
 
 def make_recipe(

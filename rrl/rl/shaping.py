@@ -5,6 +5,29 @@ from jaxtyping import Bool, Float, Int
 
 from rrl.errors import UserError
 
+SCHEDULES = ("paper", "fixed", "linear", "fast")
+
+
+def auxiliary_weight(step: int, steps: int, schedule: str = "paper") -> float:
+    """a_t, the weight of rewards that are not the answer's (TIRESRAG-R1, section 4.3; variants of its appendices E and G.2).
+
+    "paper" is 1 / (1 + exp((t - 0.9 T) / 10)): whole for most of the run, falling at its end. "fixed" is 1, "linear" falls
+    from 1 to 0. "fast", which the paper draws (Figure 4) and does not print, is the paper's curve with its middle at 0.1 T.
+
+    Args:
+      step: t, updates made.
+      steps: T, updates of the run; 0 where there is none, for which the weight is 1.
+      schedule: one of SCHEDULES.
+    """
+    if schedule not in SCHEDULES:
+        raise UserError(f"schedule={schedule!r} is unknown; choose one of {', '.join(SCHEDULES)}")
+    if schedule == "fixed" or not steps:
+        return 1.0
+    if schedule == "linear":
+        return 1.0 - step / steps
+    middle = (0.9 if schedule == "paper" else 0.1) * steps
+    return float(1 / (1 + np.exp((step - middle) / 10)))
+
 
 def difficulty_weight(
     mean_sufficient: Float[np.ndarray, "N"],

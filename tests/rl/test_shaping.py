@@ -8,10 +8,42 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rrl.errors import UserError
-from rrl.rl.shaping import consistency_penalty, difficulty_weight, overlong_penalty, saturated
+from rrl.rl.shaping import (
+    auxiliary_weight,
+    consistency_penalty,
+    difficulty_weight,
+    overlong_penalty,
+    saturated,
+)
 
 unit = st.floats(0, 1)
 normal = st.floats(-3, 3)
+
+
+def test_auxiliary_weight_has_the_reference_values():
+    found = [auxiliary_weight(t, 100) for t in (0, 50, 90, 100)]
+    np.testing.assert_allclose(found, [0.999877, 0.982014, 0.5, 0.268941], atol=5e-7)
+
+
+def test_the_schedules_variants_are_those_of_the_appendix():
+    # G.2: fixed, linear decay, fast decay; the last falls early where the paper's falls late (Figure 4)
+    assert [auxiliary_weight(t, 100, "fixed") for t in (0, 99)] == [1, 1]
+    assert [auxiliary_weight(t, 100, "linear") for t in (0, 25, 100)] == [1, 0.75, 0]
+    assert auxiliary_weight(10, 100, "fast") == 0.5
+    assert auxiliary_weight(50, 100, "fast") < 0.02 < 0.98 < auxiliary_weight(50, 100)
+    with pytest.raises(
+        UserError, match="schedule='slow' is unknown; choose one of paper, fixed, linear, fast"
+    ):
+        auxiliary_weight(0, 1, "slow")
+
+
+@given(st.integers(1, 10_000), st.data())
+def test_auxiliary_rewards_never_gain_weight_and_stay_between_0_and_1(steps, data):
+    step = data.draw(st.integers(0, steps - 1))
+    for schedule in ("paper", "fixed", "linear", "fast"):
+        now, later = (auxiliary_weight(t, steps, schedule) for t in (step, step + 1))
+        assert 0 <= later <= now <= 1
+        assert auxiliary_weight(step, 0, schedule) == 1  # there is no run
 
 
 def test_difficulty_weight_has_the_reference_values():

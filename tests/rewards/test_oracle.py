@@ -1,0 +1,100 @@
+"""The oracle knows the built-in world's truth: its expert is found perfect, and what is wrong with others is seen."""
+
+import pytest
+
+from rrl.data.miniwiki import KINDS, generate
+from rrl.data.passages import Passage
+from rrl.data.questions import Question
+from rrl.errors import UserError
+from rrl.recipes.tiresrag import TiresRag
+from rrl.rewards.cases import Correctness, Relevance, Sufficiency, Thinking, Told, Validation
+from rrl.rewards.oracle import Oracle, grounded
+from rrl.rollout.trajectory import ENVIRONMENT, POLICY
+
+QUESTION = Question(
+    "q",
+    "Who is the spouse of the director of Silver Harbour?",
+    ("Ivo Danes",),
+    gold=("Silver Harbour", "Marta Velikov"),
+)
+FOUND = "<information>\n(Title: Silver Harbour) Silver Harbour was directed by Marta Velikov in 1950.\n</information>"
+
+
+def told(*segments, titles=()):
+    return Told(tuple(segments), titles)
+
+
+def grade(case):
+    (score,) = Oracle().grade([case])
+    return score
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_expert_is_sufficient_and_thinks_perfectly(kind):
+    wiki = generate("train", 0, 200)
+    by_title = {passage.title: passage for passage in wiki.passages}
+    for item in wiki.questions(kind, 10, 0):
+        found = {hop.query: [by_title[hop.title], wiki.passages[0]] for hop in item.plan.hops}
+        segments = []
+        for part in TiresRag(shown_reflections=0).demonstrate(item, found.__getitem__):
+            own = isinstance(part, str)
+            segments.append(
+                (POLICY, part) if own else (ENVIRONMENT, f"{part.prefix}{part.body}{part.suffix}")
+            )
+        titles = tuple(passage.title for passages in found.values() for passage in passages)
+        assert grade(Sufficiency(item.question, told(*segments, titles=titles))) == 1.0
+        assert grade(Thinking(item.question, told(*segments, titles=titles))) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("titles", "score"),
+    [((), 0.0), (("Silver Harbour",), 0.0), (("Marta Velikov", "Elsewhere", "Silver Harbour"), 1.0)],
+)
+def test_enough_was_found_when_every_gold_passage_was(titles, score):
+    assert grade(Sufficiency(QUESTION, told(titles=titles))) == score
+
+
+@pytest.mark.parametrize(
+    ("thought", "score"),
+    [
+        ("The director of Silver Harbour is Marta Velikov.", 1.0),
+        ("The film Silver Harbour is known.", 0.5),  # half of the chain
+        (
+            "The director of Silver Harbour is Marta Velikov, or Edda Tolvik.",
+            0.7,
+        ),  # two of six names are invented
+        ("The director of Silver Harbour is Marta Velikov, since 1960.", 0.8),  # a year that nobody said
+        ("So it is clear.", 0.0),
+        ("", 0.0),
+    ],
+)
+def test_thinking_names_the_chain_and_nothing_that_was_not_read(thought, score):
+    segments = ((POLICY, "<think> Search."), (ENVIRONMENT, FOUND), (POLICY, thought))
+    assert grade(Thinking(QUESTION, told(*segments))) == score
+
+
+def test_what_is_found_later_supports_no_earlier_thought():
+    thought = (POLICY, "It must be Marta Velikov.")
+    assert grounded(QUESTION, told((ENVIRONMENT, FOUND), thought)) == 1.0
+    assert grounded(QUESTION, told(thought, (ENVIRONMENT, FOUND))) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("titles", "score"), [((), 0.0), (("Elsewhere",), 0.0), (("Silver Harbour", "Elsewhere"), 0.5)]
+)
+def test_relevance_is_the_share_of_gold_and_adds_up_to_the_recall(titles, score):
+    shown = tuple(Passage(str(i), title, "text") for i, title in enumerate(titles))
+    assert grade(Relevance(QUESTION, shown)) == score
+    steps = [("Marta Velikov", "x"), ("Silver Harbour",)]
+    scores = Oracle().grade([Relevance(QUESTION, tuple(Passage("", t, "") for t in step)) for step in steps])
+    assert sum(scores) == 1.0
+
+
+def test_an_answer_is_right_where_it_covers_the_gold_one():
+    assert grade(Correctness(QUESTION, "It is Ivo Danes.")) == grade(Validation(QUESTION, "Ivo Danes")) == 1.0
+    assert grade(Correctness(QUESTION, "Danes")) == 0.0
+
+
+def test_a_question_without_gold_passages_is_refused():
+    with pytest.raises(UserError, match=r"question 'q' names no gold passages.*judge\.kind=model"):
+        Oracle().grade([Sufficiency(Question("q", "Who?", ("x",)), told())])

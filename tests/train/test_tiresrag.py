@@ -1,0 +1,153 @@
+"""TIRESRAG-R1's config: the paper's settings, Table 7 by one argument, and a run from cold start to policy."""
+
+import importlib.util
+import pathlib
+
+import pytest
+from flax import nnx
+
+from rrl.data.tokenizer import load_tokenizer
+from rrl.errors import UserError
+from rrl.models.config import DecoderConfig
+from rrl.models.decoder import Decoder
+from rrl.models.hf import save_decoder
+from rrl.recipes.card import read_card
+from rrl.recipes.tiresrag import TiresRag
+from rrl.train import experiment, stages
+from rrl.train.experiment import CRITIC, Settings
+from rrl.train.judges import SECTIONS as JUDGE
+from rrl.train.metrics import read_metrics
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+def config(arg="", name="tiresrag_grpo"):
+    spec = importlib.util.spec_from_file_location(name, ROOT / "configs" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.get_config(arg)
+
+
+def recipe_of(arg):
+    return Settings.parse(config(arg)).recipe
+
+
+@pytest.mark.parametrize("size", ["3b", "7b"])
+def test_the_large_sizes_hold_the_papers_settings(size):
+    # Appendix C.1; SPEC.md 3 and 6
+    settings = Settings.parse(config(f"size={size},data=FOLDER,encoder=FOLDER"))
+    train, objective = settings.train, settings.train.objective
+    assert (train.questions, train.samples, train.temperature) == (108, 5, 1.0)
+    assert (train.optim.lr, train.optim.schedule) == (2e-6, "cosine")
+    assert (objective.kl_coef, objective.epochs, objective.clip_low, objective.clip_high) == (0, 2, 0.2, 0.2)
+    assert (objective.aggregation, objective.constant_tokens) == ("constant", 1)  # 4.2, as printed
+    assert settings.rollout.top_k == 5
+    assert settings.recipe == TiresRag()
+    assert (settings.judge.judge.kind, settings.judge.judge.folder) == ("model", "models/Qwen3-8B")
+    assert train.steps == 8148 // 108
+
+
+@pytest.mark.parametrize(
+    ("row", "changed"),
+    [
+        ("none", {}),
+        ("filter", {"use_filter": False}),
+        ("difficulty", {"use_difficulty": False}),
+        ("penalty", {"penalty_weight": 0.0}),
+        ("reflect", {"reflect_weight": 0.0}),
+        ("sufficient", {"sufficient_weight": 0.0}),
+        ("thinking", {"thinking_weight": 0.0}),
+    ],
+)
+def test_each_row_of_table_7_is_one_argument(row, changed):
+    assert recipe_of(f"size=3b,data=FOLDER,ablation={row}") == TiresRag(**changed)
+
+
+def test_naive_grpo_is_all_of_table_7_at_once_and_needs_no_judge():
+    naive = recipe_of("size=3b,data=FOLDER,ablation=naive")
+    weights = {f"{name}_weight": 0.0 for name in ("penalty", "reflect", "sufficient", "thinking")}
+    assert naive == TiresRag(use_filter=False, use_difficulty=False, **weights)
+    assert not naive.judged
+
+
+@pytest.mark.parametrize(
+    ("arg", "changed"),
+    [
+        ("estimator=reinforce_pp", {"advantage": "reinforce_plus_plus"}),
+        ("schedule=linear", {"schedule": "linear"}),
+        ("reflect=released", {"reflect_table": "released"}),
+        ("prompt=base", {"opening": "base"}),
+    ],
+)
+def test_the_papers_variants_are_arguments(arg, changed):
+    assert recipe_of(f"size=3b,data=FOLDER,{arg}") == TiresRag(**changed)
+
+
+def test_the_judge_is_an_oracle_a_folder_or_a_service():
+    assert Settings.parse(config()).judge.judge.kind == "oracle"
+    assert Settings.parse(config("judge=some/folder")).judge.judge.folder == "some/folder"
+    judge = Settings.parse(config("judge=http://127.0.0.1:8000/v1,judge_model=m")).judge
+    assert (judge.endpoint.url, judge.endpoint.model) == ("http://127.0.0.1:8000/v1", "m")
+
+
+def test_a_run_that_asks_a_judge_and_has_none_is_refused():
+    values = {name: section for name, section in config().to_dict().items() if name not in JUDGE}
+    with pytest.raises(UserError, match=r"recipe\.name='tiresrag' asks a judge.*give the section judge"):
+        Settings.parse(values)
+    values["recipe"] |= {"thinking_weight": 0.0, "sufficient_weight": 0.0, "penalty_weight": 0.0}
+    values["recipe"]["use_difficulty"] = False
+    assert Settings.parse(values).judge is None
+
+
+def test_every_field_can_be_overridden():
+    filled = config()
+    assert filled.judge_endpoint.retries == 6 and filled.judge.answer_tokens == 1024
+    assert filled.recipe.penalty_weight == 0.1 and filled.recipe.environment.observation == "information"
+    assert not any(name in filled for name in CRITIC)
+
+
+@pytest.mark.slow
+def test_a_cold_start_and_a_step_of_training_on_the_built_in_world(tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    tokenizer = load_tokenizer("assets/miniwiki-tokenizer")
+    shape = DecoderConfig.from_hf(
+        {
+            "model_type": "qwen2",
+            "vocab_size": len(tokenizer),
+            "hidden_size": 16,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "intermediate_size": 32,
+            "rope_theta": 10000.0,
+            "rms_norm_eps": 1e-6,
+            "tie_word_embeddings": True,
+            "max_position_embeddings": 1024,
+            "eos_token_id": tokenizer.eos_token_id,
+            "pad_token_id": tokenizer.pad_token_id,
+        }
+    )
+    save_decoder(tmp_path / "random", Decoder(shape, rngs=nnx.Rngs(0)), tokenizer)
+    cold = config(
+        f"recipe=tiresrag,init={tmp_path}/random,retriever=bm25,steps=1,demonstrations=5",
+        "miniwiki_cold_start",
+    )
+    cold.data.update({"train_worlds": 1, "held_out_worlds": 1})
+    cold.data.demonstrations.held_out = 5
+    cold.train.rows = 2
+    assert stages.run(cold, tmp_path / "cold").stopped == "done"
+
+    run = config(f"policy={tmp_path}/cold/model,retriever=bm25,steps=1,ablation=filter")
+    run.data.update({"train_worlds": 1, "held_out_worlds": 1, "held_out_per_kind": 1, "train_per_kind": 4})
+    run.train.update({"questions": 4, "samples": 2})
+    run.rollout.update({"rows": 8, "context": 512, "feeds": 4})
+    run.objective.lengths = (512,)
+    run.recipe.environment.turn_tokens = 16
+    outcome = experiment.run(run, tmp_path / "run")
+    assert outcome.step == 1
+    rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    (trained,) = [row for row in rows if "train/em" in row]
+    assert {"reward/sufficient", "reward/thinking", "reward/reflect", "train/judge_unread"} <= set(trained)
+    assert trained["train/auxiliary_weight"] == pytest.approx(1 / (1 + 2.718281828 ** (-0.09)))
+    assert trained["train/left_out"] == 0 and trained["reward/thinking"] >= 0
+    assert read_card(tmp_path / "run" / "policy").make() == Settings.parse(run).recipe
