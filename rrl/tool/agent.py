@@ -14,7 +14,7 @@ from rrl.data.questions import Question
 from rrl.errors import UserError
 from rrl.models.hf import load_language_model
 from rrl.parallel.runtime import enable_compilation_cache
-from rrl.recipes.base import Recipe, Scoring
+from rrl.recipes.base import Recipe, Scoring, uses_chat
 from rrl.recipes.card import Card, card_of, read_card
 from rrl.recipes.catalogue import make_recipe
 from rrl.retrieval.index import open_with_encoder
@@ -91,7 +91,7 @@ class Agent:
                 card = card_of(make_recipe(recipe), 0, 3)
             recipe = card.make()
         card = card or Card("", {}, {})
-        decoder, tokenizer = load_language_model(policy, "policy")
+        decoder, tokenizer = load_language_model(policy, "policy", chat=uses_chat(recipe))
         config = EngineConfig(
             rows=rows,
             context=min(context or card.context or CONTEXT, decoder.config.max_positions),
