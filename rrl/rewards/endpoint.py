@@ -105,16 +105,25 @@ class Endpoint:
         """
         wanted = list(dict.fromkeys(prompts))
         rank, count = jax.process_index(), jax.process_count()
-        mine, error = wanted[rank::count], None
+        mine = wanted[rank::count]
         found: list[str] = []
+        errors: list[Exception] = []
         stop = threading.Event()
+
+        def one(prompt: str | Prompt) -> str:
+            try:
+                return self._answer(prompt, stop)
+            except Exception as failure:
+                errors.append(failure)
+                stop.set()  # the others shall not go on trying
+                return ""
+
         with ThreadPoolExecutor(max(1, self.config.concurrency // count)) as pool:
             try:
-                found = list(pool.map(lambda prompt: self._answer(prompt, stop), mine))
-            except Exception as failure:
-                error = failure
+                found = list(pool.map(one, mine))
             finally:
-                stop.set()  # where one failed, the others shall not go on trying
+                stop.set()
+        error = errors[0] if errors else None
         parts = gather_objects((dict(zip(mine, found)), error and repr(error)))
         if error is not None:
             raise error

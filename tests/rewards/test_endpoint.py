@@ -187,6 +187,15 @@ def test_a_service_that_stays_down_ends_the_call_and_the_other_prompts_with_it(s
     assert len(service.requests) < 12
 
 
+def test_who_waits_for_a_retry_is_called_back_when_another_fails_for_good(service):
+    later = (429, {"Retry-After": "30"}, "busy")
+    service.script = [later, later, (401, {}, "no")]
+    began = time.monotonic()
+    with pytest.raises(UserError, match="answered 401"):
+        Endpoint(service.config(concurrency=3)).answers(["a", "b", "c"])
+    assert time.monotonic() - began < 10
+
+
 def test_nobody_there_is_said_with_the_address(service):
     with pytest.raises(
         OSError, match=r"http://127\.0\.0\.1:9/v1: URLError: .*refused.* \(after 1 attempts\)"
