@@ -61,8 +61,9 @@ def get_config(arg: str = "") -> ConfigDict:
         reflect=("paper", "released"),
         control=("none", "permuted", "search_off"),
     )
-    # It imports jax: after the arguments were found right.
+    # They import jax: after the arguments were found right.
     from rrl.train.experiment import with_defaults
+    from rrl.train.judges import sections_of
 
     tiny, real = args.size == "tiny", args.data != "miniwiki"
     config = ConfigDict()
@@ -96,10 +97,7 @@ def get_config(arg: str = "") -> ConfigDict:
         "top_p": 0.95,
     }
     judge = args.judge or ("oracle" if not real else "models/Qwen3-8B")
-    kind = "oracle" if judge == "oracle" else "endpoint" if judge.startswith("http") else "model"
-    config.judge = {"kind": kind, "folder": judge if kind == "model" else ""}
-    config.judge_endpoint = {"url": judge if kind == "endpoint" else "", "model": args.judge_model}
-    config.judge_rollout = {"rows": 64, "context": 8192, "feed_tokens": 512}
+    config.update(sections_of(judge, args.judge_model))
     config.data = {
         "path": args.data,
         "seed": 1,

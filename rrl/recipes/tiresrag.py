@@ -16,15 +16,15 @@ from rrl.data.miniwiki.questions import MiniQuestion
 from rrl.data.questions import Question
 from rrl.errors import UserError, at_least, one_of
 from rrl.recipes.base import Retrieve, Scoring
-from rrl.rewards.cases import Case, Sufficiency, Thinking, Told
+from rrl.rewards.cases import Case, Sufficiency, Thinking, told_of
 from rrl.rl.advantages import ESTIMATORS, group_normalize
 from rrl.rl.shaping import SCHEDULES, auxiliary_weight, consistency_penalty, difficulty_weight, saturated
 from rrl.rollout.protocol import Append, Episode, Stream
-from rrl.rollout.trajectory import POLICY, PROMPT, Search, Trajectory
+from rrl.rollout.trajectory import POLICY, Search, Trajectory
 from rrl.text.chat import Prompt
 from rrl.text.metrics import cover_exact_match, exact_match, token_f1
 from rrl.text.normalize import RULES
-from rrl.text.spans import boxes, without_boxes
+from rrl.text.spans import boxes
 
 _RULES = (
     "You must reason **clearly and completely** inside <think> and </think> before providing any final answer. Always identify "
@@ -202,7 +202,7 @@ class TiresRag:
             return
         asked: list[tuple[Trajectory, str, Case]] = []
         for trajectory in trajectories:
-            told = self._told(trajectory)
+            told = told_of(trajectory, self.environment.answer, "<think>")
             if self._asks_sufficiency:
                 asked.append((trajectory, "sufficient", Sufficiency(trajectory.question, told)))
             if self._asks_thinking:
@@ -212,19 +212,6 @@ class TiresRag:
         for (trajectory, name, _), score in zip(asked, scores, strict=True):
             trajectory.rewards[name] = trajectory.metrics[name] = score or 0.0
             trajectory.metrics["judge_unread"] += score is None
-
-    def _told(self, trajectory: Trajectory) -> Told:
-        """RD of section 3.1: the thoughts and what was found, without the answers (as released)."""
-        tag, first = self.environment.answer, "<think>"
-        segments = []
-        for role, text in trajectory.segments:
-            if role == PROMPT:
-                continue
-            if role == POLICY:
-                text, first = first + without_boxes(text, tag), ""
-            segments.append((role, text))
-        titles = (title for search in trajectory.searches for title in search.titles)
-        return Told(tuple(segments), tuple(dict.fromkeys(titles)))
 
     # -- advantages --------------------------------------------------------------------------------------------------
 

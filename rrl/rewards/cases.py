@@ -10,8 +10,9 @@ from typing import Protocol
 
 from rrl.data.passages import Passage, render
 from rrl.data.questions import Question
-from rrl.rollout.trajectory import ENVIRONMENT, POLICY
+from rrl.rollout.trajectory import ENVIRONMENT, POLICY, PROMPT, Trajectory
 from rrl.text.chat import Prompt
+from rrl.text.spans import without_boxes
 
 _CRITERION = (
     "IF the CONTEXT is sufficient to infer the ANSWER to the question and 0 IF the CONTEXT cannot be used to infer the "
@@ -129,6 +130,19 @@ RELEVANCE_SYSTEM = (
 )
 """In our words: R3-RAG (Eq. 3, section 3.2.2) describes this instruction, its scores included, and prints it nowhere."""
 
+FINDING_TEMPLATE = (
+    "A search agent was asked a question and answered it wrongly. You see what it thought and found.\n\n"
+    "Question: {question}\nRight answer: {gold}\nIts answer: {predicted}\n\nWhat it thought and found:\n"
+)
+FINDINGS = {
+    "mistaken": "Did it take what it had found about something else for what the question asks about?",
+    "faithful": "Does what it thought agree with what it had found, without anything that was not found?",
+    "reached": "Did it arrive at the right answer in its thoughts?",
+}
+"""What tells the five kinds of error of TIRESRAG-R1's Table 2 apart, whose examples the authors sorted by hand; our words."""
+
+_BOX = re.compile(r"\s*<(\w+)>.*</\1>\s*", re.DOTALL)
+
 
 class Case(Protocol):
     """One thing to be judged."""
@@ -154,9 +168,42 @@ class Told:
     titles: tuple[str, ...] = ()
     """Of all passages that were found."""
 
+    @property
+    def text(self) -> str:
+        """All of it."""
+        return "".join(text for _, text in self.segments).strip()
+
     def of(self, role: int) -> str:
         """All that the policy, or the environment, said."""
         return "\n".join(text.strip() for who, text in self.segments if who == role)
+
+
+def told_of(trajectory: Trajectory, answer: str, prefill: str = "", searches: int | None = None) -> Told:
+    """What was thought and found in a trajectory, its answers (boxes of the tag `answer`) taken out, as TIRESRAG-R1's
+    released code does.
+
+    Args:
+      trajectory: the episode; its prompt is no part of it.
+      answer: the answers' tag.
+      prefill: what the prompt had opened for the policy, which its first words continue.
+      searches: up to what was thought after so many searches; None: all of them.
+    """
+    segments: list[tuple[int, str]] = []
+    found = 0
+    for role, text in trajectory.segments:
+        if role == PROMPT:
+            continue
+        if role == ENVIRONMENT:
+            # A correction is no search: it stands in no box.
+            searched = _BOX.fullmatch(text) is not None
+            if searched and found == searches:
+                break
+            found += searched
+        else:
+            text, prefill = prefill + without_boxes(text, answer), ""
+        segments.append((role, text))
+    titles = (title for search in trajectory.searches[:searches] for title in search.titles)
+    return Told(tuple(segments), tuple(dict.fromkeys(titles)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,7 +217,7 @@ class Sufficiency:
     def prompt(self) -> Prompt:
         return Prompt(
             f"### QUESTION\n{self.question.text}\n\n### ANSWER\n{gold(self.question)}\n\n### References\n",
-            "".join(text for _, text in self.told.segments).strip(),
+            self.told.text,
             system=SUFFICIENCY_SYSTEM,
         )
 
@@ -253,6 +300,29 @@ class Relevance:
 
     def read(self, text: str) -> float | None:
         return read_tenths(text)
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """One thing about how a wrong answer came about: 0 or 1 (for TIRESRAG-R1, Table 2)."""
+
+    question: Question
+    told: Told
+    predicted: str
+    asked: str
+    """One of FINDINGS."""
+    last: tuple[str, ...] = ()
+    """Titles of the passages that the last search found."""
+
+    @property
+    def prompt(self) -> Prompt:
+        opening = FINDING_TEMPLATE.format(
+            question=self.question.text, gold=gold(self.question), predicted=self.predicted
+        )
+        return Prompt(opening, self.told.text, f"\n\n{FINDINGS[self.asked]} Answer True or False.")
+
+    def read(self, text: str) -> float | None:
+        return _last_of(text, ("true", "yes"), ("false", "no"))
 
 
 def gold(question: Question) -> str:

@@ -5,7 +5,16 @@ from collections.abc import Iterable, Sequence
 
 from rrl.data.questions import Question
 from rrl.errors import UserError
-from rrl.rewards.cases import Case, Correctness, Relevance, Sufficiency, Thinking, Told, Validation
+from rrl.rewards.cases import (
+    Case,
+    Correctness,
+    Finding,
+    Relevance,
+    Sufficiency,
+    Thinking,
+    Told,
+    Validation,
+)
 from rrl.rollout.trajectory import ENVIRONMENT
 from rrl.text.metrics import cover_exact_match
 from rrl.text.normalize import normalize_answer
@@ -22,7 +31,9 @@ class Oracle:
       names and numbers in it that stood in the question or in what had been found before (is it grounded?), in tenths;
     - relevance: the share of the question's gold passages that the documents hold, in tenths. Over steps that show no
       passage twice the shares add up to the recall;
-    - correctness: cover exact match.
+    - correctness: cover exact match;
+    - findings: something else was mistaken for what was asked where the last search found no gold passage, thoughts are
+      faithful where they are grounded, and reached the answer where they name it after the last search.
     """
 
     def grade(self, cases: Sequence[Case]) -> list[float | None]:
@@ -40,6 +51,12 @@ class Oracle:
                 return round(len(titles & set(known(question))) / len(set(known(question))), 1)
             case Correctness(question, predicted) | Validation(question, predicted):
                 return cover_exact_match(predicted, question.answers)
+            case Finding(question, _, _, "mistaken", last):
+                return float(not set(last) & set(known(question)))
+            case Finding(question, told, _, "faithful"):
+                return float(grounded(question, told) == 1.0)
+            case Finding(question, told, _, "reached"):
+                return cover_exact_match(closing(told), question.answers)
         raise TypeError(f"the oracle knows nothing of {type(case).__name__}")
 
 
@@ -82,6 +99,14 @@ def grounded(question: Question, told: Told) -> float:
             said += 1
             right += word in seen
     return right / said if said else 1.0
+
+
+def closing(told: Told) -> str:
+    """What was thought after the last search."""
+    after: list[str] = []
+    for who, text in told.segments:
+        after = [] if who == ENVIRONMENT else [*after, text]
+    return " ".join(after)
 
 
 def _words(text: str) -> set[str]:

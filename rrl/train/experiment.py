@@ -20,6 +20,7 @@ from rrl.eval.article import HELD_OUT, TRAINING, UNUSED
 from rrl.eval.curves import plot_training
 from rrl.eval.summary import summary
 from rrl.eval.trajectories_html import write_html
+from rrl.eval.trajectory_files import save_trajectories
 from rrl.models.decoder import Decoder
 from rrl.models.heads import ValueModel
 from rrl.models.hf import folder_hash, load_language_model, load_value_model, save_decoder
@@ -153,7 +154,7 @@ class Settings:
                 f"recipe.advantage={asked!r} has no part in a run with a critic, which gives the advantages: leave it at "
                 f"{usual!r}, or take the config's critic out"
             )
-        judge = JudgeSettings.parse(values)
+        judge = JudgeSettings.parse(values) if any(section in values for section in JUDGE) else None
         if recipe.judged and judge is None:
             raise UserError(
                 f"recipe.name={name!r} asks a judge for its rewards; give the section judge, with a kind of oracle, model "
@@ -361,6 +362,8 @@ def report(settings: Settings, loaded: Loaded, outcome: Outcome, workdir: pathli
     rows = read_metrics(workdir / "metrics.jsonl")
     plot_training(rows, workdir / "curves.png", settings.name, settings.train.eval_temperature)
     shown = shown_with_sources(outcome)
+    if outcome.evaluated:
+        save_trajectories(workdir / "trajectories.jsonl", outcome.evaluated)
     if shown:
         write_html(
             [trajectory for trajectory, _ in shown],

@@ -49,10 +49,8 @@ class JudgeSettings:
     endpoint: EndpointConfig | None
 
     @classmethod
-    def parse(cls, values: Mapping[str, Any]) -> "JudgeSettings | None":
-        """From a config's sections; None where it has none of them. Raises UserError for a wrong field."""
-        if not any(name in values for name in SECTIONS):
-            return None
+    def parse(cls, values: Mapping[str, Any]) -> "JudgeSettings":
+        """From a config's sections. Raises UserError for a wrong field."""
         judge = build(JudgeConfig, values.get("judge", {}), "judge")
         rollout = build(EngineConfig, values.get("judge_rollout", {}), "judge_rollout")
         if judge.kind == "model" and rollout.context < judge.answer_tokens + 3:
@@ -112,3 +110,14 @@ SECTIONS: Mapping[str, type] = {
     "judge_endpoint": EndpointConfig,
 }
 """The sections of a config that has a judge, and the dataclass behind each."""
+
+
+def sections_of(judge: str, model: str = "", context: int = 8192) -> dict[str, dict[str, Any]]:
+    """The sections of a config for a judge that is named in one word: "oracle", a folder, or the http address of a service
+    whose `model` it is. `context`: most tokens of a model's prompt and answer."""
+    kind = "oracle" if judge == "oracle" else "endpoint" if judge.startswith("http") else "model"
+    return {
+        "judge": {"kind": kind, "folder": judge if kind == "model" else ""},
+        "judge_endpoint": {"url": judge if kind == "endpoint" else "", "model": model},
+        "judge_rollout": {"rows": 64, "context": context, "feed_tokens": 512},
+    }

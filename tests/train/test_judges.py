@@ -13,7 +13,7 @@ from rrl.rewards.judge import ModelJudge
 from rrl.rewards.oracle import Oracle
 from rrl.rollout.trajectory import POLICY
 from rrl.train.hardware import ComputeConfig
-from rrl.train.judges import JudgeSettings
+from rrl.train.judges import JudgeSettings, sections_of
 from tests.rollout.world import make_world
 
 KNOWN = Question("q", "Who?", ("x",), gold=("A",))
@@ -35,8 +35,14 @@ def folder(tmp_path_factory):
     return str(path)
 
 
-def test_a_config_without_its_sections_has_no_judge():
-    assert JudgeSettings.parse({"train": {}}) is None
+def test_one_word_names_a_judge():
+    kinds = {word: sections_of(word, "m")["judge"] for word in ("oracle", "some/folder", "https://x/v1")}
+    assert kinds == {
+        "oracle": {"kind": "oracle", "folder": ""},
+        "some/folder": {"kind": "model", "folder": "some/folder"},
+        "https://x/v1": {"kind": "endpoint", "folder": ""},
+    }
+    assert JudgeSettings.parse(sections_of("https://x/v1", "m")).endpoint.model == "m"
 
 
 def test_an_oracle_needs_gold_passages_of_every_question():

@@ -1,7 +1,10 @@
 """TIRESRAG-R1's config: the paper's settings, Table 7 by one argument, and a run from cold start to policy."""
 
 import importlib.util
+import os
 import pathlib
+import subprocess
+import sys
 
 import pytest
 from flax import nnx
@@ -151,3 +154,10 @@ def test_a_cold_start_and_a_step_of_training_on_the_built_in_world(tmp_path, mon
     assert trained["train/auxiliary_weight"] == pytest.approx(1 / (1 + 2.718281828 ** (-0.09)))
     assert trained["train/left_out"] == 0 and trained["reward/thinking"] >= 0
     assert read_card(tmp_path / "run" / "policy").make() == Settings.parse(run).recipe
+
+    command = [sys.executable, "launch/diagnose.py", f"--trajectories={tmp_path}/run/trajectories.jsonl"]
+    done = subprocess.run(
+        command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)}
+    )
+    assert done.returncode == 0, done.stderr
+    assert "5 trajectories" in done.stdout and "underthinking" in done.stdout

@@ -1,0 +1,36 @@
+"""Where does a policy fail? `python launch/diagnose.py --trajectories=runs/NAME/trajectories.jsonl [--judge=…]`.
+
+Over-, good and underthinking, and five kinds of error, as in section 3 of TIRESRAG-R1. The judge is `oracle` (questions that
+name their gold passages), the folder of a model, or the http address of an OpenAI-compatible service.
+"""
+
+from collections.abc import Sequence
+
+from absl import flags
+
+from rrl.train import launcher
+
+_TRAJECTORIES = flags.DEFINE_string("trajectories", None, "trajectories.jsonl of a run.")
+_JUDGE = flags.DEFINE_string("judge", "oracle", "oracle, a model's folder, or http://… of a service.")
+_MODEL = flags.DEFINE_string("judge_model", "", "Of a service: the model's name.")
+_CONTEXT = flags.DEFINE_integer("judge_context", 8192, "Of a model: most tokens of a prompt and its answer.")
+_TAG = flags.DEFINE_string("answer", "answer", "The tag of answers.")
+flags.mark_flags_as_required(["trajectories"])
+
+
+def main(_: Sequence[str]) -> None:
+    """Reads, judges and prints."""
+    from rrl.eval.diagnose import diagnose, report
+    from rrl.eval.trajectory_files import load_trajectories
+    from rrl.train.hardware import ComputeConfig, MeshConfig
+    from rrl.train.judges import JudgeSettings, sections_of
+
+    trajectories = load_trajectories(_TRAJECTORIES.value or "")
+    settings = JudgeSettings.parse(sections_of(_JUDGE.value, _MODEL.value, _CONTEXT.value))
+    settings.check()
+    judge = settings.load([t.question for t in trajectories], ComputeConfig(), MeshConfig().make())
+    print(report(diagnose(trajectories, judge, _TAG.value)))
+
+
+if __name__ == "__main__":
+    launcher.run(main)

@@ -1,0 +1,92 @@
+"""Over-, good and underthinking, and the five kinds of error, on episodes made to show each (TIRESRAG-R1, section 3)."""
+
+import numpy as np
+import pytest
+
+from rrl.data.questions import Question
+from rrl.eval.diagnose import ERRORS, GOOD, OVER, UNDER, Diagnosis, diagnose, report
+from rrl.rewards.cases import Finding, Sufficiency
+from rrl.rewards.oracle import Oracle
+from rrl.rollout.trajectory import ENVIRONMENT, POLICY, PROMPT, Search, Trajectory
+
+QUESTION = Question(
+    "q", "Who is the spouse of the director of Silver Harbour?", ("Ivo Danes",), gold=("Film", "Director")
+)
+FILM = ("Film", "Silver Harbour was directed by Marta Velikov.")
+DIRECTOR = ("Director", "Marta Velikov is married to Ivo Danes.")
+OTHER = ("Other", "Marta Danes was born in Oslo.")
+
+
+def episode(answer, closing, *found):
+    """One that found these passages, one a search, then thought `closing` and answered."""
+    segments, searches = [(PROMPT, "q <think>")], []
+    for place, (title, text) in enumerate(found):
+        segments.append((POLICY, "so</think><search>s</search>"))
+        segments.append((ENVIRONMENT, f"\n<information>\n(Title: {title}) {text}\n</information>\n"))
+        searches.append(Search(place, "s", (title,)))
+    segments.append((POLICY, f"<think> {closing} </think><answer> {answer} </answer>"))
+    none = np.zeros(0)
+    arrays = (none, none, none, none, none)
+    return Trajectory(QUESTION, 0, 0, *arrays, segments, searches, "answer", answer=answer)
+
+
+@pytest.mark.parametrize(
+    ("found", "thinking"),
+    [((FILM, DIRECTOR), GOOD), ((FILM, DIRECTOR, OTHER), OVER), ((FILM, OTHER), UNDER), ((), UNDER)],
+)
+def test_thinking_goes_by_the_search_after_which_enough_was_known(found, thinking):
+    (diagnosis,) = diagnose([episode("Ivo Danes", "It is Ivo Danes.", *found)], Oracle())
+    assert diagnosis == Diagnosis(thinking, right=True)
+
+
+@pytest.mark.parametrize(
+    ("case", "error"),
+    [
+        (("Oslo", "So it is Oslo.", FILM, OTHER), 0),
+        (("Marta Velikov", "It is Marta Velikov.", FILM), 1),
+        (("Edda Tolvik", "She married Edda Tolvik.", FILM, DIRECTOR), 2),
+        (("Marta Velikov", "The spouse is Ivo Danes.", FILM, DIRECTOR), 3),
+        (("Marta Velikov", "The spouse is Marta Velikov.", FILM, DIRECTOR), 4),
+    ],
+)
+def test_each_kind_of_error_is_recognised(case, error):
+    (diagnosis,) = diagnose([episode(*case)], Oracle())
+    assert diagnosis.error == error and not diagnosis.right
+    assert (diagnosis.thinking == UNDER) == (ERRORS[error][0] == "insufficient")
+
+
+def test_the_judge_is_asked_after_each_search_without_answers_and_further_only_about_wrong_ones():
+    calls = []
+
+    class Says:
+        def grade(self, cases):
+            calls.append(cases)
+            return [None] * len(cases)
+
+    wrong, right = episode("Oslo", "x", FILM, OTHER), episode("Ivo Danes", "x", FILM)
+    wrong.segments.insert(2, (ENVIRONMENT, "\nMy action is not correct.\n"))  # a correction is no search
+    found = diagnose([wrong, right], Says())
+    first, second = calls
+    assert [type(case) for case in first] == [Sufficiency] * 5 and len(second) == 1
+    assert [case.told.titles for case in first] == [(), ("Film",), ("Film", "Other"), (), ("Film",)]
+    assert not any("<answer>" in case.prompt.said for case in (*first, *second))
+    assert "Marta Velikov" not in first[0].prompt.body and "not correct" in first[0].prompt.body
+    assert "Marta Velikov" in first[1].prompt.body and "Oslo" not in first[1].prompt.body
+    assert isinstance(second[0], Finding) and second[0].last == ("Other",)
+    # what cannot be read counts as no, and is counted
+    assert [(d.thinking, d.error, d.unread) for d in found] == [(UNDER, 1, 4), (UNDER, None, 2)]
+
+
+def test_the_tables_count_and_share():
+    found = [
+        Diagnosis(GOOD, True),
+        Diagnosis(GOOD, False, 3),
+        Diagnosis(UNDER, False, 0),
+        Diagnosis(UNDER, False, 0, unread=2),
+    ]
+    text = report(found)
+    assert "4 trajectories" in text and "3 wrong answers" in text and "2 answers of the judge" in text
+    lines = {line.rsplit(None, 2)[0].strip(): line.split()[-2:] for line in text.splitlines() if line.split()}
+    assert lines["good thinking"] == ["1", "1"] and lines["underthinking"] == ["0", "2"]
+    assert "knowledge retrieved incorrect" in text and "66.7 %" in text and "33.3 %" in text
+    assert "0 wrong answers" in report([Diagnosis(GOOD, True)])
