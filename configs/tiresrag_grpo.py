@@ -25,6 +25,7 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from rrl.arguments import parse
+from rrl.errors import UserError
 
 ABLATIONS: dict[str, dict[str, Any]] = {
     "none": {},
@@ -61,6 +62,10 @@ def get_config(arg: str = "") -> ConfigDict:
         reflect=("paper", "released"),
         control=("none", "permuted", "search_off"),
     )
+    if args.encoder and args.retriever == "bm25":
+        raise UserError(
+            f"config argument encoder={args.encoder!r} has no meaning with retriever=bm25, which searches words; leave one out"
+        )
     # They import jax: after the arguments were found right.
     from rrl.train.experiment import with_defaults
     from rrl.train.judges import sections_of
@@ -92,7 +97,7 @@ def get_config(arg: str = "") -> ConfigDict:
         "rows": 64,
         "context": 1024 if tiny else 16384,
         "feeds": 16,
-        "feed_tokens": 96 if tiny else 512,
+        "feed_tokens": 256 if tiny else 2048,
         "top_k": 2 if tiny else 5,
         "top_p": 0.95,
     }

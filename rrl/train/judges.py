@@ -119,5 +119,5 @@ def sections_of(judge: str, model: str = "", context: int = 8192) -> dict[str, d
     return {
         "judge": {"kind": kind, "folder": judge if kind == "model" else ""},
         "judge_endpoint": {"url": judge if kind == "endpoint" else "", "model": model},
-        "judge_rollout": {"rows": 64, "context": context, "feed_tokens": 512},
+        "judge_rollout": {"rows": 64, "context": context, "feed_tokens": 2048},
     }
