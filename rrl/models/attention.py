@@ -96,14 +96,17 @@ softmax_attention.defvjp(_forward, _backward)
 
 def cache_attention(
     q: Float[Array, "P T N H"],
-    k: Float[Array, "L blocks R K H slot"],
+    k: Float[Array, "L blocks R K slot H"],
     v: Float[Array, "L blocks R K slot H"],
     layer: Int[Array, ""],
     positions: Int[Array, "P T"],
     rows: Int[Array, "P"] | None,
     groups: tuple[Int[Array, "G P/G"], Int[Array, "G"]],
+    *,
+    slots_last: bool = False,
 ) -> Float[Array, "P T N H"]:
-    """Each query attends to a layer's slots up to its own position; q must be scaled already.
+    """Each query attends to a layer's slots up to its own position; q must be scaled already, k is [..., H, slot] with
+    `slots_last`.
 
     Reads blocks one after another, with a running softmax (Milakov & Gimelshein 2018), `groups` of the P entries at a time:
     which entries, and how many blocks they need (`rrl.models.cache.KVCache.groups`). A block beyond a query's position adds
@@ -112,6 +115,7 @@ def cache_attention(
     """
     time, heads, width = q.shape[1:]
     kv_heads, slots = v.shape[3:5]
+    products = "PKTGH,PKHS->PKTGS" if slots_last else "PKTGH,PKSH->PKTGS"
     grouped = jnp.swapaxes(q.reshape(-1, time, kv_heads, heads // kv_heads, width), 1, 2)
 
     def of_group(entries: Array, blocks: Array) -> Float[Array, "P/G K T G H"]:
@@ -125,7 +129,7 @@ def cache_attention(
         def one_block(index: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
             peak, total, mixed = carry
             keys, values = (part[layer, index, held].astype(q.dtype) for part in (k, v))
-            scores = jnp.einsum("PKTGH,PKHS->PKTGS", some, keys, preferred_element_type=jnp.float32)
+            scores = jnp.einsum(products, some, keys, preferred_element_type=jnp.float32)
             seen = index * slots + jnp.arange(slots) <= until[..., None]
             scores = jnp.where(seen[:, None, :, None, :], scores, jnp.finfo(jnp.float32).min)
             higher = jnp.maximum(peak, scores.max(axis=-1, keepdims=True))

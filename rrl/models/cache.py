@@ -32,25 +32,33 @@ class KVCache:
     """Keys (already rotated) and values of R rows with S slots each; a token at position p lives in slot p.
 
     Slot p of a layer is slot p % BLOCK of [layer, p // BLOCK, row]. The layers are stacked, so that a loop over them
-    carries the whole cache and XLA updates it in place: an array cut out of it by layer would be copied. Heads come before
-    slots, and keys have their slots last, as attention's two matrix products want them: neither transposes a block.
+    carries the whole cache and XLA updates it in place: an array cut out of it by layer would be copied.
     """
 
-    k: Float[Array, "L blocks R K H slot"]
+    k: Float[Array, "L blocks R K slot H"]
+    """[..., H, slot] with `slots_last`."""
     v: Float[Array, "L blocks R K slot H"]
     slots: int = dataclasses.field(metadata={"static": True})
     """S; positions from S on are dropped."""
+    slots_last: bool = dataclasses.field(default=False, metadata={"static": True})
+    """Whether keys have their slots last, as a CPU's matrix product wants them: it transposes no block then. A TPU would copy
+    all keys to write one there."""
 
     @classmethod
     def create(
-        cls, config: DecoderConfig, rows: int, slots: int, dtype: DTypeLike = jnp.float32
+        cls,
+        config: DecoderConfig,
+        rows: int,
+        slots: int,
+        dtype: DTypeLike = jnp.float32,
+        *,
+        slots_last: bool = False,
     ) -> "KVCache":
         """An empty cache of `rows` sequences of up to `slots` tokens."""
         lead = (config.layers, -(-slots // BLOCK), rows, config.kv_heads)
-        keys, values = (
-            jnp.zeros((*lead, *last), dtype) for last in ((config.head_dim, BLOCK), (BLOCK, config.head_dim))
-        )
-        return cls(_placed(keys), _placed(values), slots)
+        last = BLOCK, config.head_dim
+        keys = jnp.zeros((*lead, *(reversed(last) if slots_last else last)), dtype)
+        return cls(_placed(keys), _placed(jnp.zeros((*lead, *last), dtype)), slots, slots_last)
 
     @property
     def rows(self) -> int:
@@ -93,7 +101,7 @@ class KVCache:
         """
         mesh = jax.sharding.get_abstract_mesh()
         if mesh.empty or mesh.size == 1:
-            out, pair = _attended((self.k, self.v), layer, q, k, v, positions, rows, groups, self.slots)
+            out, pair = _attended((self.k, self.v), layer, q, k, v, positions, rows, groups, self)
             return out, dataclasses.replace(self, k=pair[0], v=pair[1])
         held = fit("cache", PartitionSpec(*PLACE), self.k.shape, mesh)
         entries = PartitionSpec(ROW_AXES)
@@ -111,7 +119,7 @@ class KVCache:
             groups: Groups,
         ) -> tuple:
             here = None if rows is None else rows - jax.lax.axis_index(ROW_AXES) * per_device
-            return _attended(pair, layer, q, k, v, at, here, groups, self.slots)
+            return _attended(pair, layer, q, k, v, at, here, groups, self)
 
         mapped = jax.shard_map(
             on_one,
@@ -155,21 +163,19 @@ def _attended(
     positions: Array,
     rows: Array | None,
     groups: Groups,
-    slots: int,
+    cache: KVCache,
 ) -> tuple[Array, Pair]:
-    """`KVCache.attend` on one device."""
-    block = jnp.where(positions < slots, positions // BLOCK, pair[0].shape[1])
+    """`KVCache.attend` on one device, whose part of `cache` the pair is."""
+    block = jnp.where(positions < cache.slots, positions // BLOCK, pair[0].shape[1])
     row = (jnp.arange(len(q)) if rows is None else rows)[:, None]
-    slot, every = positions % BLOCK, slice(None)
+    every, slot = slice(None), positions % BLOCK
+    of_key = (every, every, slot) if cache.slots_last else (every, slot)
 
     def put(old: Array, where: tuple[Any, ...], new: Array) -> Array:
-        return old.at[where].set(new.astype(old.dtype), mode="drop")
+        return old.at[layer, block, row, *where].set(new.astype(old.dtype), mode="drop")
 
-    pair = (
-        put(pair[0], (layer, block, row, every, every, slot), k),
-        put(pair[1], (layer, block, row, every, slot), v),
-    )
-    return cache_attention(q, *pair, layer, positions, rows, groups), pair
+    pair = put(pair[0], of_key, k), put(pair[1], (every, slot), v)
+    return cache_attention(q, *pair, layer, positions, rows, groups, slots_last=cache.slots_last), pair
 
 
 def _copied(arrays: Pair, source: Array, target: Array, slots: Array, first: Array) -> Pair:

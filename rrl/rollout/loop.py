@@ -123,8 +123,8 @@ class Programs:
             query_tokens=encoder.query_tokens if encoder else 0,
             patience=config.patience,
         )
-        one_cpu = mesh.size == 1 and mesh.devices.flat[0].platform == "cpu"
-        self.groups = (DECODED_TOGETHER, 1) if one_cpu else (0, 0)
+        self.on_cpu = mesh.devices.flat[0].platform == "cpu"
+        self.groups = (DECODED_TOGETHER, 1) if self.on_cpu and mesh.size == 1 else (0, 0)
 
     def episode_loop(self, turn_tokens: int, first_accept: int) -> Callable:
         """The jitted program (params, encoder state, key, stop table) -> decode steps; the host has the episodes."""
@@ -199,7 +199,13 @@ class Programs:
 
     def _start(self, model: Decoder, turn_tokens: int) -> tuple[Rows, KVCache, jax.Array]:
         rows = Rows.create(self.config.rows, turn_tokens)
-        cache = KVCache.create(self.decoder_config, self.config.rows, self.config.context, model.dtype)
+        cache = KVCache.create(
+            self.decoder_config,
+            self.config.rows,
+            self.config.context,
+            model.dtype,
+            slots_last=self.on_cpu,
+        )
         width = self.encoder.dim if self.encoder else 0
         return rows, cache, jnp.zeros((self.shards * self.limits.feeds, width), jnp.float32)
 

@@ -174,7 +174,7 @@ def sample_rounds(
 def permute_rewards(trajectories: Sequence[Trajectory], rng: np.random.Generator) -> None:
     """Deals the rewards (all components of one together), and what turns earned, out at random over the batch, in place."""
     components = [t.rewards for t in trajectories]
-    for trajectory, place in zip(trajectories, rng.permutation(len(components)), strict=True):
+    for trajectory, place in zip(trajectories, rng.permutation(np.arange(len(components))), strict=True):
         trajectory.rewards = dict(components[place])
     paid = [(t.turn_rewards, turn) for t in trajectories if t.turn_rewards for turn in t.turn_rewards]
     earned = rng.permutation([rewards[turn] for rewards, turn in paid])

@@ -97,7 +97,7 @@ def test_rows_of_the_cache_are_extended_at_different_positions_and_others_stay()
 def test_positions_beyond_the_slots_are_dropped_although_the_last_block_has_room():
     cache = KVCache.create(SMALL, rows=1, slots=10)
     _, cache = extend(make(SMALL), draw(SMALL, 1, 4), jnp.array([[9, 10, 11, 500]]), cache)
-    assert cache.k[0, 0, 0, :, :, 9].any()
+    assert cache.k[0, 0, 0, :, 9].any()
     assert int((cache.k[0] != 0).any(axis=(1, 2, 3)).sum()) == 1
 
 
@@ -114,6 +114,17 @@ def test_bits_of_a_row_do_not_depend_on_how_far_its_neighbours_are():
     token = draw(SMALL, 2, 1, seed=1)
     near, far = (extend(decoder, token, jnp.array([[40], [other]]), cache)[0][0] for other in (41, past))
     np.testing.assert_array_equal(near, far)
+
+
+@pytest.mark.parametrize("past", [40, BLOCK + 3])
+def test_keys_may_have_their_slots_last(past):
+    decoder, found = make(SMALL), []
+    for slots_last in (False, True):
+        cache = KVCache.create(SMALL, 2, past + 1, slots_last=slots_last)
+        _, cache = extend(decoder, draw(SMALL, 2, past), places(2, past), cache)
+        found.append(extend(decoder, draw(SMALL, 2, 1), jnp.full((2, 1), past), cache))
+    np.testing.assert_allclose(found[0][0], found[1][0], **TOLERANCE)
+    np.testing.assert_array_equal(found[0][1].k, found[1][1].k.swapaxes(-1, -2))
 
 
 @pytest.mark.parametrize("group", [1, 2, 3])
