@@ -9,6 +9,7 @@ from rrl.models.cache import BLOCK
 from rrl.models.config import DecoderConfig
 from rrl.parallel.mesh import data_shards
 from rrl.parallel.topology import Chip
+from rrl.rl.logprobs import chunk_positions
 from rrl.train.experiment import Settings
 from rrl.train.hlo import Traffic
 
@@ -174,7 +175,7 @@ def temporaries(
         "none": config.hidden * 8 + (config.heads * config.head_dim * 6 + config.mlp * 5) / tensor,
     }[remat]
     scores = 4 * tokens / 8 * length * config.heads / tensor * F32
-    logits = 4 * min(2048, tokens) * vocabulary * F32
+    logits = 4 * min(chunk_positions(config.vocab_size, shards * tensor), tokens) * vocabulary * F32
     in_update = (
         BF16 * chip_parameters
         + F32 * trained / split

@@ -4,9 +4,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
+from rrl.models.config import DecoderConfig
+from rrl.models.decoder import Decoder
+from rrl.parallel.mesh import make_mesh
+from rrl.parallel.rules import shard
 from rrl.rl.batch import Batch
-from rrl.rl.logprobs import token_logprobs
+from rrl.rl.logprobs import chunk_positions, token_logprobs
 
 B, T, D, V = 3, 37, 8, 50
 
@@ -106,3 +111,66 @@ def test_logits_of_the_whole_batch_never_exist():
         return compiled.memory_analysis().temp_size_in_bytes
 
     assert memory(True) < 4 * rows * length * vocabulary / 4 < memory(False)
+
+
+def test_a_chunk_holds_as_many_positions_as_its_logits_have_room_for():
+    assert [chunk_positions(size) for size in (500, 128_256, 151_936, 10**7)] == [2048, 640, 512, 128]
+    assert chunk_positions(151_936, shares=4) == 2048
+
+
+def gradient(params, graph, batch, remat):
+    def loss(params):
+        model = nnx.merge(graph, params)
+        scores = token_logprobs(model, batch, chunk=24, entropy=True, remat=remat)
+        return (scores.logp - 0.3 * scores.entropy).sum()
+
+    return jax.jit(jax.grad(loss))(params)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_over_a_mesh_a_recomputed_heads_gradient_is_that_of_one_device(tied):
+    sizes = {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    sizes |= {"num_key_value_heads": 2, "intermediate_size": 32, "rope_theta": 1e4, "rms_norm_eps": 1e-6}
+    sizes |= {"model_type": "llama", "tie_word_embeddings": tied, "max_position_embeddings": 64}
+    graph, params = nnx.split(Decoder(DecoderConfig.from_hf(sizes), rngs=nnx.Rngs(0)))
+    rows, length = 4, 32
+    tokens = jax.random.randint(jax.random.key(0), (rows, length), 0, 64)
+    wanted = jax.random.bernoulli(jax.random.key(1), 0.4, (rows, length))
+    positions = jnp.broadcast_to(jnp.arange(length), (rows, length))
+    batch = Batch(tokens, positions, jnp.ones_like(tokens), wanted)
+    plain, alone = (gradient(params, graph, batch, remat) for remat in (False, True))
+    mesh = make_mesh(1, 4, 2)
+    with jax.set_mesh(mesh):
+        spread = gradient(shard(params, mesh), graph, batch, True)
+    for found in (alone, spread):
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), found, plain)
+
+
+def choices(program):
+    """What each `cond` of a program does where its condition does not hold, and where it does."""
+    for step in program.eqns:
+        if step.primitive.name == "cond":
+            yield step.params["branches"]
+        for value in step.params.values():
+            for part in value if isinstance(value, tuple) else (value,):
+                if hasattr(part, "eqns"):
+                    yield from choices(part)
+
+
+def makes(branch, shape):
+    return any(out.aval.shape == shape for step in branch.eqns for out in step.outvars)
+
+
+def test_a_chunk_without_a_target_does_not_touch_the_heads_gradient(model_and_batch):
+    """The gradient is summed in place: no array of its size is made where there is nothing to add."""
+    params, batch = model_and_batch
+
+    def loss(p):
+        return token_logprobs(TinyModel(p), batch, chunk=12, remat=True).logp.sum()
+
+    found = [
+        (nothing, learn)
+        for nothing, learn in choices(jax.make_jaxpr(jax.grad(loss))(params))
+        if makes(learn, (D, V))
+    ]
+    assert found and not any(makes(nothing, (D, V)) for nothing, _ in found)
