@@ -1,6 +1,8 @@
-"""How a run uses its devices: the mesh it is spread over, and what its policy computes with."""
+"""How a run uses its devices: the mesh it is spread over, what its policy computes with, and the memory it takes."""
 
 import dataclasses
+import resource
+import sys
 from typing import get_args
 
 import jax
@@ -64,3 +66,15 @@ class ComputeConfig:
             return choose_backend(self.attention, platform, jnp.dtype(self.dtype))
         except UserError as error:
             raise UserError(f"compute.{error}") from error
+
+
+def memory_used() -> dict[str, float]:
+    """GiB that this process, and the fullest of its devices, have held at most since the start.
+
+    "memory/host" and "memory/device"; without the second where devices do not tell (a CPU's memory is the host's).
+    """
+    unit = 1 if sys.platform == "darwin" else 1024
+    host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    told = [stats["peak_bytes_in_use"] for device in jax.local_devices() if (stats := device.memory_stats())]
+    found = {"memory/host": host} | ({"memory/device": max(told)} if told else {})
+    return {name: size / 2**30 for name, size in found.items()}

@@ -20,6 +20,7 @@ from rrl.rl.advantages import low_spread
 from rrl.rollout.engine import Engine
 from rrl.rollout.trajectory import Trajectory
 from rrl.train.checkpoints import stop_requested
+from rrl.train.hardware import memory_used
 from rrl.train.learner import Learner
 from rrl.train.record import Record
 from rrl.train.rl_config import RLConfig
@@ -128,7 +129,7 @@ def train(
                 "time/update": done - rolled,
                 "time/step": done - began,
                 "minutes": record.seconds / 60,
-            }
+            } | memory_used()
             _show(step, metrics, sampled, record)
             if task.held_out and not record.before and not stop:  # a first update is what a user waits for
                 with record.progress.paused():

@@ -1,10 +1,13 @@
 """What a run asks of its devices is checked by name, and a mesh may be smaller than the machine."""
 
+import types
+
 import jax
+import numpy as np
 import pytest
 
 from rrl.errors import UserError
-from rrl.train.hardware import ComputeConfig, MeshConfig
+from rrl.train.hardware import ComputeConfig, MeshConfig, memory_used
 
 
 @pytest.mark.parametrize(
@@ -46,3 +49,15 @@ def test_a_kernel_that_this_platform_lacks_is_refused_with_its_field():
     assert ComputeConfig().backend("cpu") == "xla"
     with pytest.raises(UserError, match=r"compute\.attention=splash runs on TPUs only, this is a cpu"):
         ComputeConfig(attention="splash").backend("cpu")
+
+
+def test_memory_is_the_hosts_and_that_of_the_fullest_device_that_tells(monkeypatch):
+    held = np.ones(64 * 2**20 // 8)
+    assert held.nbytes / 2**30 < memory_used()["memory/host"] < 1000
+    assert "memory/device" not in memory_used()  # a CPU does not tell
+    devices = [
+        types.SimpleNamespace(memory_stats=lambda g=g: {"peak_bytes_in_use": g * 2**30}) for g in (3, 5)
+    ]
+    silent = types.SimpleNamespace(memory_stats=lambda: None)
+    monkeypatch.setattr(jax, "local_devices", lambda: [*devices, silent])
+    assert memory_used()["memory/device"] == 5

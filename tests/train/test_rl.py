@@ -216,8 +216,8 @@ EVERY_LINE = ["eval 0", "train 1", "train 2", "eval 2", "train 3", "train 4", "e
 
 
 def lines(workdir):
-    """Every line of the metrics without its times."""
-    drop = ("time/", "minutes")
+    """Every line of the metrics without its times and memory."""
+    drop = ("time/", "memory/", "minutes")
     found = read_metrics(workdir / "metrics.jsonl")
     return [{k: v for k, v in line.items() if not k.startswith(drop)} for line in found]
 
@@ -293,6 +293,7 @@ def test_parameters_move_and_are_held_against_the_frozen_start(whole):
     assert lines[0]["train/kl"] == pytest.approx(0, abs=1e-6)
     assert lines[-1]["train/kl"] > 0
     assert lines[0]["train/logp_gap"] < 1e-5
+    assert all(line["memory/host"] > 0.01 for line in lines)
     assert set(outcome.after) >= {"eval/em", "eval/f1", "eval/searches"}
 
 
