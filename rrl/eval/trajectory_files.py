@@ -46,7 +46,7 @@ def _trajectory(position: int, record: Any) -> Trajectory:
     none = np.zeros(0)
     try:
         asked: dict[str, Any] = dict(fields["question"])
-        asked |= {name: tuple(asked[name]) for name in ("answers", "gold")}
+        asked = {name: tuple(value) if isinstance(value, list) else value for name, value in asked.items()}
         searches = [Search(**{**search, "titles": tuple(search["titles"])}) for search in fields["searches"]]
         return Trajectory(
             Question(**asked),
