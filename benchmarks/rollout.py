@@ -159,7 +159,7 @@ class Turns:
 def episodes(args: argparse.Namespace) -> list[Row]:
     """Search episodes, against two ways that prefill the whole history at every turn: this engine's own, and Tunix's."""
     rows, batch = [], args.batch // 4
-    for searches in (2, 4, 8):
+    for searches in (2, 4):
         live, again = Turns(searches), Turns(searches, again=True)
         histories = [
             live.prompt + turn * (live.turn_tokens + live.observation_tokens) for turn in range(searches + 1)
