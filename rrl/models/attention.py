@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+Groups = tuple[Int[Array, "G P/G"], Int[Array, "G"]]
+"""Which of P entries read a cache together, and how many blocks of it."""
 SMALLEST_BLOCK = 32
 MOST_BLOCKS = 8
 """Queries are handled in blocks in training; a block looks only at keys up to its own end, which saves nearly half of the
@@ -101,7 +103,7 @@ def cache_attention(
     layer: Int[Array, ""],
     positions: Int[Array, "P T"],
     rows: Int[Array, "P"] | None,
-    groups: tuple[Int[Array, "G P/G"], Int[Array, "G"]],
+    groups: Groups,
     *,
     slots_last: bool = False,
 ) -> Float[Array, "P T N H"]:

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from rrl.models.attention import cache_attention
+from rrl.models.attention import Groups, cache_attention
 from rrl.models.config import DecoderConfig
 from rrl.parallel.mesh import ROW_AXES, data_shards
 from rrl.parallel.rules import constrain, fit
@@ -22,8 +22,6 @@ BLOCK = 128
 PLACE = (None, None, ROW_AXES, "tensor", None, None)
 """Rows over the devices that decode them, kv heads over those that share a row."""
 Pair = tuple[Array, Array]
-Groups = tuple[Int[Array, "G P/G"], Int[Array, "G"]]
-"""Which of P entries read the past together, and how many blocks of it."""
 
 
 @jax.tree_util.register_dataclass
@@ -105,7 +103,7 @@ class KVCache:
             return out, dataclasses.replace(self, k=pair[0], v=pair[1])
         held = fit("cache", PartitionSpec(*PLACE), self.k.shape, mesh)
         entries = PartitionSpec(ROW_AXES)
-        heads = PartitionSpec(ROW_AXES, None, held[3] if len(held) > 3 else None, None)
+        heads = PartitionSpec(ROW_AXES, None, held[3], None)
         per_device = self.rows // data_shards(mesh)
 
         def on_one(

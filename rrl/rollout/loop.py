@@ -37,7 +37,7 @@ class EngineConfig:
     feeds: int = 16
     """How many paused rows of a data shard interrupt decoding; as many queries are encoded together."""
     feed_tokens: int = 256
-    """Tokens prefilled together, per data shard, of as many texts as have room."""
+    """Tokens prefilled together, per data shard: pieces of 32 of as many texts as have room (one piece, where it is less)."""
     patience: int = 8
     """Decode steps that a paused row waits at most while others run; one whose query is being encoded waits for none."""
     top_k: int = 3
