@@ -12,7 +12,7 @@ reinforcement learning took.
 from ml_collections import ConfigDict
 
 from rrl.arguments import parse
-from rrl.errors import UserError
+from rrl.train.config_parts import refuse_unused_encoder
 
 BARE = {"rsearch": {"instruction": ""}, "tiresrag": {"opening": "bare"}}
 """The fields of each recipe that leave its instruction out, which a policy of this size could not follow."""
@@ -32,10 +32,7 @@ def get_config(arg: str = "") -> ConfigDict:
         retriever=("scann", "bm25", "exact"),
         encoder="",
     )
-    if args.encoder and args.retriever == "bm25":
-        raise UserError(
-            f"config argument encoder={args.encoder!r} has no meaning with retriever=bm25, which searches words; leave one out"
-        )
+    refuse_unused_encoder(args)
     config = ConfigDict()
     config.stage = "demonstrations"
     config.init = args.init

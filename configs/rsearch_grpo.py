@@ -1,7 +1,7 @@
 """R-Search with GRPO.
 
-    python launch/train.py --config=configs/rsearch_grpo.py                      # built-in world, about 11 minutes, 2 cores
-    python launch/train.py --config=configs/rsearch_grpo.py:steps=2              # smoke run, 40 seconds
+    python launch/train.py --config=configs/rsearch_grpo.py                      # built-in world, 8 minutes on 2 cores
+    python launch/train.py --config=configs/rsearch_grpo.py:steps=2              # smoke run, half a minute
     python launch/train.py --config=configs/rsearch_grpo.py:data=FOLDER,policy=FOLDER    # real questions, any policy
     python launch/train.py --config=configs/rsearch_grpo.py:size=7b,data=FOLDER,policy=FOLDER,reader=FOLDER,encoder=FOLDER
 
@@ -13,34 +13,16 @@ optimiser in sizes that a single device has room for. size=3b and size=7b hold t
 encoder, 8 x 80 GB.
 """
 
-import re
 from typing import Any
 
 from ml_collections import ConfigDict
 
-from rrl.arguments import parse
-from rrl.errors import UserError
+from rrl.train.config_parts import begin, is_smoke, parse_run, shorten
 
 
 def get_config(arg: str = "") -> ConfigDict:
     """The config of `--config=configs/rsearch_grpo.py:ARG`."""
-    args = parse(
-        arg,
-        size=("tiny", "3b", "7b"),
-        steps=int,
-        seed=0,
-        data="miniwiki",
-        policy="",
-        reader="",
-        encoder="",
-        retriever="",
-        prompt=("auto", "bare", "paper"),
-        control=("none", "permuted", "search_off"),
-    )
-    if args.encoder and args.retriever == "bm25":
-        raise UserError(
-            f"config argument encoder={args.encoder!r} has no meaning with retriever=bm25, which searches words; leave one out"
-        )
+    args = parse_run(arg, reader="", prompt=("auto", "bare", "paper"))
     # They import jax: after the arguments were found right.
     from rrl.recipes.card import read_card
     from rrl.train.experiment import with_defaults
@@ -56,9 +38,7 @@ def get_config(arg: str = "") -> ConfigDict:
     def sized(cold_started: Any, ordinary: Any, paper: Any) -> Any:
         return cold_started if ours else ordinary if tiny else paper
 
-    config = ConfigDict()
-    # Each argument has a workdir of its own, so that a smoke run does not stand in the way of the main one.
-    config.name = "-".join([f"rsearch_grpo_{args.size}", *re.findall(r"[\w.=]+", arg)])
+    config = begin("rsearch_grpo", arg, args)
     config.policy = policy
     config.reader = args.reader or ("assets/miniwiki-reader" if tiny else "models/Llama-3.2-3B-Instruct")
 
@@ -90,19 +70,6 @@ def get_config(arg: str = "") -> ConfigDict:
         "context": 384 if tiny else 4096,
         "feed_tokens": 512 if tiny else 2048,
     }
-    config.data = {
-        "path": args.data,
-        "seed": 1,
-        "held_out_split": "test",  # settings are chosen on "dev", whose worlds and names are others
-        "on_error": "refuse",
-        "held_out": 100 if tiny else 500,
-    }
-    kind = args.retriever or ("bm25" if real and not args.encoder else "scann")
-    config.retriever = {
-        "kind": "off" if args.control == "search_off" else kind,
-        "encoder": args.encoder or ("assets/miniwiki-encoder" if not real else ""),
-        "title_weight": 1 if real else 3,
-    }
     steps = args.steps if args.steps is not None else (66 if tiny else 195)
     config.train = {
         "steps": steps,
@@ -126,14 +93,6 @@ def get_config(arg: str = "") -> ConfigDict:
         "lengths": sized((384, 640, 1024), (1024, 2048, 4096), (1024, 2048, 4096, 8192)),
         "microbatch_tokens": sized(4096, 8192, 32768),
     }
-    # Qwen2.5-3B has 2 key-value heads, 7B has 4: the tensor axis shares them evenly, so that no cache is held twice.
-    config.mesh = {"fsdp": 1 if tiny else -1, "tensor": {"tiny": 1, "3b": 2, "7b": 4}[args.size]}
-    config.compute = {
-        "dtype": sized("float32", "float32", "bfloat16"),
-        "remat": sized("none", "none", "full"),
-    }
-    # A rank above 0: adapters are trained, and the policy and its reference share all else.
-    config.lora = {"rank": 0}
     config.optim = {
         "name": "adamw",
         "lr": 3e-4 if ours else 1e-6,
@@ -145,14 +104,8 @@ def get_config(arg: str = "") -> ConfigDict:
         "b2": 0.999,
         "frozen": ("^embedding$",) if ours else (),
     }
-    # Says when reward or entropy stay at zero or the KL runs away; action=stop ends the run at its last good checkpoint.
-    config.guard = {"action": "warn", "steps": 10}
-    if tiny and 0 < steps <= 5:  # a smoke run looks at everything, briefly
-        config.data["held_out_per_kind"] = 8
-        config.data["train_per_kind"] = 50
-        config.data["train_worlds"] = 4
-        config.train["questions"] = 16
-        config.train["eval_every"] = steps
+    if is_smoke(args):
+        shorten(config)
     elif tiny and not args.policy and not real and args.control == "none":
         # What the same policy reaches when it is shown 4,000 demonstrations: README, "What it reaches".
         config.reference = ("SFT on 4,000 clean demonstrations", 0.733)

@@ -19,13 +19,11 @@ silent the released code is followed: top-p 0.95, a warm-up of 1.5 %, 1,024 toke
 OpenAI-compatible service, with its `judge_model`; the service's key is read from OPENAI_API_KEY.
 """
 
-import re
 from typing import Any
 
 from ml_collections import ConfigDict
 
-from rrl.arguments import parse
-from rrl.errors import UserError
+from rrl.train.config_parts import begin, is_smoke, parse_run, shorten
 
 ABLATIONS: dict[str, dict[str, Any]] = {
     "none": {},
@@ -44,41 +42,25 @@ ABLATIONS["naive"] = {name: value for fields in ABLATIONS.values() for name, val
 
 def get_config(arg: str = "") -> ConfigDict:
     """The config of `--config=configs/tiresrag_grpo.py:ARG`."""
-    args = parse(
+    args = parse_run(
         arg,
-        size=("tiny", "3b", "7b"),
-        steps=int,
-        seed=0,
-        data="miniwiki",
-        policy="",
         judge="",
         judge_model="",
-        encoder="",
-        retriever="",
         prompt=("auto", "instruct", "base", "bare"),
         ablation=tuple(ABLATIONS),
         estimator=("grpo", "reinforce_pp"),
         schedule=("paper", "fixed", "linear", "fast"),
         reflect=("paper", "released"),
-        control=("none", "permuted", "search_off"),
     )
-    if args.encoder and args.retriever == "bm25":
-        raise UserError(
-            f"config argument encoder={args.encoder!r} has no meaning with retriever=bm25, which searches words; leave one out"
-        )
     # They import jax: after the arguments were found right.
     from rrl.train.experiment import with_defaults
     from rrl.train.judges import sections_of
 
     tiny, real = args.size == "tiny", args.data != "miniwiki"
-    config = ConfigDict()
-    # Each argument has a workdir of its own, so that a smoke run does not stand in the way of the main one.
-    config.name = "-".join([f"tiresrag_grpo_{args.size}", *re.findall(r"[\w.=]+", arg)])
+    config = begin("tiresrag_grpo", arg, args)
     config.policy = args.policy or (
         "runs/tiresrag_cold_start/model" if tiny else f"models/Qwen2.5-{args.size.upper()}-Instruct"
     )
-    config.reader = ""
-    config.reader_rollout = {}
     opening = {"auto": "bare" if tiny else "instruct"}.get(args.prompt, args.prompt)
     config.recipe = {
         "name": "tiresrag",
@@ -103,19 +85,6 @@ def get_config(arg: str = "") -> ConfigDict:
     }
     judge = args.judge or ("oracle" if not real else "models/Qwen3-8B")
     config.update(sections_of(judge, args.judge_model))
-    config.data = {
-        "path": args.data,
-        "seed": 1,
-        "held_out_split": "test",  # settings are chosen on "dev", whose worlds and names are others
-        "on_error": "refuse",
-        "held_out": 100 if tiny else 500,
-    }
-    found_by = args.retriever or ("bm25" if real and not args.encoder else "scann")
-    config.retriever = {
-        "kind": "off" if args.control == "search_off" else found_by,
-        "encoder": args.encoder or ("assets/miniwiki-encoder" if not real else ""),
-        "title_weight": 1 if real else 3,
-    }
     steps = args.steps if args.steps is not None else (66 if tiny else 75)
     config.train = {
         "steps": steps,
@@ -139,12 +108,6 @@ def get_config(arg: str = "") -> ConfigDict:
         "lengths": (384, 640, 1024) if tiny else (2048, 4096, 8192, 16384),
         "microbatch_tokens": 4096 if tiny else 32768,
     }
-    config.mesh = {"fsdp": 1 if tiny else -1, "tensor": {"tiny": 1, "3b": 2, "7b": 4}[args.size]}
-    config.compute = {
-        "dtype": "float32" if tiny else "bfloat16",
-        "remat": "none" if tiny else "full",
-    }
-    config.lora = {"rank": 0}
     config.optim = {
         "name": "adamw",
         "lr": 3e-4 if tiny else 2e-6,
@@ -155,11 +118,6 @@ def get_config(arg: str = "") -> ConfigDict:
         "b2": 0.999,
         "frozen": ("^embedding$",) if tiny else (),
     }
-    config.guard = {"action": "warn", "steps": 10}
-    if tiny and 0 < steps <= 5:  # a smoke run looks at everything, briefly
-        config.data["held_out_per_kind"] = 8
-        config.data["train_per_kind"] = 50
-        config.data["train_worlds"] = 4
-        config.train["questions"] = 16
-        config.train["eval_every"] = steps
+    if is_smoke(args):
+        shorten(config)
     return with_defaults(config)
