@@ -54,7 +54,7 @@ class Rows(NamedTuple):
             request=zeros,
             offset=zeros,
             limit=zeros,
-            temperature=jnp.ones(rows, jnp.float32),
+            temperature=jnp.zeros(rows, jnp.float32),
             ids=jnp.zeros(turn, jnp.int32),
             logps=jnp.zeros(turn, jnp.float32),
             sampled_logps=jnp.zeros(turn, jnp.float32),

@@ -69,13 +69,20 @@ def sample(
     truncated) and under the distribution that was sampled (0 for greedy rows).
     """
     greedy = temperature < _GREEDY
-    scaled = logits / jnp.where(greedy, 1.0, temperature)[:, None]
-    scaled = jax.nn.log_softmax(truncate(scaled, top_p=top_p, top_k=top_k), axis=-1)
-    cumulative = jnp.cumsum(jnp.exp(scaled), axis=-1)
-    uniform = jax.vmap(lambda key: jax.random.uniform(key, ()))(keys)
-    below = cumulative <= uniform[:, None] * cumulative[:, -1:]
-    drawn = jnp.minimum(jnp.sum(below, axis=-1), logits.shape[-1] - 1)
-    ids = jnp.where(greedy, jnp.argmax(logits, axis=-1), drawn).astype(jnp.int32)
+    best = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+
+    def draw() -> tuple[Array, Array]:
+        scaled = logits / jnp.where(greedy, 1.0, temperature)[:, None]
+        scaled = jax.nn.log_softmax(truncate(scaled, top_p=top_p, top_k=top_k), axis=-1)
+        cumulative = jnp.cumsum(jnp.exp(scaled), axis=-1)
+        uniform = jax.vmap(lambda key: jax.random.uniform(key, ()))(keys)
+        below = cumulative <= uniform[:, None] * cumulative[:, -1:]
+        drawn = jnp.minimum(jnp.sum(below, axis=-1, dtype=jnp.int32), logits.shape[-1] - 1)
+        ids = jnp.where(greedy, best, drawn)
+        sampled = jnp.take_along_axis(scaled, ids[:, None], axis=-1)[:, 0]
+        return ids, jnp.where(greedy, 0.0, sampled)
+
+    # Evaluations draw nothing: most of the cost of a small model's sampling is not theirs.
+    ids, sampled = jax.lax.cond(jnp.all(greedy), lambda: (best, jnp.zeros_like(logits[:, 0])), draw)
     full = jnp.take_along_axis(jax.nn.log_softmax(logits, axis=-1), ids[:, None], axis=-1)[:, 0]
-    sampled = jnp.take_along_axis(scaled, ids[:, None], axis=-1)[:, 0]
-    return ids, full, jnp.where(greedy, 0.0, sampled)
+    return ids, full, sampled

@@ -48,6 +48,18 @@ def test_temperature_zero_is_greedy_with_certainty():
     assert np.all(np.asarray(drawn) == 0)
 
 
+def test_greedy_rows_are_the_same_beside_rows_that_draw():
+    logits = np.random.default_rng(5).normal(size=(6, 40)).astype(np.float32)
+    keys = row_keys(BASE, jnp.arange(6), jnp.arange(6))
+    alone = sample(jnp.asarray(logits), keys, jnp.zeros(6), top_p=0.9)
+    beside = sample(jnp.asarray(logits), keys, jnp.asarray([0.0, 0, 0, 1, 1, 1]), top_p=0.9)
+    for some, others in zip(alone, beside, strict=True):
+        assert np.array_equal(some[:3], others[:3])
+    drawn = sample(jnp.asarray(logits), keys, jnp.ones(6), top_p=0.9)
+    for some, others in zip(drawn, beside, strict=True):
+        assert np.array_equal(some[3:], others[3:])
+
+
 def test_truncation_keeps_the_smallest_set_with_the_mass_and_the_top_k():
     logits = jnp.log(jnp.asarray([[0.5, 0.3, 0.15, 0.05]]))
     assert np.isfinite(truncate(logits, top_p=0.79)).tolist() == [[True, True, False, False]]
