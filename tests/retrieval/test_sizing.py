@@ -21,9 +21,9 @@ def test_a_small_corpus_needs_no_tree() -> None:
     assert choose_scann(SMALL, 768, memory_gb=8).leaves > 0
 
 
-def test_a_tree_has_about_as_many_leaves_as_each_has_passages() -> None:
+def test_a_leaf_of_the_tree_has_about_a_quarter_as_many_passages_as_there_are_leaves() -> None:
     config = choose_scann(1_000_000, 384, memory_gb=64)
-    assert config.leaves == 1000 and config.leaves_to_search == 50
+    assert config.leaves == 2000 and config.leaves_to_search == 100
 
 
 @pytest.mark.parametrize("passages", [20_000, 1_000_000, 21_000_000, 100_000_000])
