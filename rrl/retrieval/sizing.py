@@ -87,7 +87,8 @@ def choose_scann(passages: int, dim: int, memory_gb: float | None = None) -> Sca
     """Settings that fit the memory, the most accurate first; `memory_gb` in 10^9 bytes, None: `machine_gb`.
 
     A tree of about 2·sqrt(n) leaves, of which a twentieth is searched at first (the build searches more until the recall
-    is right): 100,000 passages of the built-in world, in half as many leaves, took half as much again to search. Raises UserError with the least memory that would do.
+    is right). 100,000 passages of the built-in world in half as many leaves took half as much again to search. Raises
+    UserError with the least memory that would do.
     """
     if passages < SMALL:
         return ScannConfig(leaves=0, leaves_to_search=0, reorder=0)
