@@ -128,10 +128,13 @@ class Engine:
         key: Key,
         *,
         retriever: Retriever | None = None,
-        on_finish: Callable[[int], None] = lambda done: None,
+        on_finish: Callable[[int, Trajectory], None] = lambda place, trajectory: None,
         reference: bool = False,
     ) -> list[Trajectory]:
         """Runs every request to its end; trajectories come back in the order of `requests`.
+
+        `on_finish` gets each of this process's as it ends, with its place in `requests`, from inside the loop: it must be
+        quick and must not touch JAX; what it raises ends the run.
 
         `params` is the decoder's state (`nnx.state(decoder)`). `retriever` stands in for the engine's own (another
         corpus behind the same encoder). `reference` runs the host-driven loop. Where the mesh spans several processes, each
@@ -140,14 +143,11 @@ class Engine:
         Raises what the environment raised, and UserError for a prompt that does not fit the context.
         """
         self._check(requests, environment)
-        done = 0
         finished: dict[int, Trajectory] = {}
 
         def finish(index: int, trajectory: Trajectory) -> None:
-            nonlocal done
             finished[index] = trajectory
-            done += 1
-            on_finish(done)
+            on_finish(index, trajectory)
 
         shares = deal([request.prompt for request in requests], self.programs.shards)
         sets = [environment.stops if request.stops is None else request.stops for request in requests]
@@ -169,29 +169,26 @@ class Engine:
         environment: Completion,
         key: Key,
         *,
+        numbers: Sequence[int] | None = None,
         retriever: Retriever | None = None,
-        on_finish: Callable[[int], None] = lambda done: None,
+        on_finish: Callable[[int, Any], None] = lambda number, result: None,
         reference: bool = False,
     ) -> list[Any]:
         """Runs generator functions (see `rrl.rollout.workflow`) side by side; returns what each returned.
 
-        `environment` names all stop strings and the most tokens of one generation. Raises what a workflow raises.
+        `environment` names all stop strings and the most tokens of one generation. `numbers` are the workflows' seeds, all
+        of them different; their places unless given. `on_finish` gets each number with what its workflow returned; as in
+        `run`. Raises what a workflow raises.
         """
-        done = 0
-
-        def finish(index: int) -> None:
-            nonlocal done
-            done += 1
-            on_finish(done)
-
-        numbered, shards = list(enumerate(workflows)), self.programs.shards
+        numbers = range(len(workflows)) if numbers is None else numbers
+        numbered, shards = list(zip(numbers, workflows, strict=True)), self.programs.shards
         stops = self._compiled([(), *environment.stop_sets])
         hosts = [self._host([], environment, stops, retriever) for _ in range(shards)]
         results: dict[int, Any] = {}
         for shard, host in enumerate(hosts):
-            Flows(numbered[shard::shards], host, environment, results, finish).start()
+            Flows(numbered[shard::shards], host, environment, results, on_finish).start()
         found = self._drive(hosts, results, params, environment, key, reference)
-        return [found[index] for index in range(len(workflows))]
+        return [found[number] for number in numbers]
 
     # -- the host ----------------------------------------------------------------------------------------------------
 

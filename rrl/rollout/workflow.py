@@ -9,6 +9,7 @@ A workflow may also yield a list, whose parts run side by side, and gets the lis
 """
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Generator, Sequence
 from typing import Any
@@ -58,6 +59,11 @@ class Generated:
     """Tokens and log-probabilities."""
 
 
+class PromptTooLong(UserError):
+    """Is raised inside a workflow whose prompt outgrows the context, which may go on with something else; where it does not,
+    the run ends with it."""
+
+
 Ask = Generate | Retrieve
 Workflow = Generator[Ask | Sequence[Ask], Any, Any]
 
@@ -95,7 +101,7 @@ class Flows:
         host: Host,
         environment: Completion,
         results: dict[int, Any],
-        on_finish: Callable[[int], None] = lambda index: None,
+        on_finish: Callable[[int, Any], None] = lambda number, result: None,
     ) -> None:
         """`workflows` are numbered; the number is their seed, and what one returns is put into `results` under it."""
         self._results = results
@@ -117,33 +123,42 @@ class Flows:
             self._advance(flow, None)
 
     def _advance(self, flow: int, value: Any) -> None:
+        go_on: Callable[[], Any] = functools.partial(self._flows[flow].send, value)
         while True:
             try:
-                asked = self._flows[flow].send(value)
+                asked = go_on()
             except StopIteration as end:
                 self._results[flow] = end.value
                 del self._flows[flow]
                 self._host.more_may_come = bool(self._flows)
-                self._on_finish(flow)
+                self._on_finish(flow, end.value)
                 return
             self._single[flow] = isinstance(asked, Ask)
             parts: list[Ask] = [asked] if isinstance(asked, Ask) else list(asked)
+            try:
+                prompts = [self._checked(flow, part) for part in parts]
+            except PromptTooLong as error:
+                go_on = functools.partial(self._flows[flow].throw, error)
+                continue
             if parts:
                 break
-            value = []
+            go_on = functools.partial(self._flows[flow].send, [])
         self._waiting[flow], self._missing[flow] = [None] * len(parts), len(parts)
-        for place, part in enumerate(parts):
+        for place, (part, prompt) in enumerate(zip(parts, prompts, strict=True)):
             if isinstance(part, Retrieve):
                 self._host.look_up((flow, place), part.query)
-            elif isinstance(part, Generate):
-                self._generate(flow, place, part)
             else:
-                raise UserError(
-                    f"workflow {flow} yields a {type(part).__name__}; it may yield Generate, Retrieve, or lists of them"
-                )
+                self._generate(flow, place, part, prompt)
 
-    def _generate(self, flow: int, place: int, ask: Generate) -> None:
+    def _checked(self, flow: int, ask: Any) -> Int[np.ndarray, "T"]:
+        """The tokens of the prompt of what a workflow asks for, none for a search; raises what is wrong with it."""
         environment, context = self._environment, self._host.limits.context
+        if isinstance(ask, Retrieve):
+            return np.zeros(0, np.int32)
+        if not isinstance(ask, Generate):
+            raise UserError(
+                f"workflow {flow} yields a {type(ask).__name__}; it may yield Generate, Retrieve, or lists of them"
+            )
         prompt = self._host.encode_prompt(ask.prompt) if isinstance(ask.prompt, str) else ask.prompt
         if ask.stops and ask.stops not in environment.stop_sets:
             raise UserError(
@@ -155,10 +170,14 @@ class Flows:
                 f"workflow {flow} asks for {ask.tokens} tokens; Completion.turn_tokens={environment.turn_tokens}"
             )
         if not 0 < len(prompt) <= context - 2:
-            raise UserError(
+            kind = PromptTooLong if len(prompt) else UserError
+            raise kind(
                 f"workflow {flow}: a prompt of {len(prompt)} tokens; the context holds {context}: raise rollout.context "
                 "or shorten it"
             )
+        return prompt
+
+    def _generate(self, flow: int, place: int, ask: Generate, prompt: Int[np.ndarray, "T"]) -> None:
         number = next(self._numbers)
         self._places[number] = (flow, place)
         seed = (flow << 12 ^ self._asked[flow]) & 0x7FFFFFFF

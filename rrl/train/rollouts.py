@@ -30,7 +30,7 @@ def run_questions(
     temperature: float = 1.0,
     scoring: Scoring = ALONE,
     retriever: Retriever | None = None,
-    on_finish: Callable[[int], None] = lambda done: None,
+    on_finish: Callable[[int, Trajectory], None] = lambda place, trajectory: None,
 ) -> list[Trajectory]:
     """Runs `samples` episodes of each question and scores them; samples of question i are group i.
 
@@ -206,7 +206,7 @@ def evaluate(
     temperature: float = 0.0,
     retriever: Retriever | None = None,
     scoring: Scoring = ALONE,
-    on_finish: Callable[[int], None] = lambda done: None,
+    on_finish: Callable[[int, Trajectory], None] = lambda place, trajectory: None,
 ) -> tuple[dict[str, float], list[Trajectory]]:
     """One episode a question (greedy unless told): "eval/em", "eval/f1", ... and "eval/em/<kind>"."""
     trajectories = run_questions(

@@ -8,7 +8,7 @@ from flax import nnx
 from rrl.errors import UserError
 from rrl.rollout.engine import Engine, EngineConfig
 from rrl.rollout.trajectory import POLICY
-from rrl.rollout.workflow import Completion, Generate, Retrieve
+from rrl.rollout.workflow import Completion, Generate, PromptTooLong, Retrieve
 from tests.rollout.world import make_world
 
 KEY = jax.random.key(5)
@@ -35,9 +35,9 @@ def hops(question, temperature=1.0):
 def test_results_come_back_in_their_places(engine):
     run, params, requests = engine
     texts = [request.question.text for request in requests[:6]]
-    done = []
-    found = run.run_workflows(params, [hops(text) for text in texts], ASKS, KEY, on_finish=done.append)
-    assert done == list(range(1, 7))
+    told = {}
+    found = run.run_workflows(params, [hops(text) for text in texts], ASKS, KEY, on_finish=told.__setitem__)
+    assert sorted(told) == list(range(6)) and all(told[at] is found[at] for at in told)
     for text, (passages, thought, both, nothing, last) in zip(texts, found, strict=True):
         assert [p.title for p in passages] == [h.passage.title for h in run.retriever.search([text], 2)[0]]
         assert thought.stop in ("e", "eos", "length") and "e" not in thought.text
@@ -82,6 +82,30 @@ def test_a_workflow_does_not_depend_on_the_others_nor_on_the_loop(engine):
     alone = tokens(run.run_workflows(params, [hops(texts[0])], ASKS, KEY))
     driven = tokens(run.run_workflows(params, [hops(t) for t in texts], ASKS, KEY, reference=True))
     assert all_of_them[:1] == alone and all_of_them == driven
+
+
+def test_a_workflow_depends_on_its_number_and_not_on_its_place(engine):
+    run, params, requests = engine
+    texts = [request.question.text for request in requests[:3]]
+    whole = run.run_workflows(params, [hops(text) for text in texts], ASKS, KEY)
+    rest = run.run_workflows(params, [hops(texts[2])], ASKS, KEY, numbers=[2])
+    assert rest[0][1].trajectory.tokens.tolist() == whole[2][1].trajectory.tokens.tolist()
+    other = run.run_workflows(params, [hops(texts[2])], ASKS, KEY)
+    assert other[0][1].trajectory.tokens.tolist() != whole[2][1].trajectory.tokens.tolist()
+
+
+def test_a_workflow_may_go_on_after_a_prompt_that_does_not_fit(engine):
+    run, params, _ = engine
+
+    def flow():
+        try:
+            yield [Generate("short", tokens=2), Generate(np.zeros(200, np.int32))]
+        except PromptTooLong as error:
+            return str(error), (yield Generate("short", tokens=2)).trajectory.policy_tokens
+
+    assert run.run_workflows(params, [flow()], ASKS, KEY) == [
+        ("workflow 0: a prompt of 200 tokens; the context holds 160: raise rollout.context or shorten it", 2)
+    ]
 
 
 def test_what_a_workflow_raises_comes_out(engine):

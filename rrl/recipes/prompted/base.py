@@ -8,7 +8,7 @@ from typing import Any
 from rrl.data.passages import Passage, render
 from rrl.data.questions import Question
 from rrl.errors import at_least
-from rrl.rollout.workflow import Ask, Generate, Generated, Retrieve
+from rrl.rollout.workflow import Ask, Generate, Generated, PromptTooLong, Retrieve
 from rrl.text.short_answers import FINAL_ANSWER, final_answer
 
 Flow = Generator[Ask | Sequence[Ask], Any, str]
@@ -84,6 +84,8 @@ class Outcome:
     """Everything that the model wrote, in the order in which it was asked for."""
     searches: tuple[tuple[str, tuple[Passage, ...] | None], ...]
     """Each query with what it found; None where the search failed."""
+    ended: str = "answer"
+    """"context_limit" where a prompt outgrew the engine's context, so that there is no answer."""
 
     @property
     def titles(self) -> list[str]:
@@ -111,7 +113,11 @@ def recorded(flow: Flow) -> Generator[Ask | Sequence[Ask], Any, Outcome]:
             wanted = flow.send(reply)
         except StopIteration as end:
             return Outcome(str(end.value).strip(), tuple(written), tuple(searches))
-        reply = yield wanted
+        try:
+            reply = yield wanted
+        except PromptTooLong:
+            flow.close()
+            return Outcome("", tuple(written), tuple(searches), "context_limit")
         single = isinstance(wanted, Ask)
         for ask, result in _pairs([wanted] if single else wanted, [reply] if single else reply):
             if isinstance(ask, Retrieve):

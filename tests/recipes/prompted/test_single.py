@@ -7,6 +7,7 @@ import pytest
 from rrl.errors import UserError
 from rrl.recipes.prompted.base import Settings, collected, listed
 from rrl.recipes.prompted.catalogue import METHODS, make_method
+from rrl.rollout.workflow import PromptTooLong, Retrieve
 from tests.recipes.prompted.scripted import FILM, PERSON, QUESTION, play, ramble
 
 
@@ -141,3 +142,14 @@ def test_every_method_ends_whatever_the_model_writes_and_though_every_search_fai
 ) -> None:
     answer, asks = ramble(name, text)
     assert isinstance(answer, str) and asks < 60
+
+
+def test_a_prompt_that_outgrows_the_context_leaves_the_question_without_an_answer() -> None:
+    flow = make_method("naive_rag").flow(QUESTION, Settings())
+    assert isinstance(next(flow), Retrieve)
+    flow.send([FILM])
+    with pytest.raises(StopIteration) as end:
+        flow.throw(PromptTooLong("too long"))
+    outcome = end.value.value
+    assert (outcome.answer, outcome.ended) == ("", "context_limit")
+    assert outcome.searches == ((QUESTION.text, (FILM,)),)
