@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from rrl.eval.pieces import RSEARCH_TAGS, Piece, pieces, stray_tags
 from rrl.rollout.trajectory import ENVIRONMENT, POLICY, PROMPT, Trajectory
+from rrl.text.spans import Tag
 
 ENDINGS = {
     "answer": "gave an answer",
@@ -29,7 +30,7 @@ def article(
     trajectory: Trajectory,
     *,
     source: str = "",
-    tags: Mapping[str, str] = RSEARCH_TAGS,
+    tags: Mapping[Tag, str] = RSEARCH_TAGS,
     token_bytes: Sequence[bytes] | None = None,
 ) -> str:
     """One trajectory as an HTML article, without style; `source` says where it came from, "" that nobody knows."""
@@ -143,7 +144,7 @@ def _tokens(trajectory: Trajectory, source: str) -> str:
     return f'<div class="tokens"><div class="strip">{parts}</div><p class="quiet">{total} tokens: {keys}</p></div>'
 
 
-def _piece(piece: Piece, trajectory: Trajectory, tags: Mapping[str, str]) -> str:
+def _piece(piece: Piece, trajectory: Trajectory, tags: Mapping[Tag, str]) -> str:
     origin = "sampled" if piece.role == POLICY else "given"
     label = f'<span class="label">{html.escape(piece.kind)}</span>' if piece.kind != "reasoning" else ""
     if piece.role == ENVIRONMENT:
@@ -179,7 +180,7 @@ def _observation(text: str, trajectory: Trajectory) -> str:
     return "".join(part if at % 2 else html.escape(part) for at, part in enumerate(parts))
 
 
-def _with_stray_tags(text: str, tags: Mapping[str, str]) -> str:
+def _with_stray_tags(text: str, tags: Mapping[Tag, str]) -> str:
     out, end = [], 0
     for start, stop in stray_tags(text, tags):
         stray = f'<b class="stray" title="this tag is part of no well-formed box">{html.escape(text[start:stop])}</b>'

@@ -8,6 +8,7 @@ from rrl.rewards.cases import Finding, Sufficiency, told_of
 from rrl.rewards.judge import Judge
 from rrl.rollout.trajectory import Trajectory
 from rrl.text.metrics import cover_exact_match
+from rrl.text.spans import Tag
 
 OVER, GOOD, UNDER = "overthinking", "good thinking", "underthinking"
 THINKING = (OVER, GOOD, UNDER)
@@ -34,7 +35,7 @@ class Diagnosis:
     """Answers of the judge that could not be read, which count as no."""
 
 
-def diagnose(trajectories: Sequence[Trajectory], judge: Judge, answer: str = "answer") -> list[Diagnosis]:
+def diagnose(trajectories: Sequence[Trajectory], judge: Judge, answer: Tag = "answer") -> list[Diagnosis]:
     """Diagnoses each trajectory, in their order.
 
     Appendix B: with n searches, overthinking can infer the gold answer after fewer than n of them, good thinking after the

@@ -9,8 +9,9 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from rrl.rollout.trajectory import POLICY, PROMPT, Trajectory
+from rrl.text.spans import Tag, in_one_box, markers
 
-RSEARCH_TAGS = {"search": "search", "original_evidence": "evidence", "answer": "answer"}
+RSEARCH_TAGS: Mapping[Tag, str] = {"search": "search", "original_evidence": "evidence", "answer": "answer"}
 """Tag written by the policy → kind of piece (R-Search, section 3.2.1)."""
 
 
@@ -30,7 +31,7 @@ class Piece:
 
 def pieces(
     trajectory: Trajectory,
-    tags: Mapping[str, str] = RSEARCH_TAGS,
+    tags: Mapping[Tag, str] = RSEARCH_TAGS,
     token_bytes: Sequence[bytes] | None = None,
 ) -> list[Piece]:
     """Cuts every segment; text that is in no well-formed box is reasoning, blank stretches are dropped.
@@ -46,28 +47,28 @@ def pieces(
             found.append(Piece(role, "prompt", text))
         elif text.strip():
             # The label takes the place of the tags; a message without tags is a correction.
-            box = re.fullmatch(r"\s*<(\w+)>(.*)</\1>\s*", text, flags=re.DOTALL)
-            found.append(Piece(role, "observation" if box else "message", (box[2] if box else text).strip()))
+            inner = in_one_box(text)
+            kind, shown = ("message", text) if inner is None else ("observation", inner)
+            found.append(Piece(role, kind, shown.strip()))
     return found
 
 
-def stray_tags(text: str, tags: Mapping[str, str] = RSEARCH_TAGS) -> list[tuple[int, int]]:
+def stray_tags(text: str, tags: Mapping[Tag, str] = RSEARCH_TAGS) -> list[tuple[int, int]]:
     """(start, end) of the tags in a piece of reasoning: the box they should have made was malformed."""
-    return [match.span() for match in re.finditer(f"</?(?:{'|'.join(map(re.escape, tags))})>", text)]
+    known = "|".join(re.escape(marker) for tag in tags for marker in markers(tag))
+    return [match.span() for match in re.finditer(known or "(?!)", text)]
 
 
 def policy_pieces(
-    text: str, tags: Mapping[str, str], tokens: Sequence[tuple[str, float]] = ()
+    text: str, tags: Mapping[Tag, str], tokens: Sequence[tuple[str, float]] = ()
 ) -> list[Piece]:
     """The pieces of a text that the policy wrote."""
-    names = "|".join(map(re.escape, tags))
-    # As everywhere, a box is an opening and the nearest closing, with no other opening of the same tag between.
-    box = re.compile(rf"<({names})>((?:(?!<\1>).)*?)</\1>", re.DOTALL) if tags else re.compile(r"(?!)()()")
     cuts: list[tuple[str, int, int]] = []
     end = 0
-    for match in box.finditer(text):
+    for match in re.finditer("|".join(map(_box, tags)) or "(?!)", text, re.DOTALL):
+        assert match.lastindex is not None
         cuts.append(("reasoning", end, match.start()))
-        cuts.append((tags[match[1]], match.start(2), match.end(2)))
+        cuts.append((list(tags.values())[match.lastindex - 1], *match.span(match.lastindex)))
         end = match.end()
     cuts.append(("reasoning", end, len(text)))
     if "".join(token for token, _ in tokens) != text:
@@ -79,6 +80,12 @@ def policy_pieces(
             start += len(text[start:stop]) - len(text[start:stop].lstrip())
             found.append(Piece(POLICY, kind, inner, _cut_tokens(tokens, start, start + len(inner))))
     return found
+
+
+def _box(tag: Tag) -> str:
+    """A box of the tag, its content a group: as everywhere, the nearest closing, with no other opening of it between."""
+    opening, closing = map(re.escape, markers(tag))
+    return f"{opening}((?:(?!{opening}).)*?){closing}"
 
 
 def _cut_tokens(tokens: Sequence[tuple[str, float]], start: int, stop: int) -> tuple[tuple[str, float], ...]:

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from rrl.eval.article import ENDINGS, article, verdict, words
 from rrl.eval.pieces import RSEARCH_TAGS
 from rrl.rollout.trajectory import Trajectory
+from rrl.text.spans import Tag
 
 LEGEND = ("reasoning", "search", "observation", "evidence", "answer")
 
@@ -21,7 +22,7 @@ def write_html(
     path: str | pathlib.Path,
     title: str = "Trajectories",
     *,
-    tags: Mapping[str, str] = RSEARCH_TAGS,
+    tags: Mapping[Tag, str] = RSEARCH_TAGS,
     token_bytes: Sequence[bytes] | None = None,
     sources: Sequence[str] | None = None,
 ) -> None:
@@ -59,7 +60,7 @@ script-src 'unsafe-inline'">
 def fragment(
     trajectory: Trajectory,
     *,
-    tags: Mapping[str, str] = RSEARCH_TAGS,
+    tags: Mapping[Tag, str] = RSEARCH_TAGS,
     token_bytes: Sequence[bytes] | None = None,
 ) -> str:
     """One trajectory with its style, as HTML to put inside another page or a notebook."""

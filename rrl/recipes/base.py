@@ -14,6 +14,7 @@ from rrl.rewards.judge import Answers, Judge
 from rrl.rollout.protocol import Append, Environment
 from rrl.rollout.trajectory import Trajectory
 from rrl.text.chat import Prompt
+from rrl.text.spans import Tag
 
 Retrieve = Callable[[str], Sequence[Passage]]
 
@@ -48,7 +49,7 @@ class Recipe(Protocol):
         """The protocol between policy and tools."""
 
     @property
-    def tags(self) -> dict[str, str]:
+    def tags(self) -> dict[Tag, str]:
         """Tags that the policy writes, by what they hold (search, evidence, answer): for readers of trajectories."""
 
     @property

@@ -6,18 +6,16 @@ Numbers of sections, equations and tables are the paper's.
 import dataclasses
 from collections.abc import Sequence
 
-import numpy as np
-from jaxtyping import Bool, Float
-
 from rrl.data.miniwiki.questions import MiniQuestion
 from rrl.data.questions import Question
-from rrl.errors import at_least, one_of
+from rrl.errors import at_least
 from rrl.recipes.base import Answers, Retrieve, Scoring
-from rrl.rl.advantages import ESTIMATORS
-from rrl.rollout.protocol import Append, Episode, Stream
-from rrl.rollout.trajectory import POLICY, Search, Trajectory
-from rrl.text.metrics import cover_exact_match, exact_match, token_f1
-from rrl.text.spans import boxes, count_tags
+from rrl.recipes.expert import Demonstration, thoughts
+from rrl.recipes.outcome import OutcomeRecipe, answer_metrics
+from rrl.rollout.protocol import Append, Stream
+from rrl.rollout.trajectory import Trajectory
+from rrl.text.metrics import token_f1
+from rrl.text.spans import Tag, boxed, exactly_one, last_box
 
 SYSTEM_TEMPLATE = (
     "You are a helpful assistant that can solve the given question step by step. For each step, start by explaining "
@@ -44,7 +42,7 @@ READER_TEMPLATE = (
 
 
 @dataclasses.dataclass(frozen=True)
-class RSearch:
+class RSearch(OutcomeRecipe):
     """Protocol of section 3.2.1 (Table 1); rewards of Eqs. 3-6; group-normalised advantages by default."""
 
     instruction: str = SYSTEM_TEMPLATE
@@ -66,16 +64,12 @@ class RSearch:
 
     def __post_init__(self) -> None:
         at_least(0, self, "answer_weight", "evidence_weight", "reader_weight")
-        one_of(ESTIMATORS, self, "advantage")
+        super().__post_init__()
 
     @property
-    def tags(self) -> dict[str, str]:
-        found = {self.environment.search: "search", self.environment.answer: "answer"}
+    def tags(self) -> dict[Tag, str]:
+        found: dict[Tag, str] = {self.environment.search: "search", self.environment.answer: "answer"}
         return found | ({"original_evidence": "evidence"} if self.use_evidence else {})
-
-    @property
-    def judged(self) -> bool:
-        return False
 
     def prompt(self, question: Question) -> str:
         instruction = self.instruction
@@ -87,8 +81,8 @@ class RSearch:
 
     def format_reward(self, response: Sequence[str], searched: bool) -> float:
         """Eq. 5. `response` is the policy's own text, cut where the environment spoke."""
-        answer_ok = _exactly_one(response, self.environment.answer)
-        evidence_ok = _exactly_one(response, "original_evidence")
+        answer_ok = exactly_one(response, self.environment.answer)
+        evidence_ok = exactly_one(response, "original_evidence")
         if not self.use_evidence:
             return self.answer_weight * answer_ok
         if not searched:
@@ -99,16 +93,10 @@ class RSearch:
     def score(self, trajectories: Sequence[Trajectory], scoring: Scoring) -> None:
         """Eqs. 3-6: answer F1, F1 of the cross-family reader's answer from the evidence, format; summed."""
         for trajectory in trajectories:
-            response = [text for role, text in trajectory.segments if role == POLICY]
-            trajectory.answer = _last_box(response, self.environment.answer)
-            trajectory.evidence = _last_box(response, "original_evidence") if self.use_evidence else ""
-            gold = trajectory.question.answers
-            trajectory.metrics = {
-                "em": exact_match(trajectory.answer, gold),
-                "f1": token_f1(trajectory.answer, gold),
-                "cem": cover_exact_match(trajectory.answer, gold),
-                "searches": float(sum(not search.failed for search in trajectory.searches)),
-            }
+            response = trajectory.response
+            trajectory.answer = last_box(response, self.environment.answer)
+            trajectory.evidence = last_box(response, "original_evidence") if self.use_evidence else ""
+            trajectory.metrics = answer_metrics(trajectory)
             trajectory.rewards = {
                 "answer": trajectory.metrics["f1"],
                 "format": self.format_reward(response, bool(trajectory.searches)),
@@ -131,45 +119,18 @@ class RSearch:
             trajectory.metrics["reader_f1"] = token_f1(answer, trajectory.question.answers)
             trajectory.rewards["evidence"] = self.reader_weight * trajectory.metrics["reader_f1"]
 
-    def left_out(self, trajectories: Sequence[Trajectory]) -> Bool[np.ndarray, "N"]:
-        """None of them."""
-        return np.zeros(len(trajectories), bool)
-
-    def advantages(self, trajectories: Sequence[Trajectory]) -> Float[np.ndarray, "N"]:
-        """GRPO's, unless `advantage` says otherwise."""
-        rewards = np.array([t.rewards["total"] for t in trajectories], np.float64)
-        return ESTIMATORS[self.advantage](rewards, np.array([t.group for t in trajectories]))
-
     # -- the cold start in the built-in world ------------------------------------------------------------------------
 
     def demonstrate(self, item: MiniQuestion, retrieve: Retrieve) -> list[str | Append]:
         """A scripted expert: say what is needed, search each hop, state what was read, quote the sentences, answer."""
-        environment, thought = self.environment, f"To find : {item.plan.facts}\n"
-        segments: list[str | Append] = []
-        episode = Episode(item.question)
-        for hop in item.plan.hops:
-            segments.append(f"{thought}<{environment.search}> {hop.query} </{environment.search}>")
-            passages = list(retrieve(hop.query))
-            episode.searches.append(Search(episode.turn, hop.query, tuple(p.title for p in passages)))
-            segments.append(environment.observe(episode, passages))
-            episode.turn += 1
-            thought = f"The {hop.query} is {hop.value}. "
-        evidence = " ".join(dict.fromkeys(hop.sentence for hop in item.plan.hops))
-        closing = [thought + item.plan.conclusion] if item.plan.conclusion else [thought.rstrip()]
+        told = Demonstration(self.environment, item, retrieve)
+        needed, *read = thoughts(item.plan)
+        for words, hop in zip([f"{needed}\n", *(f"{thought} " for thought in read)], item.plan.hops):
+            told.search(words, hop)
+        closing = [read[-1]]
         if self.use_evidence:
-            closing.append(f"<original_evidence> {evidence} </original_evidence>")
-        closing.append(f"<{environment.answer}> {item.question.answers[0]} </{environment.answer}>")
-        segments.append("\n".join(closing))
-        return segments
-
-
-def _exactly_one(response: Sequence[str], tag: str) -> bool:
-    """True when the tag makes exactly one box and stands nowhere else."""
-    counts = [count_tags(part, tag) for part in response]
-    opened, closed = sum(c[0] for c in counts), sum(c[1] for c in counts)
-    return opened == closed == 1 and sum(len(boxes(part, tag)) for part in response) == 1
-
-
-def _last_box(response: Sequence[str], tag: str) -> str:
-    found = [content for part in response for content in boxes(part, tag)]
-    return found[-1].strip() if found else ""
+            evidence = " ".join(dict.fromkeys(hop.sentence for hop in item.plan.hops))
+            closing.append(boxed("original_evidence", evidence))
+        closing.append(boxed(self.environment.answer, item.question.answers[0]))
+        told.segments.append("\n".join(closing))
+        return told.segments

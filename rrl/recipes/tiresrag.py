@@ -16,15 +16,17 @@ from rrl.data.miniwiki.questions import MiniQuestion
 from rrl.data.questions import Question
 from rrl.errors import UserError, at_least, one_of
 from rrl.recipes.base import Retrieve, Scoring
+from rrl.recipes.expert import Demonstration, thoughts
+from rrl.recipes.outcome import answer_metrics
 from rrl.rewards.cases import Case, Sufficiency, Thinking, told_of
 from rrl.rl.advantages import ESTIMATORS, group_normalize
 from rrl.rl.shaping import SCHEDULES, auxiliary_weight, consistency_penalty, difficulty_weight, saturated
-from rrl.rollout.protocol import Append, Episode, Stream
-from rrl.rollout.trajectory import POLICY, Search, Trajectory
+from rrl.rollout.protocol import Append, Stream
+from rrl.rollout.trajectory import Trajectory
 from rrl.text.chat import Prompt
-from rrl.text.metrics import cover_exact_match, exact_match, token_f1
+from rrl.text.metrics import cover_exact_match, token_f1
 from rrl.text.normalize import RULES
-from rrl.text.spans import boxes
+from rrl.text.spans import Tag, boxed, boxes
 
 _RULES = (
     "You must reason **clearly and completely** inside <think> and </think> before providing any final answer. Always identify "
@@ -135,7 +137,7 @@ class TiresRag:
             raise UserError(f"shown_reflections={self.shown_reflections} must lie in 0..1, a share")
 
     @property
-    def tags(self) -> dict[str, str]:
+    def tags(self) -> dict[Tag, str]:
         return {self.environment.search: "search", self.environment.answer: "answer"}
 
     @property
@@ -166,17 +168,13 @@ class TiresRag:
         for trajectory in trajectories:
             answers = [
                 content.strip()
-                for role, text in trajectory.segments
-                if role == POLICY
+                for text in trajectory.response
                 for content in boxes(text, self.environment.answer)
             ]
             gold = trajectory.question.answers
             trajectory.answer = answers[-1] if answers else ""
             trajectory.metrics = {
-                "em": exact_match(trajectory.answer, gold),
-                "f1": token_f1(trajectory.answer, gold),
-                "cem": cover_exact_match(trajectory.answer, gold),
-                "searches": float(sum(not search.failed for search in trajectory.searches)),
+                **answer_metrics(trajectory),
                 "reflected": float(len(answers) > 1),
                 "auxiliary_weight": weight,
             }
@@ -254,28 +252,17 @@ class TiresRag:
         In some demonstrations an answer stands too early, wrong or "unknown": words that it shall see and not learn to
         write. It then says what is still to be found, goes on, and answers again.
         """
-        environment, plan = self.environment, item.plan
-        opened, thought = "", f" To find : {plan.facts} "
+        told = Demonstration(self.environment, item, retrieve)
         early, mistake = self._mistake(item)
-        segments: list[str | Append] = []
-        episode = Episode(item.question)
-        for place, hop in enumerate(plan.hops):
+        said = [boxed("think", thought) for thought in thoughts(item.plan)]
+        said[0] = said[0].removeprefix("<think>")  # the prompt has opened it
+        for place, hop in enumerate(item.plan.hops):
             if place == early:
-                segments.append(f"{opened}{thought}</think>")
-                segments.append(Append(f"\n<{environment.answer}> {mistake} </{environment.answer}>\n"))
-                opened, thought = "<think>", f" Not yet. To find : {hop.query} "
-            segments.append(
-                f"{opened}{thought}</think>\n<{environment.search}> {hop.query} </{environment.search}>"
-            )
-            passages = list(retrieve(hop.query))
-            episode.searches.append(Search(episode.turn, hop.query, tuple(p.title for p in passages)))
-            segments.append(environment.observe(episode, passages))
-            episode.turn += 1
-            opened, thought = "<think>", f" The {hop.query} is {hop.value}. "
-        thought += f"{plan.conclusion} " if plan.conclusion else ""
-        answer = item.question.answers[0]
-        segments.append(f"{opened}{thought}</think>\n<{environment.answer}> {answer} </{environment.answer}>")
-        return segments
+                told.segments += [said[place], Append(f"\n{boxed(self.environment.answer, mistake)}\n")]
+                said[place] = boxed("think", f"Not yet. To find : {hop.query}")
+            told.search(f"{said[place]}\n", hop)
+        told.segments.append(f"{said[-1]}\n{boxed(self.environment.answer, item.question.answers[0])}")
+        return told.segments
 
     def _mistake(self, item: MiniQuestion) -> tuple[int, str]:
         """Before which hop an answer stands too early, and that answer; a pure function of the question. Else -1.

@@ -12,7 +12,7 @@ from rrl.data.passages import Passage, render
 from rrl.data.questions import Question
 from rrl.rollout.trajectory import ENVIRONMENT, POLICY, PROMPT, Trajectory
 from rrl.text.chat import Prompt
-from rrl.text.spans import without_boxes
+from rrl.text.spans import Tag, in_one_box, without_boxes
 
 _CRITERION = (
     "IF the CONTEXT is sufficient to infer the ANSWER to the question and 0 IF the CONTEXT cannot be used to infer the "
@@ -141,8 +141,6 @@ FINDINGS = {
 }
 """What tells the five kinds of error of TIRESRAG-R1's Table 2 apart, whose examples the authors sorted by hand; our words."""
 
-_BOX = re.compile(r"\s*<(\w+)>.*</\1>\s*", re.DOTALL)
-
 
 class Case(Protocol):
     """One thing to be judged."""
@@ -178,7 +176,7 @@ class Told:
         return "\n".join(text.strip() for who, text in self.segments if who == role)
 
 
-def told_of(trajectory: Trajectory, answer: str, prefill: str = "", searches: int | None = None) -> Told:
+def told_of(trajectory: Trajectory, answer: Tag, prefill: str = "", searches: int | None = None) -> Told:
     """What was thought and found in a trajectory, its answers (boxes of the tag `answer`) taken out, as TIRESRAG-R1's
     released code does.
 
@@ -195,7 +193,7 @@ def told_of(trajectory: Trajectory, answer: str, prefill: str = "", searches: in
             continue
         if role == ENVIRONMENT:
             # A correction is no search: it stands in no box.
-            searched = _BOX.fullmatch(text) is not None
+            searched = in_one_box(text) is not None
             if searched and found == searches:
                 break
             found += searched

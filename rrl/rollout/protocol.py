@@ -13,7 +13,7 @@ from rrl.data.questions import Question
 from rrl.errors import UserError, at_least, one_of
 from rrl.rollout.trajectory import Search
 from rrl.text.chat import Prompt
-from rrl.text.spans import boxes
+from rrl.text.spans import MARKER, Tag, boxes, markers
 
 EOS, TURN_TOKENS, CONTEXT = "<eos>", "<turn tokens>", "<context>"
 """Why a turn paused, when it was not one of the protocol's stop strings."""
@@ -107,19 +107,22 @@ class Stream:
 
     The policy pauses at `</search>`; the environment appends an observation. After `max_searches` turns one last turn
     runs with search off. A turn that neither searches nor answers gets `correction`, which costs a turn; without
-    one it ends the episode.
+    one it ends the episode. A tag is its name, or the pair of its markers where these are not `<name>` and `</name>`.
     """
 
-    search: str = "search"
-    observation: str = "observation"
-    answer: str = "answer"
+    search: Tag = "search"
+    observation: Tag = "observation"
+    answer: Tag = "answer"
+    stop_at_answer: bool = False
+    """Whether a turn ends at the answer's closing tag too: nothing is written after an answer (Search-R1)."""
     max_searches: int = 4
     turn_tokens: int = 500
     observation_tokens: int = 1800
     correction: str = (
-        "My action is not correct. To search, I write the query between <{search}> and </{search}>. "
-        "To answer, I write the answer between <{answer}> and </{answer}>."
+        "My action is not correct. To search, I write the query between {search}. "
+        "To answer, I write the answer between {answer}."
     )
+    """The markers of the two tags are filled in."""
     failure: str = "The search failed."
     when_full: str = "end"
     """What an observation does that does not fit the context: "end" ends the episode, "cut" shortens it so that one whole
@@ -129,18 +132,23 @@ class Stream:
         one_of(("end", "cut"), self, "when_full", where="environment.")
         at_least(0, self, "max_searches", where="environment.")
         at_least(1, self, "turn_tokens", "observation_tokens", where="environment.")
-        tags = [self.search, self.observation, self.answer]
+        written: list[str] = []
         for field in ("search", "observation", "answer"):
             tag = getattr(self, field)
-            if not re.fullmatch(r"\w+", tag) or tags.count(tag) > 1:
+            if isinstance(tag, list):  # as JSON has it
+                object.__setattr__(self, field, tag := tuple(tag))
+            if not _is_tag(tag) or set(markers(tag)) & set(written):
                 raise UserError(
-                    f"environment.{field}={tag!r} must be a tag's name: letters, digits and underscores, and unlike the "
-                    "names of the other two of search, observation and answer"
+                    f"environment.{field}={tag!r} must be a tag's name (letters, digits and underscores) or the pair of its "
+                    "markers, such as ('<|begin_of_query|>', '<|end_of_query|>'), and unlike the other two of search, "
+                    "observation and answer"
                 )
+            written += markers(tag)
 
     @property
     def stops(self) -> tuple[str, ...]:
-        return (f"</{self.search}>",)
+        closing = markers(self.search)[1]
+        return (closing, markers(self.answer)[1]) if self.stop_at_answer else (closing,)
 
     def react(self, episode: Episode, text: str, stop: str) -> Action:
         if stop == CONTEXT:
@@ -156,17 +164,26 @@ class Stream:
             return Finish("turn_limit")
         if not self.correction:
             return Finish("no_action")
-        return Append(prefix="\n" + self.correction.format(search=self.search, answer=self.answer) + "\n")
+        said = {"search": " and ".join(markers(self.search)), "answer": " and ".join(markers(self.answer))}
+        return Append(prefix="\n" + self.correction.format(**said) + "\n")
 
     def observe(self, episode: Episode, passages: Sequence[Passage] | None) -> Append:
         body = self.failure if passages is None else render(passages)
-        return Append(f"\n<{self.observation}>\n", body, f"\n</{self.observation}>\n")
+        opening, closing = markers(self.observation)
+        return Append(f"\n{opening}\n", body, f"\n{closing}\n")
 
     def overflow(self, episode: Episode, message: Append, room: int) -> Action:
         most = room - self.turn_tokens
         if self.when_full == "end" or most <= 0:
             return Finish("context_limit")
         return dataclasses.replace(message, most=most)
+
+
+def _is_tag(tag: object) -> bool:
+    if isinstance(tag, str):
+        return re.fullmatch(r"\w+", tag) is not None
+    pair = tag if isinstance(tag, tuple) and len(tag) == 2 else ()
+    return len(set(pair)) == 2 and all(isinstance(part, str) and MARKER.fullmatch(part) for part in pair)
 
 
 @dataclasses.dataclass(frozen=True)

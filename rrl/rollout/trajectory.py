@@ -63,6 +63,11 @@ class Trajectory:
     """What the cross-family reader answered from the evidence (R-Search, Eq. 4)."""
 
     @property
+    def response(self) -> list[str]:
+        """What the policy wrote, cut where the environment spoke."""
+        return [text for role, text in self.segments if role == POLICY]
+
+    @property
     def contexts(self) -> list[slice]:
         """The tokens of each context."""
         return [slice(*ends) for ends in itertools.pairwise((*self.starts, len(self.tokens)))]

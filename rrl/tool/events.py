@@ -9,6 +9,7 @@ from rrl.eval.pieces import policy_pieces
 from rrl.rollout.protocol import Action, Append, Environment, Episode, Restart
 from rrl.rollout.trajectory import Trajectory
 from rrl.text.chat import Prompt
+from rrl.text.spans import Tag
 
 
 class Event(NamedTuple):
@@ -35,7 +36,7 @@ class Watched:
     `tell` is called from the engine's host callback: it must be quick, must not raise and must not touch JAX.
     """
 
-    def __init__(self, inner: Environment, tags: Mapping[str, str], tell: Callable[[Event], None]) -> None:
+    def __init__(self, inner: Environment, tags: Mapping[Tag, str], tell: Callable[[Event], None]) -> None:
         self._inner, self._tags, self._tell = inner, tags, tell
         self.turn_tokens, self.observation_tokens = inner.turn_tokens, inner.observation_tokens
 

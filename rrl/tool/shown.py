@@ -6,20 +6,21 @@ from collections.abc import Mapping, Sequence
 from rrl.eval.pieces import RSEARCH_TAGS
 from rrl.eval.trajectories_html import fragment
 from rrl.rollout.trajectory import Trajectory
+from rrl.text.spans import Tag
 
 
 @dataclasses.dataclass(slots=True, repr=False)
 class Shown(Trajectory):
     """A trajectory with what is needed to show it: Jupyter draws it where it ends a cell."""
 
-    tags: Mapping[str, str] = dataclasses.field(default_factory=lambda: RSEARCH_TAGS)
+    tags: Mapping[Tag, str] = dataclasses.field(default_factory=lambda: RSEARCH_TAGS)
     """Tag written by the policy → kind of piece."""
     token_bytes: Sequence[bytes] | None = None
     """Exact bytes of each token id; with them, each token shows its log-probability."""
 
     @classmethod
     def of(
-        cls, trajectory: Trajectory, tags: Mapping[str, str], token_bytes: Sequence[bytes] | None
+        cls, trajectory: Trajectory, tags: Mapping[Tag, str], token_bytes: Sequence[bytes] | None
     ) -> "Shown":
         """The same trajectory, to be shown."""
         values = {field.name: getattr(trajectory, field.name) for field in dataclasses.fields(Trajectory)}

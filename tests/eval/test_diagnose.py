@@ -39,6 +39,16 @@ def test_thinking_goes_by_the_search_after_which_enough_was_known(found, thinkin
     assert diagnosis == Diagnosis(thinking, right=True)
 
 
+def test_documents_between_other_markers_are_found_documents():
+    one = episode("Ivo Danes", "It is Ivo Danes.", FILM, DIRECTOR, OTHER)
+    told = {"<information>": "<|begin_of_documents|>", "</information>": "<|end_of_documents|>"}
+    for old, new in told.items():
+        one.segments = [(role, text.replace(old, new)) for role, text in one.segments]
+    correction = (ENVIRONMENT, "\nI write <search> and </search>.\n")
+    one.segments[1:1] = [(POLICY, "hm"), correction]
+    assert diagnose([one], Oracle()) == [Diagnosis(OVER, right=True)]
+
+
 @pytest.mark.parametrize(
     ("case", "error"),
     [

@@ -31,6 +31,29 @@ def test_a_malformed_box_stays_reasoning_and_its_tags_are_found():
     assert [cut[1].text[start:stop] for start, stop in stray_tags(cut[1].text)] == ["<search>", "<answer>"]
 
 
+def test_markers_of_another_form_are_cut_and_found_alike():
+    query, documents = ((f"<|begin_of_{name}|>", f"<|end_of_{name}|>") for name in ("query", "documents"))
+    segments = [
+        (POLICY, f"why {query[1]} {query[0]}x{query[0]} y {query[1]}"),
+        (ENVIRONMENT, f"\n{documents[0]}\nfound </answer>\n{documents[1]}\n"),
+        (POLICY, "so </think><answer> z </answer>"),
+        (ENVIRONMENT, "\nI write <answer> and </answer>.\n"),
+    ]
+    tags = {query: "search", "answer": "answer"}
+    cut = pieces(dataclasses.replace(direct(), segments=segments), tags)
+    assert [(piece.kind, piece.text) for piece in cut] == [
+        ("reasoning", f"why {query[1]} {query[0]}x"),
+        ("search", "y"),
+        ("observation", "found </answer>"),
+        ("reasoning", "so </think>"),
+        ("answer", "z"),
+        ("message", "I write <answer> and </answer>."),
+    ]
+    text = cut[0].text
+    assert [text[start:stop] for start, stop in stray_tags(text, tags)] == [query[1], query[0]]
+    assert stray_tags(text, {}) == []
+
+
 def test_tags_in_the_prompt_are_not_the_policys():
     cut = pieces(direct())
     assert [piece.kind for piece in cut if piece.role == PROMPT] == ["prompt"]

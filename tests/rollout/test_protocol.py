@@ -85,8 +85,60 @@ def test_sizes_out_of_range_are_refused(wrong):
 
 @pytest.mark.parametrize("wrong", [{"search": ""}, {"answer": "<answer>"}, {"observation": "search"}])
 def test_tags_are_names_and_three(wrong):
-    with pytest.raises(UserError, match=r"environment\.(search|answer)=.* must be a tag's name"):
+    with pytest.raises(UserError, match=r"environment\.(search|answer|observation)=.* must be a tag's name"):
         Stream(**wrong)
+
+
+QUERYING = Stream(
+    search=("<|begin_of_query|>", "<|end_of_query|>"),
+    observation=("<|begin_of_documents|>", "<|end_of_documents|>"),
+)
+
+
+def test_markers_of_another_form_search_observe_and_correct_alike():
+    episode = Episode(Question("q", "q", ("a",)))
+    (stop,) = QUERYING.stops
+    text = "I look. <|begin_of_query|> Silver Harbour <|end_of_query|>"
+    assert QUERYING.react(episode, text, stop) == SearchFor("Silver Harbour")
+    assert isinstance(QUERYING.react(episode, "<query>Silver Harbour<|end_of_query|>", stop), Append)
+    found = QUERYING.observe(episode, [Passage("0", "Lorn", "Lorn is a city.")])
+    assert (found.prefix, found.suffix) == ("\n<|begin_of_documents|>\n", "\n<|end_of_documents|>\n")
+    told = QUERYING.react(episode, "hm", EOS).prefix
+    assert "between <|begin_of_query|> and <|end_of_query|>." in told
+    assert "between <answer> and </answer>." in told
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"search": ("<a>", "<a>")},
+        {"search": ("<a>",)},
+        {"search": ("<a>", "b")},
+        {"search": ("<a >", "</a>")},
+        {"answer": ("<x>", "</search>")},
+        {"answer": ("<answer>", "</x>"), "observation": "answer"},
+        {"observation": 3},
+    ],
+)
+def test_markers_are_a_pair_and_nobody_elses(wrong):
+    with pytest.raises(
+        UserError, match=r"environment\.(search|answer|observation)=.* the pair of its markers"
+    ):
+        Stream(**wrong)
+
+
+def test_a_pair_as_json_has_it_is_the_same_pair():
+    assert Stream(search=["<a>", "</a>"]) == Stream(search=("<a>", "</a>"))
+
+
+def test_a_turn_may_end_at_the_answer_and_then_it_is_the_answer():
+    stopping = dataclasses.replace(STREAM, stop_at_answer=True)
+    assert STREAM.stops == ("</search>",) and stopping.stops == ("</search>", "</answer>")
+    episode = Episode(Question("q", "q", ("a",)))
+    assert stopping.react(episode, "<answer>x</answer>", "</answer>") == Finish("answer")
+    assert isinstance(stopping.react(episode, "x</answer>", "</answer>"), Append)
+    episode.turn = 2
+    assert stopping.react(episode, "x</answer>", "</answer>") == Finish("turn_limit")
 
 
 def test_only_the_body_is_cut():

@@ -5,7 +5,18 @@ import time
 
 import pytest
 
-from rrl.text.spans import boxes, count_tags
+from rrl.text.spans import (
+    boxed,
+    boxes,
+    count_tags,
+    exactly_one,
+    in_one_box,
+    last_box,
+    row_of_boxes,
+    without_boxes,
+)
+
+QUERY = ("<|begin_of_query|>", "<|end_of_query|>")
 
 
 @pytest.mark.parametrize(
@@ -45,8 +56,83 @@ def test_tags_are_counted_with_strays() -> None:
     assert count_tags("", "a") == (0, 0)
 
 
+@pytest.mark.parametrize("text", ["<a>x</a> <a>y", "<a>x<a>y</a>z</a>", "</a><a>", "<b><a> </b></a>", "n"])
+def test_two_markers_follow_the_rule_of_a_name(text: str) -> None:
+    other = text.replace("</a>", QUERY[1]).replace("<a>", QUERY[0])
+    assert boxes(other, QUERY) == [
+        content.replace("</a>", QUERY[1]).replace("<a>", QUERY[0]) for content in boxes(text, "a")
+    ]
+    assert count_tags(other, QUERY) == count_tags(text, "a")
+    kept = without_boxes(text, "a").replace("</a>", QUERY[1]).replace("<a>", QUERY[0])
+    assert without_boxes(other, QUERY) == kept
+    assert boxes("<query>x</query><|begin_of_query|>x</query>", QUERY) == []
+
+
+def test_what_is_written_as_a_box_is_read_as_one() -> None:
+    assert boxed("a", "x") == "<a> x </a>" and boxed(QUERY, "x") == "<|begin_of_query|> x <|end_of_query|>"
+    assert last_box([boxed("a", "x") + boxed("a", "y"), "<a> z"], "a") == "y"
+    assert last_box(["<a> x", "y </a>"], "a") == "" == last_box([], "a")
+
+
+@pytest.mark.parametrize(
+    ("texts", "one"),
+    [
+        (["<a>x</a>"], True),
+        (["no", "<a></a>"], True),
+        (["<a>x</a>", "<a>y</a>"], False),
+        (["<a>x", "y</a>"], False),
+        (["</a><a>"], False),
+        (["<a>x</a>", "<a>"], False),
+        ([], False),
+    ],
+)
+def test_exactly_one_box_and_no_stray_tag(texts: list[str], one: bool) -> None:
+    assert exactly_one(texts, "a") is one
+
+
+@pytest.mark.parametrize(
+    ("text", "row"),
+    [
+        ("", []),
+        (" \n", []),
+        ("<a>x</a>\n <b></b>", ["a", "b"]),
+        ("<b>x</b><|begin_of_query|>y<|end_of_query|>", ["b", QUERY]),
+        ("<a>x</a> and <b>y</b>", None),
+        ("<a>x</a>.", None),
+        ("<a><b>x</b></a>", None),
+        ("<a><a>x</a>", None),
+        ("<a>x</b>", None),
+        ("</a>", None),
+        ("<a>x", None),
+        ("<a>x<|begin_of_query|></a>", None),
+        ("<a>x<c>y</c></a>", ["a"]),  # a tag that is not asked for is text
+        ("<c>y</c>", None),
+    ],
+)
+def test_a_row_of_boxes_has_nothing_between_or_nested(text: str, row: list | None) -> None:
+    assert row_of_boxes(text, ["a", "b", QUERY]) == row
+
+
+@pytest.mark.parametrize(
+    ("text", "inner"),
+    [
+        ("\n<observation>\nx\n</observation>\n", "\nx\n"),
+        ("\n<|begin_of_documents|>\nx</a>\n<|end_of_documents|>\n", "\nx</a>\n"),
+        ("My action is not correct. I write <answer> and </answer>.", None),
+        ("<a>x</a> hm", None),
+        ("<a>", None),
+        ("", None),
+    ],
+)
+def test_a_message_in_one_box_is_told_from_one_that_only_names_tags(text: str, inner: str | None) -> None:
+    assert in_one_box(text) == inner
+
+
 def test_hostile_text_takes_linear_time() -> None:
     started = time.perf_counter()
     assert boxes("<a>" * 200_000, "a") == []
     assert boxes("</a>" * 200_000, "a") == []
+    assert row_of_boxes("<a>" * 200_000, ["a", "b"]) is None
+    assert row_of_boxes("<a></a>" * 100_000, ["a", "b"]) == ["a"] * 100_000
+    assert in_one_box("<a>" * 200_000 + ".") is None
     assert time.perf_counter() - started < 2
