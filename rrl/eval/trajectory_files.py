@@ -25,7 +25,10 @@ def save_trajectories(path: str | Path, trajectories: Iterable[Trajectory]) -> N
             record = {
                 "question": dataclasses.asdict(trajectory.question),
                 "segments": trajectory.segments,
-                "searches": [dataclasses.asdict(search) for search in trajectory.searches],
+                "searches": [
+                    {name: getattr(search, name) for name in ("turn", "query", "titles", "failed")}
+                    for search in trajectory.searches
+                ],
                 **{name: getattr(trajectory, name) for name in ("answer", "ended", "rewards", "metrics")},
             }
             stream.write(json.dumps(record, ensure_ascii=False) + "\n")

@@ -11,12 +11,15 @@ from rrl.data.miniwiki.questions import MiniQuestion
 from rrl.data.passages import Passage
 from rrl.data.questions import Question
 from rrl.rewards.judge import Answers, Judge
-from rrl.rollout.protocol import Append, Environment
+from rrl.rollout.protocol import Append, Environment, Restart
 from rrl.rollout.trajectory import Trajectory
 from rrl.text.chat import Prompt
 from rrl.text.spans import Tag
 
 Retrieve = Callable[[str], Sequence[Passage]]
+Shown = list[str | Append | Restart]
+"""A demonstration: the expert's own words, and what the environment gives, in turn. A restart opens another context, which the
+expert's next words follow."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +71,7 @@ class Recipe(Protocol):
     def advantages(self, trajectories: Sequence[Trajectory]) -> Float[np.ndarray, "N"]:
         """One advantage a trajectory, from `rewards`; these are all that a step learns from, at least one."""
 
-    def demonstrate(self, item: MiniQuestion, retrieve: Retrieve) -> list[str | Append]:
+    def demonstrate(self, item: MiniQuestion, retrieve: Retrieve) -> Shown:
         """The scripted expert in the built-in world: its own words, and what it is given, in turn: the environment's answers,
         or words of its own that it shall see and not learn to write."""
 

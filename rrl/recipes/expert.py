@@ -1,8 +1,8 @@
 """The scripted expert of the built-in world: what the demonstrations of all protocols with one growing context share."""
 
 from rrl.data.miniwiki.questions import Hop, MiniQuestion, Plan
-from rrl.recipes.base import Retrieve
-from rrl.rollout.protocol import Append, Episode, Stream
+from rrl.recipes.base import Retrieve, Shown
+from rrl.rollout.protocol import Episode, Stream
 from rrl.rollout.trajectory import Search
 from rrl.text.spans import boxed
 
@@ -19,7 +19,7 @@ class Demonstration:
     """An episode in the making: the expert's own words and the environment's answers to them, in turn."""
 
     def __init__(self, environment: Stream, item: MiniQuestion, retrieve: Retrieve) -> None:
-        self.segments: list[str | Append] = []
+        self.segments: Shown = []
         """What a recipe's `demonstrate` returns."""
         self._environment, self._retrieve = environment, retrieve
         self._episode = Episode(item.question)
@@ -34,9 +34,7 @@ class Demonstration:
         episode.turn += 1
 
 
-def think_and_search(
-    environment: Stream, item: MiniQuestion, retrieve: Retrieve, answer: str
-) -> list[str | Append]:
+def think_and_search(environment: Stream, item: MiniQuestion, retrieve: Retrieve, answer: str) -> Shown:
     """Boxes alone, one after the other: thought and search for each fact, at last thought and `answer` in its box."""
     told = Demonstration(environment, item, retrieve)
     *before, last = [boxed("think", thought) for thought in thoughts(item.plan)]

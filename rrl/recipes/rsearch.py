@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from rrl.data.miniwiki.questions import MiniQuestion
 from rrl.data.questions import Question
 from rrl.errors import at_least
-from rrl.recipes.base import Answers, Retrieve, Scoring
+from rrl.recipes.base import Answers, Retrieve, Scoring, Shown
 from rrl.recipes.expert import Demonstration, thoughts
 from rrl.recipes.outcome import OutcomeRecipe, answer_metrics
-from rrl.rollout.protocol import Append, Stream
+from rrl.rollout.protocol import Stream
 from rrl.rollout.trajectory import Trajectory
 from rrl.text.metrics import token_f1
 from rrl.text.spans import Tag, boxed, exactly_one, last_box
@@ -121,7 +121,7 @@ class RSearch(OutcomeRecipe):
 
     # -- the cold start in the built-in world ------------------------------------------------------------------------
 
-    def demonstrate(self, item: MiniQuestion, retrieve: Retrieve) -> list[str | Append]:
+    def demonstrate(self, item: MiniQuestion, retrieve: Retrieve) -> Shown:
         """A scripted expert: say what is needed, search each hop, state what was read, quote the sentences, answer."""
         told = Demonstration(self.environment, item, retrieve)
         needed, *read = thoughts(item.plan)

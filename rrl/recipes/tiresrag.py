@@ -15,7 +15,7 @@ from jaxtyping import Bool, Float
 from rrl.data.miniwiki.questions import MiniQuestion
 from rrl.data.questions import Question
 from rrl.errors import UserError, at_least, one_of
-from rrl.recipes.base import Retrieve, Scoring
+from rrl.recipes.base import Retrieve, Scoring, Shown
 from rrl.recipes.expert import Demonstration, thoughts
 from rrl.recipes.outcome import answer_metrics
 from rrl.rewards.cases import Case, Sufficiency, Thinking, told_of
@@ -246,7 +246,7 @@ class TiresRag:
 
     # -- the cold start in the built-in world ------------------------------------------------------------------------
 
-    def demonstrate(self, item: MiniQuestion, retrieve: Retrieve) -> list[str | Append]:
+    def demonstrate(self, item: MiniQuestion, retrieve: Retrieve) -> Shown:
         """A scripted expert: think what is needed, search each hop, think what was read, answer.
 
         In some demonstrations an answer stands too early, wrong or "unknown": words that it shall see and not learn to

@@ -135,6 +135,7 @@ class Host:
             name = _STOP_NAMES[stop] if stop < 0 else self.stops.strings[stop]
             text = self.decode(ids)
             live.wrote(ids, text, turns.logps[row, :count].copy(), turns.sampled_logps[row, :count].copy())
+            live.episode.said.append(text)
             self._act(row, live, self.environment.react(live.episode, text, name))
 
     def _act(self, row: int, live: Live, action: Action) -> None:
@@ -217,8 +218,9 @@ class Host:
                 continue
             live = self.rows[key]
             assert live is not None
-            titles = tuple(passage.title for passage in passages or ())
-            live.episode.searches.append(Search(live.episode.turn, query, titles, failed=passages is None))
+            found = tuple(passages or ())
+            titles = tuple(passage.title for passage in found)
+            live.episode.searches.append(Search(live.episode.turn, query, titles, passages is None, found))
             self._act(key, live, self.environment.observe(live.episode, passages))
 
     @property

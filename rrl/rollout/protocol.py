@@ -27,6 +27,8 @@ class Episode:
     turn: int = 0
     """Index of the current turn; every answer of the environment opens the next one."""
     searches: list[Search] = dataclasses.field(default_factory=list)
+    said: list[str] = dataclasses.field(default_factory=list)
+    """What the policy wrote in each turn, the current one last."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ import itertools
 import numpy as np
 from jaxtyping import Float, Int
 
+from rrl.data.passages import Passage
 from rrl.data.questions import Question
 
 PROMPT, POLICY, ENVIRONMENT = 0, 1, 2
@@ -23,6 +24,8 @@ class Search:
     """Titles of the passages that were returned, best first."""
     failed: bool = False
     """True when retrieval raised or timed out; the policy was told so."""
+    passages: tuple[Passage, ...] = ()
+    """The passages themselves, where they are still there: a file of trajectories keeps their titles only."""
 
 
 @dataclasses.dataclass(slots=True)

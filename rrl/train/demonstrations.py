@@ -10,7 +10,7 @@ from rrl.data.miniwiki.questions import MiniQuestion
 from rrl.data.passages import Passage
 from rrl.recipes.base import Recipe
 from rrl.retrieval.retriever import Retriever
-from rrl.rollout.protocol import message_ids
+from rrl.rollout.protocol import Append, message_ids
 from rrl.text.chat import chat_ids
 
 
@@ -21,9 +21,9 @@ def demonstrations(
     retriever: Retriever,
     top_k: int,
 ) -> list[Example]:
-    """What the recipe's scripted expert does on each question, with the real retriever's passages.
+    """What the recipe's scripted expert does on each question, with the real retriever's passages; one example a context.
 
-    Targets are the policy's tokens, the end-of-sequence token among them; prompt and observations are context.
+    Targets are the policy's tokens, the end-of-sequence token among them; prompts and observations are given.
     """
     queries = list(dict.fromkeys(hop.query for item in items for hop in item.plan.hops))
     vectors = retriever.embed(queries) if retriever.needs_embeddings else None
@@ -37,14 +37,25 @@ def demonstrations(
 
     examples = []
     for item in items:
-        pieces = [(chat_ids(tokenizer, recipe.prompt(item.question)), False)]
+        contexts = [[(chat_ids(tokenizer, recipe.prompt(item.question)), False)]]
         for segment in recipe.demonstrate(item, retrieve):
             if isinstance(segment, str):
-                pieces.append((encode(segment), True))
+                contexts[-1].append((encode(segment), True))
+            elif isinstance(segment, Append):
+                body = message_ids(segment, encode, recipe.environment.observation_tokens)
+                contexts[-1].append((body, False))
             else:
-                pieces.append((message_ids(segment, encode, recipe.environment.observation_tokens), False))
-        pieces.append((np.array([tokenizer.eos_token_id], np.int32), True))
-        tokens = np.concatenate([ids for ids, _ in pieces])
-        loss = np.concatenate([np.full(len(ids), own) for ids, own in pieces])
-        examples.append(Example(tokens, loss))
+                prompt = segment.prompt
+                ids = prompt if isinstance(prompt, np.ndarray) else chat_ids(tokenizer, prompt)
+                contexts.append([(ids, False)])
+        examples += [_example(pieces, tokenizer.eos_token_id) for pieces in contexts]
     return examples
+
+
+def _example(pieces: Sequence[tuple[np.ndarray, bool]], end: int) -> Example:
+    """A context whose pieces are the policy's own or not; it ends where the policy says so."""
+    pieces = [*pieces, (np.array([end], np.int32), True)]
+    return Example(
+        np.concatenate([ids for ids, _ in pieces]),
+        np.concatenate([np.full(len(ids), own) for ids, own in pieces]),
+    )

@@ -28,6 +28,8 @@ class RLConfig:
     """Above 1, dynamic sampling (DAPO): further questions are asked, at most so many times, until `questions` groups have
     rewards further apart than `drop_spread`; those are learned from."""
     temperature: float = 1.0
+    temperatures: tuple[float, ...] = ()
+    """One for each of the samples of a question (R3-RAG), in place of `temperature`; empty: all have that."""
     seed: int = 0
     eval_every: int = 0
     """Steps between held-out evaluations; 0: before and after only."""
@@ -44,6 +46,11 @@ class RLConfig:
         at_least(1, self, "questions", "samples", "rounds", "checkpoint_every", where="train.")
         at_least(0, self, "steps", "seed", "eval_every", "temperature", "eval_temperature", where="train.")
         at_most(2**32 - 1, self, "seed", where="train.")
+        if self.temperatures and (len(self.temperatures) != self.samples or min(self.temperatures) < 0):
+            raise UserError(
+                f"train.temperatures={self.temperatures} must be {self.samples} numbers of at least 0, one for each of "
+                f"train.samples={self.samples}; or none, for train.temperature"
+            )
         if not 0 <= self.average_last <= 1:
             raise UserError(
                 f"train.average_last={self.average_last} must lie in 0..1, a share of the updates."

@@ -27,18 +27,20 @@ def run_questions(
     *,
     key: jax.Array,
     samples: int = 1,
-    temperature: float = 1.0,
+    temperature: float | Sequence[float] = 1.0,
     scoring: Scoring = ALONE,
     retriever: Retriever | None = None,
     on_finish: Callable[[int, Trajectory], None] = lambda place, trajectory: None,
 ) -> list[Trajectory]:
-    """Runs `samples` episodes of each question and scores them; samples of question i are group i.
+    """Runs `samples` episodes of each question and scores them; samples of question i are group i. `temperature` is that of
+    all, or holds one for each sample of a question.
 
     The sampling seed of an episode is its place (group * samples + sample), so that a step is a pure function of
     (parameters, key, questions).
     """
+    temperatures = np.broadcast_to(temperature, samples).tolist()
     requests = [
-        Request(question, prompt, group * samples + sample, group, temperature)
+        Request(question, prompt, group * samples + sample, group, temperatures[sample])
         for group, question in enumerate(questions)
         for prompt in [chat_ids(engine.tokenizer, recipe.prompt(question))]
         for sample in range(samples)
@@ -121,7 +123,7 @@ def sample_step(
         Refill(config.questions, config.rounds, config.drop_spread),
         key=jax.random.fold_in(jax.random.key(config.seed), step),
         samples=config.samples,
-        temperature=config.temperature,
+        temperature=config.temperatures or config.temperature,
         scoring=scoring.at(step, config.steps),
         shuffle=shuffle if config.permute_rewards else None,
     )
@@ -136,7 +138,7 @@ def sample_rounds(
     *,
     key: jax.Array,
     samples: int,
-    temperature: float,
+    temperature: float | Sequence[float],
     scoring: Scoring,
     shuffle: Callable[[int], np.random.Generator] | None = None,
 ) -> Sampled:

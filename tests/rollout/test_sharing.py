@@ -88,6 +88,7 @@ class Steps(Stream):
     """Every turn begins a new context, after a search where it wrote an e."""
 
     def react(self, episode, text, stop):
+        assert len(episode.said) == episode.turn + 1 and episode.said[-1] == text
         if episode.turn == 3:
             return Finish("done")
         return SearchFor(episode.question.text) if stop == "e" else self.again(episode)
@@ -125,7 +126,9 @@ def test_a_restart_opens_a_context_with_a_prompt_of_its_own(world, stepped):
             if turn and not any(search.turn == turn - 1 for search in found.searches):
                 again = chat_ids(tokenizer, f"{request.question.text} {turn - 1} ")
                 np.testing.assert_array_equal(found.tokens[context][:prompt], again)
-    assert any(found.searches for found in stepped)
+    searches = [search for found in stepped for search in found.searches]
+    assert searches and all(search.passages for search in searches)
+    assert all(search.titles == tuple(p.title for p in search.passages) for search in searches)
 
 
 def test_each_context_has_the_log_probabilities_of_training(world, stepped):

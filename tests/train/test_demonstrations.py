@@ -8,6 +8,7 @@ from rrl.data.tokenizer import load_tokenizer
 from rrl.recipes.rsearch import RSearch
 from rrl.retrieval.bm25 import Bm25Config
 from rrl.retrieval.index import make_retriever
+from rrl.rollout.protocol import Append, Restart
 from rrl.text.chat import chat_ids
 from rrl.train.demonstrations import demonstrations
 
@@ -31,3 +32,23 @@ def test_targets_are_the_experts_words_and_the_end(kind):
         assert example.loss[-1]
         given = tokenizer.decode(example.tokens[~example.loss])
         assert all(hop.sentence in given for hop in item.plan.hops)
+
+
+def test_each_context_of_a_demonstration_is_an_example_that_ends():
+    tokenizer = load_tokenizer("assets/miniwiki-tokenizer")
+    wiki = generate("train", 0, 200)
+
+    class Expert(RSearch):
+        def demonstrate(self, item, retrieve):
+            return ["first", Append(" seen "), "more", Restart("asked again"), "second"]
+
+    items = wiki.questions("one_hop", 2, 0)
+    retriever = make_retriever(wiki.passages, "bm25")
+    examples = demonstrations(Expert(instruction=""), tokenizer, items, retriever, 3)
+    assert len(examples) == 4
+    own = [tokenizer.decode(e.tokens[e.loss], skip_special_tokens=True) for e in examples]
+    assert own == ["firstmore", "second"] * 2
+    assert all(e.tokens[-1] == tokenizer.eos_token_id and e.loss[-1] for e in examples)
+    given = chat_ids(tokenizer, "asked again")
+    np.testing.assert_array_equal(examples[1].tokens[: len(given)], given)
+    assert not examples[1].loss[: len(given)].any()

@@ -7,6 +7,9 @@ import jax
 import numpy as np
 import pytest
 
+from rrl.data.questions import Question
+from rrl.data.tokenizer import load_tokenizer
+from rrl.errors import UserError
 from rrl.recipes.base import Scoring
 from rrl.recipes.rsearch import RSearch
 from rrl.rl.optim import OptimConfig
@@ -15,7 +18,7 @@ from rrl.rollout.engine import RolloutStats
 from rrl.train import rollouts
 from rrl.train.objective import ObjectiveConfig
 from rrl.train.rl_config import RLConfig
-from rrl.train.rollouts import sample_rounds, sample_step
+from rrl.train.rollouts import run_questions, sample_rounds, sample_step
 
 
 @pytest.fixture
@@ -128,3 +131,41 @@ def test_what_never_has_spread_ends_after_the_rounds_allowed(sample):
     found, asked, _ = sample(Refill(1, 3))  # question 0, 10, 20
     assert len(asked) == 3 and not found.kept and len(found.trajectories) == 6
     assert np.all([t.rewards["total"] == 0 for t in found.trajectories])
+
+
+def test_each_sample_of_a_question_has_a_temperature_of_its_own():
+    class Stub:
+        tokenizer = load_tokenizer("assets/miniwiki-tokenizer")
+        stats = RolloutStats()
+
+        def run(self, params, requests, *_, **__):
+            self.asked = [(r.group, r.seed, r.temperature) for r in requests]
+            return []
+
+    engine, questions = Stub(), [Question("a", "Who?", ("x",)), Question("b", "What?", ("x",))]
+    temperatures = (0.1, 0.4, 0.7, 1.0)
+
+    def ask(temperature):
+        run_questions(
+            engine, None, RSearch(), questions, key=jax.random.key(0), samples=4, temperature=temperature
+        )
+        return engine.asked
+
+    assert ask(temperatures) == [(i // 4, i, temperatures[i % 4]) for i in range(8)]
+    assert ask(0.5) == [(i // 4, i, 0.5) for i in range(8)]
+
+
+def test_a_step_samples_at_its_temperatures(monkeypatch):
+    found = []
+    monkeypatch.setattr(rollouts, "sample_rounds", lambda *_, temperature, **__: found.append(temperature))
+    config = RLConfig(2, OptimConfig(), ObjectiveConfig(), samples=2, temperature=0.5)
+    sample_step(config, 0, None, None, None, [], Scoring())
+    varied = dataclasses.replace(config, temperatures=(0.1, 0.4))
+    sample_step(varied, 0, None, None, None, [], Scoring())
+    assert found == [0.5, (0.1, 0.4)]
+
+
+@pytest.mark.parametrize("temperatures", [(0.5,), (0.1, -0.1), (0.1, 0.2, 0.3)])
+def test_temperatures_that_do_not_fit_the_samples_are_refused(temperatures):
+    with pytest.raises(UserError, match=r"train\.temperatures=.* must be 2 numbers of at least 0"):
+        RLConfig(2, OptimConfig(), ObjectiveConfig(), samples=2, temperatures=temperatures)
