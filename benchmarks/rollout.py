@@ -9,6 +9,7 @@ import argparse
 import contextlib
 import dataclasses
 import functools
+import heapq
 import sys
 import tempfile
 import time
@@ -85,14 +86,17 @@ def timed(
 
 
 def single_turn(args: argparse.Namespace) -> list[Row]:
-    """One turn, against Hugging Face's generate and Tunix's Sampler (greedy, its fastest)."""
+    """One turn: drawn, against Hugging Face's generate that draws; greedy, against Tunix's Sampler, which is fastest so."""
     batch, prompt, new = args.batch, 256, 256
     what = f"one turn, batch {batch}, {prompt} prompt and {new} new tokens, tokens/s"
     wanted = {"HF generate": "1.5x", "Tunix Sampler": "3x"}
     made = engine(EngineConfig(rows=batch, context=prompt + new, feeds=batch, feed_tokens=512))
     environment = SingleTurn(turn_tokens=new)
-    asked = requests(batch, prompt)
-    sides = {"ours": timed(made, asked, environment, batch * new)}
+    ours = {"HF generate": "ours, drawn", "Tunix Sampler": "ours, greedy"}
+    sides = {
+        side: timed(made, requests(batch, prompt, temperature=temperature), environment, batch * new)
+        for side, temperature in (("ours, drawn", 1.0), ("ours, greedy", 0.0))
+    }
     rows, peers = [], {}
     with tempfile.TemporaryDirectory() as folder:
         save_decoder(folder, *model())
@@ -117,9 +121,9 @@ def single_turn(args: argparse.Namespace) -> list[Row]:
     compared = [
         Row(
             what,
-            f"{rates['ours']:.0f}",
+            f"{rates[ours[name]]:.0f} ({ours[name].removeprefix('ours, ')})",
             f"{name} {rates[name]:.0f} ({peer.says['versions']})",
-            f"{rates['ours'] / rates[name]:.2f}x",
+            f"{rates[ours[name]] / rates[name]:.2f}x",
             wanted[name],
         )
         for name, peer in peers.items()
@@ -252,7 +256,7 @@ def latency(args: argparse.Namespace) -> list[Row]:
 
         stops: tuple[str, ...] = ("e",)  # type: ignore[misc]
 
-    environment, asked = Varied(4, observation_tokens=128), requests(4 * args.batch, 128)
+    environment, asked = Varied(4, observation_tokens=128), requests(8 * args.batch, 128)
     sides = {
         f"{1000 * delay:.0f} ms": timed(engine(config, Delayed(delay)), asked, environment)
         for delay in (0.0, 0.05)
@@ -260,7 +264,7 @@ def latency(args: argparse.Namespace) -> list[Row]:
     found = alternate(sides, args.rounds)
     return [
         Row(
-            f"{4 * args.batch} episodes of 4 searches over {args.batch} rows, seconds by search latency",
+            f"{len(asked)} episodes of 4 searches over {args.batch} rows, seconds by search latency",
             f"50 ms {found['50 ms']:.2f}",
             f"0 ms {found['0 ms']:.2f}",
             f"{100 * (found['50 ms'] / found['0 ms'] - 1):+.1f} %",
@@ -270,23 +274,27 @@ def latency(args: argparse.Namespace) -> list[Row]:
 
 
 def mixed(args: argparse.Namespace) -> list[Row]:
-    """How many slots write, where lengths are geometric, ten to one."""
+    """How many slots write, where lengths are geometric, ten to one; and how many would if each were refilled at once."""
     config = EngineConfig(rows=args.batch, context=640, feeds=16, feed_tokens=256)
-    draws = np.random.default_rng(0).geometric(1 / 100, 8 * args.batch).clip(20, 200)
+    draws = np.random.default_rng(0).geometric(1 / 100, 16 * args.batch).clip(20, 200)
     asked = [
         dataclasses.replace(request, turn_tokens=int(length))
-        for request, length in zip(requests(8 * args.batch, 64), draws, strict=True)
+        for request, length in zip(requests(len(draws), 64), draws, strict=True)
     ]
+    free_at = [0] * args.batch
+    for length in draws.tolist():
+        heapq.heapreplace(free_at, free_at[0] + length)
+    most = draws.sum() / (max(free_at) * args.batch)
     made = engine(config)
     run = timed(made, asked, SingleTurn(turn_tokens=200), int(draws.sum()))
     found = alternate({"ours": run}, 1)["ours"]
     busy = made.stats.policy_tokens / (made.stats.decode_steps * args.batch)
     return [
         Row(
-            f"{8 * args.batch} requests of 20 to 200 tokens over {args.batch} slots: slots that write",
+            f"{len(draws)} requests of 20 to 200 tokens over {args.batch} slots: slots that write",
             f"{100 * busy:.1f} % ({found:.2f} s)",
-            "",
-            "",
+            f"refilled at once, in the same order {100 * most:.1f} %",
+            f"{busy / most:.3f}",
             "at least 85 %",
         )
     ]
@@ -301,38 +309,52 @@ def training(args: argparse.Namespace) -> list[Row]:
     wiki = generate("train", 1, 1600, 8)
     questions = [item.question for item in mixed_questions(wiki, 100, KINDS, 1)]
     retriever = make_retriever(wiki.passages, "scann", load_text_encoder("assets/miniwiki-encoder"))
-    config = EngineConfig(rows=64, context=1024, feeds=16, feed_tokens=256, top_k=2, top_p=0.95)
-    params, new = nnx.state(decoder), 256
-    made, alone = Engine(decoder, tokenizer, config, retriever=retriever), Engine(decoder, tokenizer, config)
-    alone.programs.eos = jnp.full(1, -1, jnp.int32)
+    found = []
+    for batch in (args.batch, args.batch // 2):
+        config = EngineConfig(rows=batch, context=1024, feeds=16, feed_tokens=256, top_k=2, top_p=0.95)
+        made = Engine(decoder, tokenizer, config, retriever=retriever)
+        alone = Engine(decoder, tokenizer, config)
+        alone.programs.eos = jnp.full(1, -1, jnp.int32)
+        useful, busy, raw = _useful_and_raw(args.rounds, nnx.state(decoder), made, alone, recipe, questions)
+        found.append(
+            Row(
+                f"128 training episodes of the built-in world over {batch} rows, prompts, searches and all: policy tokens/s",
+                f"{useful:.0f} ({100 * busy:.0f} % of the rows write)",
+                f"{batch} rows that only decode {raw:.0f}",
+                f"{100 * useful / raw:.0f} %",
+                "at least 60 %",
+            )
+        )
+    return found
+
+
+def _useful_and_raw(
+    rounds: int, params: Any, made: Engine, alone: Engine, recipe: Any, questions: Sequence[Question]
+) -> tuple[float, float, float]:
+    """Policy tokens/s of training episodes, the share of rows that write, and tokens/s of decoding alone."""
+    new = 256
     rates: dict[str, list[float]] = {"episodes": [], "decoding": []}
     busy = []
+    turn = 0
 
-    def episodes_of(turn: list[int]) -> float:
-        turn[0] += 1
-        asked = questions[32 * (turn[0] % 10) :][:32]
-        run_questions(made, params, recipe, asked, key=jax.random.key(turn[0]), samples=4)
+    def episodes_of() -> float:
+        nonlocal turn
+        turn += 1
+        asked = questions[32 * (turn % 10) :][:32]
+        run_questions(made, params, recipe, asked, key=jax.random.key(turn), samples=4)
         rates["episodes"].append(made.stats.policy_tokens / made.stats.seconds)
-        busy.append(made.stats.policy_tokens / made.stats.decode_steps / config.rows)
+        busy.append(made.stats.policy_tokens / made.stats.decode_steps / made.config.rows)
         return made.stats.seconds
 
     def decoding() -> float:
-        alone.run(params, requests(config.rows, 64), SingleTurn(turn_tokens=new), KEY)
-        rates["decoding"].append(config.rows * new / alone.stats.seconds)
+        rows = alone.config.rows
+        alone.run(params, requests(rows, 64), SingleTurn(turn_tokens=new), KEY)
+        rates["decoding"].append(rows * new / alone.stats.seconds)
         return alone.stats.seconds
 
-    turn = [0]
-    alternate({"episodes": lambda: episodes_of(turn), "decoding": decoding}, args.rounds)
+    alternate({"episodes": episodes_of, "decoding": decoding}, rounds)
     useful, raw = (float(np.median(rates[name][1:])) for name in ("episodes", "decoding"))
-    return [
-        Row(
-            "128 training episodes of the built-in world over 64 rows, prompts, searches and all: policy tokens/s",
-            f"{useful:.0f} ({100 * np.median(busy[1:]):.0f} % of the rows write)",
-            f"64 rows that only decode {raw:.0f}",
-            f"{100 * useful / raw:.0f} %",
-            "at least 60 %",
-        )
-    ]
+    return useful, float(np.median(busy[1:])), raw
 
 
 SECTIONS: dict[str, Callable[[argparse.Namespace], list[Row]]] = {
