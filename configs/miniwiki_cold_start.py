@@ -14,7 +14,13 @@ from ml_collections import ConfigDict
 from rrl.arguments import parse
 from rrl.train.config_parts import refuse_unused_encoder
 
-BARE = {"rsearch": {"instruction": ""}, "tiresrag": {"opening": "bare"}}
+BARE = {
+    "rsearch": {"instruction": ""},
+    "tiresrag": {"opening": "bare"},
+    "search_r1": {"instruction": ""},
+    "r1_searcher": {"opening": "bare"},
+    "research": {"opening": "bare"},
+}
 """The fields of each recipe that leave its instruction out, which a policy of this size could not follow."""
 
 

@@ -6,10 +6,19 @@ from typing import Any
 
 from rrl.errors import UserError
 from rrl.recipes.base import Recipe
+from rrl.recipes.r1_searcher import R1Searcher
+from rrl.recipes.research import ReSearch
 from rrl.recipes.rsearch import RSearch
+from rrl.recipes.search_r1 import SearchR1
 from rrl.recipes.tiresrag import TiresRag
 
-RECIPES: Mapping[str, Callable[..., Any]] = {"rsearch": RSearch, "tiresrag": TiresRag}
+RECIPES: Mapping[str, Callable[..., Any]] = {
+    "rsearch": RSearch,
+    "tiresrag": TiresRag,
+    "search_r1": SearchR1,
+    "r1_searcher": R1Searcher,
+    "research": ReSearch,
+}
 
 
 def make_recipe(

@@ -77,6 +77,46 @@ def begin(stem: str, arg: str, args: types.SimpleNamespace) -> ConfigDict:
     return config
 
 
+def learn_in_miniwiki(config: ConfigDict, args: types.SimpleNamespace, recipe: Mapping[str, Any]) -> None:
+    """Sizes, objective and optimiser that were found for R-Search's cold-started policy (README, "What it reaches").
+
+    Other recipes take them over, with `recipe`'s fields beside its name and what their own objective changes.
+    """
+    config.recipe = dict(recipe)
+    config.recipe.environment = {"max_searches": 4, "turn_tokens": 128, "observation_tokens": 256}
+    config.recipe.environment.correction = ""  # the policy was never shown one
+    config.rollout = {"rows": 64, "context": 1024, "feeds": 16, "feed_tokens": 256, "top_k": 2, "top_p": 0.95}
+    steps = 66 if args.steps is None else args.steps
+    config.train = {
+        "steps": steps,
+        "questions": 32,
+        "samples": 4,
+        "temperature": 1.0,
+        "seed": args.seed,
+        "eval_every": max(1, steps // 2),
+        "eval_temperature": 0.0,
+        "average_last": 0.5,
+        "permute_rewards": args.control == "permuted",
+    }
+    config.objective = {
+        "kl_coef": 0.1,
+        "clip_low": 0.2,
+        "clip_high": 0.28,
+        "lengths": (384, 640, 1024),
+        "microbatch_tokens": 4096,
+    }
+    config.optim = {
+        "name": "adamw",
+        "lr": 3e-4,
+        "warmup_ratio": 0.3,
+        "weight_decay": 0.0,
+        "clip_norm": 1.0,
+        "schedule": "linear",
+        "b2": 0.999,
+        "frozen": ("^embedding$",),
+    }
+
+
 def is_smoke(args: types.SimpleNamespace) -> bool:
     """Whether so few updates are asked for in the built-in world that a run shall only be looked at."""
     return args.size == "tiny" and args.steps is not None and 0 < args.steps <= 5

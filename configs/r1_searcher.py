@@ -1,0 +1,74 @@
+"""R1-Searcher with REINFORCE++: a baseline of the papers (SPEC.md 5 and 6).
+
+    python launch/sft.py --config=configs/miniwiki_cold_start.py:recipe=r1_searcher --workdir=runs/r1_searcher_cold_start
+    python launch/train.py --config=configs/r1_searcher.py                       # built-in world, from that start: stage 2
+    python launch/train.py --config=configs/r1_searcher.py:stage=1               # retrieval and form alone
+    python launch/train.py --config=configs/r1_searcher.py:policy=runs/r1_searcher_tiny-stage=1/policy     # … and then stage 2
+    python launch/train.py --config=configs/r1_searcher.py:size=7b,stage=1,data=FOLDER,policy=FOLDER,encoder=FOLDER
+
+A base model starts with stage 1, whose policy is stage 2's start. The cold-started policy of the built-in world (size=tiny,
+settings found for R-Search there) knows how to search, so that stage 2 is the default.
+
+size=3b and size=7b hold the published settings: at most 8 searches, top-k 3, 64 questions x 16 samples at temperature 1, updates
+of 256 trajectories, lr 2e-6; stage 1 on 350 questions, stage 2 on 8,148, one epoch each. SPEC.md names no coefficient of the KL:
+0.001 here, as for the other recipes, in the reward of each token. The paper ran Qwen2.5-7B (base) and Llama-3.1-8B-Instruct
+(prompt=instruct); the retriever is BGE-large-en-v1.5 over KILT's Wikipedia.
+"""
+
+from ml_collections import ConfigDict
+
+from rrl.train.config_parts import begin, is_smoke, learn_in_miniwiki, parse_run, shorten
+
+QUESTIONS = {1: 350, 2: 8148}
+"""Of each stage: one epoch."""
+
+
+def get_config(arg: str = "") -> ConfigDict:
+    """The config of `--config=configs/r1_searcher.py:ARG`."""
+    args = parse_run(arg, stage=(2, 1), prompt=("auto", "base", "instruct", "bare"))
+    # It imports jax: after the arguments were found right.
+    from rrl.train.experiment import with_defaults
+
+    tiny = args.size == "tiny"
+    config = begin("r1_searcher", arg, args)
+    config.policy = args.policy or (
+        "runs/r1_searcher_cold_start/model" if tiny else f"models/Qwen2.5-{args.size.upper()}"
+    )
+    opening = {"auto": "bare" if tiny else "base"}.get(args.prompt, args.prompt)
+    recipe = {"name": "r1_searcher", "opening": opening, "stage": args.stage}
+    if tiny:
+        learn_in_miniwiki(config, args, recipe)
+        config.objective.kl_coef = 0.01
+    else:
+        config.recipe = recipe
+        config.recipe.environment = {}
+        config.rollout = {
+            "rows": 256,
+            "context": 16384,
+            "feeds": 16,
+            "feed_tokens": 2048,
+            "top_k": 3,
+            "top_p": 1.0,
+        }
+        config.train = {
+            "steps": QUESTIONS[args.stage] // 64 if args.steps is None else args.steps,
+            "questions": 64,
+            "samples": 16,
+            "temperature": 1.0,
+            "seed": args.seed,
+            "eval_every": 20,
+            "permute_rewards": args.control == "permuted",
+        }
+        config.objective = {
+            "kl_coef": 0.001,
+            "clip_low": 0.2,
+            "clip_high": 0.2,
+            "minibatches": 4,
+            "lengths": (2048, 4096, 8192, 16384),
+            "microbatch_tokens": 32768,
+        }
+        config.optim = {"name": "adamw", "lr": 2e-6, "clip_norm": 1.0, "b2": 0.999}
+    config.objective.update({"kl_estimator": "k1", "kl_in": "reward", "whiten": True})
+    if is_smoke(args):
+        shorten(config)
+    return with_defaults(config)

@@ -1,0 +1,67 @@
+"""ReSearch with GRPO: a baseline of the papers (SPEC.md 5 and 6).
+
+    python launch/sft.py --config=configs/miniwiki_cold_start.py:recipe=research --workdir=runs/research_cold_start
+    python launch/train.py --config=configs/research_grpo.py                            # built-in world, from that start
+    python launch/train.py --config=configs/research_grpo.py:size=7b,data=FOLDER,policy=FOLDER,encoder=FOLDER
+
+size=tiny is the built-in world (`miniwiki`), with the settings that were found for R-Search there: a turn, a result and the
+number of searches are bounded, as its policy's context of 1,024 tokens asks for.
+
+size=3b and size=7b hold the paper's settings (section 3.1, Table 4): one budget of 8,192 tokens, top-k 5, batch 256, 5 rollouts
+at temperature 1, lr 1e-6, KL 0.001, clip 0.2, two epochs over MuSiQue's 19,938 questions. The paper ran 7B and 32B on 64 H800;
+the retriever is E5-base-v2 over Wikipedia of 2018.
+"""
+
+from ml_collections import ConfigDict
+
+from rrl.train.config_parts import begin, is_smoke, learn_in_miniwiki, parse_run, shorten
+
+
+def get_config(arg: str = "") -> ConfigDict:
+    """The config of `--config=configs/research_grpo.py:ARG`."""
+    args = parse_run(arg, prompt=("auto", "instruct", "base", "bare"))
+    # It imports jax: after the arguments were found right.
+    from rrl.train.experiment import with_defaults
+
+    tiny = args.size == "tiny"
+    config = begin("research_grpo", arg, args)
+    config.policy = args.policy or (
+        "runs/research_cold_start/model" if tiny else f"models/Qwen2.5-{args.size.upper()}-Instruct"
+    )
+    opening = {"auto": "bare" if tiny else "instruct"}.get(args.prompt, args.prompt)
+    recipe = {"name": "research", "opening": opening}
+    if tiny:
+        learn_in_miniwiki(config, args, recipe)
+        # Groups whose answers are all right, or all without a word of the right one, differ by form alone.
+        config.objective.drop_spread = 0.15
+    else:
+        config.recipe = recipe
+        config.recipe.environment = {}
+        config.rollout = {
+            "rows": 256,
+            "context": 8192,
+            "feeds": 16,
+            "feed_tokens": 2048,
+            "top_k": 5,
+            "top_p": 1.0,
+        }
+        config.train = {
+            "steps": 2 * 19938 // 256 if args.steps is None else args.steps,
+            "questions": 256,
+            "samples": 5,
+            "temperature": 1.0,
+            "seed": args.seed,
+            "eval_every": 20,
+            "permute_rewards": args.control == "permuted",
+        }
+        config.objective = {
+            "kl_coef": 0.001,
+            "clip_low": 0.2,
+            "clip_high": 0.2,
+            "lengths": (1024, 2048, 4096, 8192),
+            "microbatch_tokens": 32768,
+        }
+        config.optim = {"name": "adamw", "lr": 1e-6, "clip_norm": 1.0, "b2": 0.999}
+    if is_smoke(args):
+        shorten(config)
+    return with_defaults(config)

@@ -1,0 +1,104 @@
+"""Search-R1 with GRPO, or with PPO: a baseline of the papers (SPEC.md 5 and 6).
+
+    python launch/sft.py --config=configs/miniwiki_cold_start.py:recipe=search_r1 --workdir=runs/search_r1_cold_start
+    python launch/train.py --config=configs/search_r1.py                            # built-in world, from that start
+    python launch/train.py --config=configs/search_r1.py:algorithm=ppo              # with a critic
+    python launch/train.py --config=configs/search_r1.py:reward=em                  # exact match alone, as in the paper
+    python launch/train.py --config=configs/search_r1.py:size=3b,data=FOLDER,policy=FOLDER,encoder=FOLDER
+
+size=tiny is the built-in world (`miniwiki`), with the settings that were found for R-Search there.
+
+size=3b and size=7b hold the published settings: 4 turns, top-k 3, 500 tokens a turn and an observation, 4,096 of
+context, batch 512, mini-batches of 256 trajectories, lr 1e-6 with a warm-up of 28.5 %, KL 0.001 (k3 in the loss for GRPO, k1
+in the reward for PPO), 5 samples a question for GRPO and one for PPO, critic at 1e-5, clip 0.2, temperature 1, 500 steps. The
+policy is Qwen2.5-Instruct or -Base; the retriever E5 over Wikipedia of 2018.
+"""
+
+import types
+from typing import Any
+
+from ml_collections import ConfigDict
+
+from rrl.train.config_parts import begin, is_smoke, learn_in_miniwiki, parse_run, shorten
+
+
+def get_config(arg: str = "") -> ConfigDict:
+    """The config of `--config=configs/search_r1.py:ARG`."""
+    args = parse_run(
+        arg, algorithm=("grpo", "ppo"), reward=("format", "em"), prompt=("auto", "bare", "instruct")
+    )
+    # They import jax: after the arguments were found right.
+    from rrl.recipes.search_r1 import INSTRUCTION
+    from rrl.train.experiment import with_defaults
+
+    tiny, ppo = args.size == "tiny", args.algorithm == "ppo"
+    config = begin("search_r1", arg, args)
+    config.policy = args.policy or (
+        "runs/search_r1_cold_start/model" if tiny else f"models/Qwen2.5-{args.size.upper()}-Instruct"
+    )
+    bare = args.prompt == "bare" or (args.prompt == "auto" and tiny)
+    recipe = {
+        "name": "search_r1",
+        "instruction": "" if bare else INSTRUCTION,
+        "use_format": args.reward == "format",
+    }
+    if tiny:
+        learn_in_miniwiki(config, args, recipe)
+        if not ppo:
+            # Rewards of right and wrong answers lie 0.6 apart at least, those of one kind 0.2 at most: groups that are all
+            # right or all wrong differ by form alone.
+            config.objective.drop_spread = 0.3
+    else:
+        publish(config, args, recipe)
+    if ppo:
+        config.objective.update({"kl_estimator": "k1", "kl_in": "reward", "whiten": True})
+        if tiny:
+            config.objective.kl_coef = 0.01
+        config.critic = {
+            "warmup_steps": min(6, config.train.steps // 4) if tiny else 0,
+            "minibatches": 1 if tiny else 2,
+        }
+        config.critic_optim = {
+            "name": "adamw",
+            "lr": 1e-3 if tiny else 1e-5,
+            "warmup_ratio": 0.0 if tiny else 0.05,
+            "b2": 0.999,
+            "clip_norm": 1.0,
+            "frozen": ("^embedding$",) if tiny else (),
+        }
+    if is_smoke(args):
+        shorten(config)
+    return with_defaults(config)
+
+
+def publish(config: ConfigDict, args: types.SimpleNamespace, recipe: dict[str, Any]) -> None:
+    """The published settings."""
+    ppo = args.algorithm == "ppo"
+    config.recipe = recipe
+    config.recipe.environment = {"max_searches": 4, "turn_tokens": 500, "observation_tokens": 500}
+    config.rollout = {
+        "rows": 256,
+        "context": 4096,
+        "feeds": 16,
+        "feed_tokens": 2048,
+        "top_k": 3,
+        "top_p": 1.0,
+    }
+    config.train = {
+        "steps": 500 if args.steps is None else args.steps,
+        "questions": 512,
+        "samples": 1 if ppo else 5,
+        "temperature": 1.0,
+        "seed": args.seed,
+        "eval_every": 50,
+        "permute_rewards": args.control == "permuted",
+    }
+    config.objective = {
+        "kl_coef": 0.001,
+        "clip_low": 0.2,
+        "clip_high": 0.2,
+        "minibatches": 2 if ppo else 10,
+        "lengths": (1024, 2048, 4096),
+        "microbatch_tokens": 32768,
+    }
+    config.optim = {"name": "adamw", "lr": 1e-6, "warmup_ratio": 0.285, "clip_norm": 1.0, "b2": 0.999}

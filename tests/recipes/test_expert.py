@@ -1,0 +1,50 @@
+"""Experts of all protocols share their thoughts and searches; what the first two recipes demonstrate did not change by it."""
+
+import hashlib
+
+import pytest
+
+from rrl.data.miniwiki import KINDS, generate
+from rrl.recipes.catalogue import make_recipe
+from tests.recipes.made import spoken
+
+
+@pytest.fixture(scope="module")
+def wiki():
+    return generate("train", 0, 200)
+
+
+def digest(recipe, wiki):
+    whole = hashlib.sha256()
+    for kind in KINDS:
+        for item in wiki.questions(kind, 10, 0):
+            shown = recipe.demonstrate(item, lambda query: wiki.passages[len(query) % 7 :][:2])
+            whole.update(repr(spoken(shown)).encode())
+    return whole.hexdigest()[:16]
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "made"),
+    [
+        # Of the two experts as they were before they shared anything (commit 5496356).
+        ("rsearch", {}, "8d2a72429da6ee2b"),
+        ("rsearch", {"use_evidence": False}, "9e8e98b6624fb641"),
+        ("tiresrag", {"shown_reflections": 0.0}, "ead32ae77468116c"),
+        ("tiresrag", {"shown_reflections": 1.0}, "24df2ab7e255045f"),
+    ],
+)
+def test_the_demonstrations_of_the_first_two_recipes_stay_as_they_were(wiki, name, fields, made):
+    assert digest(make_recipe(name, fields), wiki) == made
+
+
+def test_a_demonstration_reads_like_this(wiki):
+    (item,) = wiki.questions("two_hop", 1, 0)
+    first, second = item.plan.hops
+    shown = spoken(make_recipe("search_r1").demonstrate(item, lambda query: []))
+    assert [text for _, text in shown] == [
+        f"<think> To find : {item.plan.facts} </think>\n<search> {first.query} </search>",
+        "\n<information>\n\n</information>\n",
+        f"<think> The {first.query} is {first.value}. </think>\n<search> {second.query} </search>",
+        "\n<information>\n\n</information>\n",
+        f"<think> The {second.query} is {second.value}. </think>\n<answer> {item.question.answers[0]} </answer>",
+    ]

@@ -1,0 +1,165 @@
+r"""ReSearch: protocol, reward by hand, \boxed{}, what counts as its form, and its expert (SPEC.md 6, baselines)."""
+
+import pytest
+
+from rrl.data.miniwiki import KINDS, generate
+from rrl.errors import UserError
+from rrl.recipes.base import uses_chat
+from rrl.recipes.card import card_of, read_card, write_card
+from rrl.recipes.catalogue import make_recipe
+from rrl.recipes.research import INSTRUCTION, ReSearch, last_boxed
+from rrl.rollout.protocol import CONTEXT, EOS, Episode, Finish, SearchFor
+from rrl.rollout.trajectory import ENVIRONMENT, POLICY, PROMPT
+from tests.recipes.made import QUESTION, scored, spoken, turns
+
+RECIPE = ReSearch()
+ENV = RECIPE.environment
+ASK = "<think> hm </think> <search> Silver Harbour </search>"
+THINK = "<think> so </think> "
+RIGHT = "<answer> It is \\boxed{Marta Velikov} </answer>"
+
+
+def said(answer):
+    return f"{THINK}<answer> \\boxed{{{answer}}} </answer>"
+
+
+def earned(*texts, recipe=RECIPE):
+    return scored(recipe, *turns(ENV, *texts)).rewards["total"]
+
+
+# -- protocol (SPEC.md 6: <think> <search> <result> <answer>, one 8,192-token budget) --------------------------------------
+
+
+def test_the_budget_is_the_only_limit():
+    assert (ENV.turn_tokens, ENV.observation_tokens, ENV.stops) == (8192, 8192, ("</search>",))
+    episode = Episode(QUESTION)
+    for episode.turn in (0, 9, 500):
+        assert ENV.react(episode, ASK, "</search>") == SearchFor("Silver Harbour")
+    assert ENV.react(episode, said("x"), EOS) == Finish("answer")
+    assert ENV.react(episode, ASK, CONTEXT) == Finish("context_limit")
+    message = ENV.observe(episode, None)
+    assert (message.prefix, message.suffix) == ("\n<result>\n", "\n</result>\n")
+    assert ENV.overflow(episode, message, 9000) == Finish("context_limit")
+
+
+def test_there_is_no_second_chance():
+    assert ENV.react(Episode(QUESTION), "I am not sure.", EOS) == Finish("no_action")
+    assert ENV.react(Episode(QUESTION), "x </search>", "</search>") == Finish("no_action")
+
+
+def test_prompts_for_both_kinds_of_models_and_for_a_tiny_one():
+    instruct, base, bare = (ReSearch(opening=o).prompt(QUESTION) for o in ("instruct", "base", "bare"))
+    assert (instruct.system, instruct.said) == (INSTRUCTION, QUESTION.text)
+    assert base.said == f"{INSTRUCTION}\n\nUser: {QUESTION.text}\nAssistant:" and not base.system
+    assert bare.said == QUESTION.text and not bare.system and not bare.prefill
+    assert [uses_chat(ReSearch(opening=o)) for o in ("instruct", "base", "bare")] == [True, False, True]
+    for part in ("<think>", "<search>", "<result>", "<answer>", "\\boxed{}"):
+        assert part in INSTRUCTION
+
+
+# -- reward (SPEC.md 6: malformed 0, F1 = 0 but well-formed 0.1, else F1) --------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("texts", "reward", "parts"),
+    [
+        ([ASK, THINK + RIGHT], 1.0, (1, 0)),
+        ([THINK + RIGHT], 1.0, (1, 0)),
+        ([ASK, said("Marta Danes")], 0.5, (0.5, 0)),  # 2·1/(2+2)
+        ([ASK, said("Marta")], 2 / 3, (2 / 3, 0)),  # 2·1/(1+2)
+        ([ASK, said("Edda Tolvik")], 0.1, (0, 0.1)),
+        ([ASK, said("")], 0.1, (0, 0.1)),
+        ([ASK, RIGHT], 1.0, (1, 0)),  # the first turn has a thought
+        ([RIGHT], 0.0, (0, 0)),
+        ([], 0.0, (0, 0)),
+    ],
+)
+def test_the_reward_is_f1_or_a_little_for_the_form(texts, reward, parts):
+    one = scored(RECIPE, *turns(ENV, *texts))
+    assert one.rewards == pytest.approx(dict(zip(("answer", "format", "total"), (*parts, reward))))
+    assert one.metrics["well_formed"] == (reward > 0)
+
+
+MALFORMED = [
+    [ASK, f"<think> so {RIGHT}"],  # an unclosed thought
+    [ASK, f"</think>{RIGHT}<think>"],  # tags in the wrong order
+    [ASK, THINK + RIGHT + RIGHT],  # two answers
+    [ASK, f"{THINK}{RIGHT}<answer>"],
+    [ASK, f"{THINK}<answer> Marta Velikov </answer> \\boxed{{Marta Velikov}}"],  # boxed outside the answer
+    [ASK, f"{THINK}<answer> \\boxed{{Marta Velikov </answer>"],  # an open brace
+    [ASK, f"{THINK}<search> x {RIGHT}"],  # a search that was never made
+    [ASK, f"{THINK}<result> x </result>{RIGHT}"],  # a result of its own
+    [f"{THINK}<search> a <search> b </search>", THINK + RIGHT],
+    [THINK + RIGHT + ASK, "done"],  # the answer is not the last turn's
+    [ASK, ASK],
+]
+
+
+@pytest.mark.parametrize("texts", MALFORMED)
+def test_the_wrong_form_earns_nothing(texts):
+    assert earned(*texts) == 0
+
+
+@pytest.mark.parametrize("texts", MALFORMED)
+def test_equation_2_as_printed_pays_f1_in_any_form(texts):
+    assert earned(*texts, recipe=ReSearch(pay_malformed=True)) == pytest.approx(
+        float("\\boxed{Marta Velikov}" in texts[-1].partition("</answer>")[0] or RIGHT in "".join(texts))
+    )
+
+
+def test_tags_in_prompt_and_results_are_not_scored():
+    found = f"\n<result>\n{THINK}{RIGHT}</result>\n</result>\n"
+    segments = ((PROMPT, THINK + RIGHT), (POLICY, ASK), (ENVIRONMENT, found), (POLICY, "I give up."))
+    one = scored(RECIPE, *segments, searches=1)
+    assert one.rewards["total"] == 0 and one.answer == ""
+    one = scored(RECIPE, *segments[:-1], (POLICY, said("Edda")), searches=1)
+    assert one.rewards["total"] == 0.1 and one.metrics["searches"] == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "inner"),
+    [
+        ("\\boxed{a}", "a"),
+        ("so \\boxed{ a } or \\boxed{b}.", "b"),
+        ("\\boxed{\\text{a {b}} c} d}", "\\text{a {b}} c"),
+        ("\\boxed{}", ""),
+        ("\\boxed{a", None),
+        ("\\boxed a", None),
+        ("boxed{a}", None),
+        ("", None),
+    ],
+)
+def test_the_last_boxed_is_read_with_its_braces(text, inner):
+    assert last_boxed(text) == inner
+
+
+# -- the expert, the card, wrong settings --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_expert_earns_everything(kind):
+    wiki = generate("train", 0, 200)
+    for item in wiki.questions(kind, 10, 0):
+        shown = spoken(RECIPE.demonstrate(item, lambda query: wiki.passages[:2]))
+        one = scored(RECIPE, *shown, question=item.question)
+        assert one.rewards == {"answer": 1, "format": 0, "total": 1} and one.metrics["em"] == 1
+        assert len(shown) == 2 * len(item.plan.hops) + 1
+
+
+def test_its_card_brings_it_back(tmp_path):
+    recipe = make_recipe("research", {"opening": "bare"}, {"max_searches": 4, "turn_tokens": 128})
+    write_card(tmp_path, card_of(recipe, 1024, 2))
+    assert read_card(tmp_path).make() == recipe
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"opening": "chat"}, r"recipe\.opening='chat' is unknown; choose one of instruct, base, bare"),
+        ({"format_reward": -1.0}, r"recipe\.format_reward=-1\.0 must be at least 0"),
+        ({"advantage": "x"}, r"recipe\.advantage='x' is unknown"),
+    ],
+)
+def test_a_wrong_field_is_named(fields, message):
+    with pytest.raises(UserError, match=message):
+        make_recipe("research", fields)
