@@ -1,34 +1,24 @@
 """TIRESRAG-R1's config: the paper's settings, Table 7 by one argument, and a run from cold start to policy."""
 
-import importlib.util
 import os
-import pathlib
 import subprocess
 import sys
 
 import pytest
-from flax import nnx
 
-from rrl.data.tokenizer import load_tokenizer
 from rrl.errors import UserError
-from rrl.models.config import DecoderConfig
-from rrl.models.decoder import Decoder
-from rrl.models.hf import save_decoder
 from rrl.recipes.card import read_card
 from rrl.recipes.tiresrag import TiresRag
 from rrl.train import experiment, stages
 from rrl.train.experiment import CRITIC, Settings
 from rrl.train.judges import SECTIONS as JUDGE
 from rrl.train.metrics import read_metrics
-
-ROOT = pathlib.Path(__file__).parents[2]
+from tests.train import made
+from tests.train.made import ROOT, save_random_policy, shrink_cold_start, shrink_run
 
 
 def config(arg="", name="tiresrag_grpo"):
-    spec = importlib.util.spec_from_file_location(name, ROOT / "configs" / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.get_config(arg)
+    return made.config(name, arg)
 
 
 def recipe_of(arg):
@@ -112,40 +102,14 @@ def test_every_field_can_be_overridden():
 @pytest.mark.slow
 def test_a_cold_start_and_a_step_of_training_on_the_built_in_world(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
-    tokenizer = load_tokenizer("assets/miniwiki-tokenizer")
-    shape = DecoderConfig.from_hf(
-        {
-            "model_type": "qwen2",
-            "vocab_size": len(tokenizer),
-            "hidden_size": 16,
-            "num_hidden_layers": 1,
-            "num_attention_heads": 2,
-            "num_key_value_heads": 1,
-            "intermediate_size": 32,
-            "rope_theta": 10000.0,
-            "rms_norm_eps": 1e-6,
-            "tie_word_embeddings": True,
-            "max_position_embeddings": 1024,
-            "eos_token_id": tokenizer.eos_token_id,
-            "pad_token_id": tokenizer.pad_token_id,
-        }
-    )
-    save_decoder(tmp_path / "random", Decoder(shape, rngs=nnx.Rngs(0)), tokenizer)
+    save_random_policy(tmp_path / "random")
     cold = config(
         f"recipe=tiresrag,init={tmp_path}/random,retriever=bm25,steps=1,demonstrations=5",
         "miniwiki_cold_start",
     )
-    cold.data.update({"train_worlds": 1, "held_out_worlds": 1})
-    cold.data.demonstrations.held_out = 5
-    cold.train.rows = 2
-    assert stages.run(cold, tmp_path / "cold").stopped == "done"
+    assert stages.run(shrink_cold_start(cold), tmp_path / "cold").stopped == "done"
 
-    run = config(f"policy={tmp_path}/cold/model,retriever=bm25,steps=1,ablation=filter")
-    run.data.update({"train_worlds": 1, "held_out_worlds": 1, "held_out_per_kind": 1, "train_per_kind": 4})
-    run.train.update({"questions": 4, "samples": 2})
-    run.rollout.update({"rows": 8, "context": 512, "feeds": 4})
-    run.objective.lengths = (512,)
-    run.recipe.environment.turn_tokens = 16
+    run = shrink_run(config(f"policy={tmp_path}/cold/model,retriever=bm25,steps=1,ablation=filter"))
     outcome = experiment.run(run, tmp_path / "run")
     assert outcome.step == 1
     rows = read_metrics(tmp_path / "run" / "metrics.jsonl")

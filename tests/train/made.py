@@ -1,0 +1,62 @@
+"""Configs as their files make them, and a random policy small enough to run one."""
+
+import importlib.util
+import pathlib
+
+from flax import nnx
+
+from rrl.data.tokenizer import load_tokenizer
+from rrl.models.config import DecoderConfig
+from rrl.models.decoder import Decoder
+from rrl.models.hf import save_decoder
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+def config(name, arg=""):
+    """The config of `--config=configs/NAME.py:ARG`."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "configs" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.get_config(arg)
+
+
+def save_random_policy(folder):
+    """Writes a policy of one layer that speaks the built-in world's tokens at random."""
+    tokenizer = load_tokenizer(ROOT / "assets" / "miniwiki-tokenizer")
+    shape = DecoderConfig.from_hf(
+        {
+            "model_type": "qwen2",
+            "vocab_size": len(tokenizer),
+            "hidden_size": 16,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "intermediate_size": 32,
+            "rope_theta": 10000.0,
+            "rms_norm_eps": 1e-6,
+            "tie_word_embeddings": True,
+            "max_position_embeddings": 1024,
+            "eos_token_id": tokenizer.eos_token_id,
+            "pad_token_id": tokenizer.pad_token_id,
+        }
+    )
+    save_decoder(folder, Decoder(shape, rngs=nnx.Rngs(0)), tokenizer)
+
+
+def shrink_cold_start(filled):
+    """Five demonstrations in two worlds."""
+    filled.data.update({"train_worlds": 1, "held_out_worlds": 1})
+    filled.data.demonstrations.held_out = 5
+    filled.train.rows = 2
+    return filled
+
+
+def shrink_run(filled):
+    """A step of training that a test has time for."""
+    filled.data.update({"train_worlds": 1, "held_out_worlds": 1, "held_out_per_kind": 1, "train_per_kind": 4})
+    filled.train.update({"questions": 4, "samples": 2})
+    filled.rollout.update({"rows": 8, "context": 512, "feeds": 4})
+    filled.objective.lengths = (512,)
+    filled.recipe.environment.turn_tokens = 16
+    return filled
