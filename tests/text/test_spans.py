@@ -129,10 +129,10 @@ def test_a_message_in_one_box_is_told_from_one_that_only_names_tags(text: str, i
 
 
 def test_hostile_text_takes_linear_time() -> None:
-    started = time.perf_counter()
+    started = time.process_time()
     assert boxes("<a>" * 200_000, "a") == []
     assert boxes("</a>" * 200_000, "a") == []
     assert row_of_boxes("<a>" * 200_000, ["a", "b"]) is None
     assert row_of_boxes("<a></a>" * 100_000, ["a", "b"]) == ["a"] * 100_000
     assert in_one_box("<a>" * 200_000 + ".") is None
-    assert time.perf_counter() - started < 2
+    assert time.process_time() - started < 2
