@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from rrl.data.miniwiki.questions import MiniQuestion
 from rrl.data.questions import Question
 from rrl.errors import UserError, at_least, one_of
-from rrl.recipes.base import Retrieve, Scoring
+from rrl.recipes.base import Retrieve, Scoring, Shown
 from rrl.recipes.expert import Demonstration, thoughts
 from rrl.recipes.outcome import OutcomeRecipe, answer_metrics, one_search_a_turn
-from rrl.rollout.protocol import Append, Stream
+from rrl.rollout.protocol import Stream
 from rrl.rollout.trajectory import Trajectory
 from rrl.text.chat import Prompt
 from rrl.text.spans import Tag, boxed, boxes, exactly_one, last_box, row_of_boxes
@@ -123,7 +123,7 @@ class R1Searcher(OutcomeRecipe):
 
     # -- the cold start in the built-in world ------------------------------------------------------------------------
 
-    def demonstrate(self, item: MiniQuestion, retrieve: Retrieve) -> list[str | Append]:
+    def demonstrate(self, item: MiniQuestion, retrieve: Retrieve) -> Shown:
         """A scripted expert: one thought, in which it says what is needed, searches each hop and states what was read."""
         told = Demonstration(self.environment, item, retrieve)
         needed, *read = thoughts(item.plan)

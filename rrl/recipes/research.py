@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from rrl.data.miniwiki.questions import MiniQuestion
 from rrl.data.questions import Question
 from rrl.errors import at_least, one_of
-from rrl.recipes.base import Retrieve, Scoring
+from rrl.recipes.base import Retrieve, Scoring, Shown
 from rrl.recipes.expert import think_and_search
 from rrl.recipes.outcome import OutcomeRecipe, answer_metrics, one_search_a_turn
-from rrl.rollout.protocol import Append, Stream
+from rrl.rollout.protocol import Stream
 from rrl.rollout.trajectory import Trajectory
 from rrl.text.chat import Prompt
 from rrl.text.spans import Tag, boxes, count_tags, exactly_one, last_box
@@ -100,7 +100,7 @@ class ReSearch(OutcomeRecipe):
 
     # -- the cold start in the built-in world ------------------------------------------------------------------------
 
-    def demonstrate(self, item: MiniQuestion, retrieve: Retrieve) -> list[str | Append]:
+    def demonstrate(self, item: MiniQuestion, retrieve: Retrieve) -> Shown:
         """A scripted expert: think what is needed, search each hop, think what was read, answer."""
         answer = f"\\boxed{{ {item.question.answers[0]} }}"
         return think_and_search(self.environment, item, retrieve, answer)

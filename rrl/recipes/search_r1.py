@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from rrl.data.miniwiki.questions import MiniQuestion
 from rrl.data.questions import Question
 from rrl.errors import UserError
-from rrl.recipes.base import Retrieve, Scoring
+from rrl.recipes.base import Retrieve, Scoring, Shown
 from rrl.recipes.expert import think_and_search
 from rrl.recipes.outcome import OutcomeRecipe, answer_metrics
-from rrl.rollout.protocol import Append, Stream
+from rrl.rollout.protocol import Stream
 from rrl.rollout.trajectory import ENVIRONMENT, Trajectory
 from rrl.text.spans import Tag, boxes, in_one_box, last_box, row_of_boxes
 
@@ -110,6 +110,6 @@ class SearchR1(OutcomeRecipe):
 
     # -- the cold start in the built-in world ------------------------------------------------------------------------
 
-    def demonstrate(self, item: MiniQuestion, retrieve: Retrieve) -> list[str | Append]:
+    def demonstrate(self, item: MiniQuestion, retrieve: Retrieve) -> Shown:
         """A scripted expert: think what is needed, search each hop, think what was read, answer."""
         return think_and_search(self.environment, item, retrieve, item.question.answers[0])
