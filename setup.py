@@ -61,7 +61,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.11",
     packages=find_packages(include=["rrl", "rrl.*"]),
-    package_data={"rrl": ["py.typed"], "rrl.eval": ["*.css", "*.js"]},
+    package_data={"rrl": ["py.typed"], "rrl.eval": ["*.css", "*.js"], "rrl.recipes": ["prompts/*.txt"]},
     install_requires=BASE,
     extras_require=EXTRAS,
 )

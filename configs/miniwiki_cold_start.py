@@ -2,6 +2,7 @@
 
     python launch/sft.py --config=configs/miniwiki_cold_start.py:init=runs/pretrain/model --workdir=runs/cold_start
     python launch/sft.py --config=configs/miniwiki_cold_start.py:recipe=tiresrag --workdir=runs/tiresrag_cold_start
+    python launch/sft.py --config=configs/miniwiki_cold_start.py:recipe=r3rag --workdir=runs/r3rag_cold_start
 
 About 3 minutes on 2 quiet cores. The model is written to WORKDIR/model, or to out=FOLDER.
 `demonstrations=N` takes another number of them. `minutes=M` trains for so long instead, at a lower constant rate, and keeps
@@ -9,26 +10,31 @@ the parameters with the least held-out loss: the control that goes on with super
 reinforcement learning took.
 """
 
+from typing import Any
+
 from ml_collections import ConfigDict
 
 from rrl.arguments import parse
 from rrl.train.config_parts import refuse_unused_encoder
 
-BARE = {
-    "rsearch": {"instruction": ""},
-    "tiresrag": {"opening": "bare"},
-    "search_r1": {"instruction": ""},
-    "r1_searcher": {"opening": "bare"},
-    "research": {"opening": "bare"},
+STREAM = {"max_searches": 4, "turn_tokens": 128, "observation_tokens": 256, "correction": ""}
+"""One growing context; the expert is shown no correction."""
+SHOWN: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "rsearch": ({"instruction": ""}, STREAM),
+    "tiresrag": ({"opening": "bare"}, STREAM),
+    "search_r1": ({"instruction": ""}, STREAM),
+    "r1_searcher": ({"opening": "bare"}, STREAM),
+    "research": ({"opening": "bare"}, STREAM),
+    "r3rag": ({}, {"max_steps": 5, "turn_tokens": 128}),
 }
-"""The fields of each recipe that leave its instruction out, which a policy of this size could not follow."""
+"""Fields of each recipe and of its environment: without an instruction, which a policy of this size could not follow."""
 
 
 def get_config(arg: str = "") -> ConfigDict:
     """The config of `--config=configs/miniwiki_cold_start.py:ARG`."""
     args = parse(
         arg,
-        recipe=tuple(BARE),
+        recipe=tuple(SHOWN),
         init="runs/pretrain/model",
         out="",
         demonstrations=500,
@@ -54,13 +60,8 @@ def get_config(arg: str = "") -> ConfigDict:
             "held_out": 100,
             "top_k": 2,
             "recipe": args.recipe,
-            "recipe_options": BARE[args.recipe],
-            "environment": {
-                "max_searches": 4,
-                "turn_tokens": 128,
-                "observation_tokens": 256,
-                "correction": "",  # it is shown none
-            },
+            "recipe_options": SHOWN[args.recipe][0],
+            "environment": SHOWN[args.recipe][1],
         },
         "retriever": {
             "kind": args.retriever,

@@ -8,11 +8,13 @@ from rrl.errors import UserError
 from rrl.recipes.base import Recipe
 from rrl.recipes.r1_searcher import R1Searcher
 from rrl.recipes.research import ReSearch
+from rrl.recipes.r3rag import R3Rag
 from rrl.recipes.rsearch import RSearch
 from rrl.recipes.search_r1 import SearchR1
 from rrl.recipes.tiresrag import TiresRag
 
 RECIPES: Mapping[str, Callable[..., Any]] = {
+    "r3rag": R3Rag,
     "rsearch": RSearch,
     "tiresrag": TiresRag,
     "search_r1": SearchR1,

@@ -12,6 +12,8 @@ from rrl.data.passages import Passage, render
 from rrl.data.questions import Question
 from rrl.rollout.trajectory import ENVIRONMENT, POLICY, PROMPT, Trajectory
 from rrl.text.chat import Prompt
+from rrl.text.metrics import AnswerScores, score_answer
+from rrl.text.short_answers import EXTRACT_TEMPLATE, listed_answers
 from rrl.text.spans import Tag, in_one_box, without_boxes
 
 _CRITERION = (
@@ -298,6 +300,29 @@ class Relevance:
 
     def read(self, text: str) -> float | None:
         return read_tenths(text)
+
+
+@dataclasses.dataclass(frozen=True)
+class ShortAnswer:
+    """A metric of the short forms of a long answer, which the model extracts (R3-RAG, 4.1); of several the best counts."""
+
+    question: Question
+    predicted: str
+    metric: str
+    """Of `AnswerScores`: "em", "f1" or "cem". Those of one answer are asked for in the same words."""
+
+    @property
+    def prompt(self) -> Prompt:
+        return Prompt(EXTRACT_TEMPLATE.format(question=self.question.text, answer=self.predicted))
+
+    def read(self, text: str) -> float | None:
+        forms = listed_answers(_said(text))
+        return None if forms is None else self.of(forms)
+
+    def of(self, forms: Sequence[str]) -> float:
+        """The metric of these short forms."""
+        scores: AnswerScores = score_answer(forms, self.question.answers)
+        return float(getattr(scores, self.metric))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,6 +10,7 @@ from rrl.rewards.cases import (
     Correctness,
     Finding,
     Relevance,
+    ShortAnswer,
     Sufficiency,
     Thinking,
     Told,
@@ -32,6 +33,7 @@ class Oracle:
     - relevance: the share of the question's gold passages that the documents hold, in tenths. Over steps that show no
       passage twice the shares add up to the recall;
     - correctness: cover exact match;
+    - short answers: the answer as it stands;
     - findings: something else was mistaken for what was asked where the last search found no gold passage, thoughts are
       faithful where they are grounded, and reached the answer where they name it after the last search.
     """
@@ -51,6 +53,8 @@ class Oracle:
                 return round(len(titles & set(known(question))) / len(set(known(question))), 1)
             case Correctness(question, predicted) | Validation(question, predicted):
                 return cover_exact_match(predicted, question.answers)
+            case ShortAnswer():
+                return case.of([case.predicted])
             case Finding(question, _, _, "mistaken", last):
                 return float(not set(last) & set(known(question)))
             case Finding(question, told, _, "faithful"):

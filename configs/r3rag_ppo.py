@@ -1,0 +1,129 @@
+"""R3-RAG with PPO: step by step, a critic, rewards for the answer and for the documents of each step.
+
+    python launch/sft.py --config=configs/miniwiki_cold_start.py:recipe=r3rag --workdir=runs/r3rag_cold_start
+    python launch/train.py --config=configs/r3rag_ppo.py                                   # built-in world, from that start
+    python launch/train.py --config=configs/r3rag_ppo.py:ablation=process                  # Table 2: without process reward
+    python launch/train.py --config=configs/r3rag_ppo.py:ablation=outcome                  # without outcome reward
+    python launch/train.py --config=configs/r3rag_ppo.py:size=7b,data=FOLDER,policy=FOLDER,judge=FOLDER,encoder=FOLDER
+    python launch/train.py --config=configs/r3rag_ppo.py:steps=0,policy=FOLDER --config.retriever.kind=bm25  # Tables 3 and 5
+
+size=tiny is the built-in world (`miniwiki`), whose oracle knows the gold passages. There answers are short, so that they match
+exactly or not at all.
+
+size=7b holds the paper's settings (section 4.3, appendix C): Qwen2.5-7B after its cold start (`configs/r3rag_cold_start.py`
+makes the data, `configs/r3rag_sft.py` trains on it), batch 64 (16 questions x 4 rollouts at temperatures 0.1, 0.4, 0.7 and
+1.0), one epoch over 8,192 HotpotQA questions, actor 5e-7, critic 9e-6, top-k 5, at most 5 steps, 512 characters a document;
+gamma = lambda = 1 within a step, advantages whitened over the batch, KL to the initial model as a loss (Eq. 7), for whose
+weight, clip and rollout length it gives no numbers: 0.01, 0.2 and 512 tokens. Qwen2.5-14B-Instruct judges. The paper ran on
+H100s and reaches EM 46.4 on HotpotQA, 54.2 on 2Wiki and 21.4 on MuSiQue with E5 (Table 1; its cold start 45.2, 46.1, 21.9).
+Its other policy is Llama-3.1-8B, which these settings take too: policy=FOLDER. size=3b is none of the paper's: the same for
+Qwen2.5-3B. The paper evaluates with whole documents: --config.recipe.environment.document_characters=0 with steps=0.
+
+A policy is held against other retrievers than it was trained with by `steps=0`, its folder, and `retriever` or
+`--config.retriever.kind=bm25`, `exact`, ...
+
+`judge` is "oracle" (data with gold passages), the folder of a model, or the http address of an OpenAI-compatible service, with
+its `judge_model`; the service's key is read from OPENAI_API_KEY. A model or service extracts short answers for EM and F1 too.
+"""
+
+from typing import Any
+
+from ml_collections import ConfigDict
+
+from rrl.train.config_parts import begin, is_smoke, parse_run, shorten
+
+ABLATIONS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "process": {"use_process": False},
+    "outcome": {"use_outcome": False},
+}
+"""Table 2. Its last row leaves out both rewards: that is the cold-started policy, `steps=0`."""
+
+
+def get_config(arg: str = "") -> ConfigDict:
+    """The config of `--config=configs/r3rag_ppo.py:ARG`."""
+    args = parse_run(
+        arg,
+        judge="",
+        judge_model="",
+        ablation=tuple(ABLATIONS),
+        last_step=("figure", "equation"),
+        malformed=("paper", "released"),
+        cut=("document", "block"),
+    )
+    # They import jax: after the arguments were found right.
+    from rrl.train.experiment import with_defaults
+    from rrl.train.judges import sections_of
+
+    tiny, real = args.size == "tiny", args.data != "miniwiki"
+    config = begin("r3rag_ppo", arg, args)
+    config.policy = args.policy or (
+        "runs/r3rag_cold_start/model" if tiny else f"models/R3-RAG-CS-Qwen2.5-{args.size.upper()}"
+    )
+    config.recipe = {
+        "name": "r3rag",
+        "last_step": args.last_step,
+        "malformed_reward": {"paper": -1.0, "released": -0.9}[args.malformed],
+        **ABLATIONS[args.ablation],
+    }
+    if tiny and not real:  # the oracle would say the same of an answer as a match
+        config.recipe.update({"match": "exact", "judge_answers": False, "short_answers": False})
+    config.recipe.environment = {
+        "max_steps": 5,
+        "turn_tokens": 128 if tiny else 512,
+        "document_characters": 512,
+        "cut": args.cut,
+    }
+    config.rollout = {
+        "rows": 64,
+        "context": 1024 if tiny else 8192,
+        "feeds": 16,
+        "feed_tokens": 512 if tiny else 2048,
+        "top_k": 2 if tiny else 5,
+        "top_p": 1.0,
+    }
+    judge = args.judge or ("oracle" if not real else "models/Qwen2.5-14B-Instruct")
+    config.update(sections_of(judge, args.judge_model))
+    steps = args.steps if args.steps is not None else (66 if tiny else 512)
+    config.train = {
+        "steps": steps,
+        "questions": 32 if tiny else 16,
+        "samples": 4,
+        "temperatures": (0.1, 0.4, 0.7, 1.0),
+        "seed": args.seed,
+        "eval_every": max(1, steps // 2) if tiny else 64,
+        "eval_temperature": 0.0,
+        "average_last": 0.5 if tiny else 0.0,
+        "permute_rewards": args.control == "permuted",
+    }
+    config.objective = {
+        "kl_coef": 0.01,
+        "kl_estimator": "k3",
+        "kl_in": "loss",
+        "whiten": True,
+        "clip_low": 0.2,
+        "clip_high": 0.2,
+        "lengths": (256, 512, 1024) if tiny else (1024, 2048, 4096, 8192),
+        "microbatch_tokens": 4096 if tiny else 32768,
+    }
+    config.critic = {"discount": 1.0, "trace": 1.0, "warmup_steps": min(6, steps // 4) if tiny else 0}
+    config.critic_optim = {
+        "name": "adamw",
+        "lr": 1e-3 if tiny else 9e-6,
+        "clip_norm": 1.0,
+        "b2": 0.999,
+        "frozen": ("^embedding$",) if tiny else (),
+    }
+    config.optim = {
+        "name": "adamw",
+        "lr": 3e-4 if tiny else 5e-7,
+        "warmup_ratio": 0.3 if tiny else 0.03,
+        "weight_decay": 0.0,
+        "clip_norm": 1.0,
+        "schedule": "linear" if tiny else "cosine",
+        "b2": 0.999,
+        "frozen": ("^embedding$",) if tiny else (),
+    }
+    if is_smoke(args):
+        shorten(config)
+    return with_defaults(config)

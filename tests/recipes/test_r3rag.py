@@ -1,0 +1,482 @@
+"""R3-RAG, equation by equation: steps, parser, prompts, documents, rewards, ablations, Algorithm 2, and its expert."""
+
+import dataclasses
+import hashlib
+
+import numpy as np
+import pytest
+
+from rrl.data.miniwiki import KINDS, generate
+from rrl.data.passages import Passage
+from rrl.data.questions import Question
+from rrl.errors import UserError
+from rrl.recipes.base import ALONE, Scoring, uses_chat
+from rrl.recipes.card import card_of
+from rrl.recipes.catalogue import make_recipe
+from rrl.recipes.r3rag import R3Rag
+from rrl.recipes.r3rag_steps import Step, Steps, parse_step
+from rrl.rewards.cases import Correctness, Relevance, ShortAnswer
+from rrl.rewards.oracle import Oracle
+from rrl.rollout.protocol import CONTEXT, EOS, TURN_TOKENS, Episode, Finish, Restart, SearchFor
+from rrl.rollout.trajectory import ENVIRONMENT, POLICY, PROMPT, Search, Trajectory
+
+QUESTION = Question("q", "Who directed Silver Harbour?", ("Marta Velikov",), gold=("Silver Harbour",))
+FILM = Passage("1", "Silver Harbour", "Silver Harbour is a film by Marta Velikov.")
+BOOK = Passage("2", "Silver Book", "The author of Silver Book is Edda Tolvik.")
+ASK = "Step 1:\nThe problem analysis: I need the director.\nThe retrieval query: director of Silver Harbour"
+ASK_MORE = "The problem analysis: Not yet.\nThe retrieval query: Silver Harbour film"
+RIGHT = "Step 2:\nThe problem analysis: It says so.\nThe final answer: It was Marta Velikov."
+WRONG = RIGHT.replace("Marta Velikov", "Edda Tolvik")
+BROKEN = "Step 2: I do not know."
+
+
+def trajectory(*said, found=(), ended="answer", question=QUESTION):
+    """What was said in each step; `found` are the passages of each search, None where it failed."""
+    none = np.zeros(0)
+    segments = [piece for text in said for piece in ((PROMPT, "The question"), (POLICY, text))]
+    searches = [
+        Search(turn, "q", tuple(p.title for p in ps or ()), ps is None, tuple(ps or ()))
+        for turn, ps in enumerate(found)
+    ]
+    return Trajectory(question, 0, 0, none, none, none, none, none, segments, searches, ended)
+
+
+class Says:
+    """A judge that gives these scores by the kind of case, and notes what it was asked."""
+
+    def __init__(self, relevance=0.5, correct=0.0, short=0.0):
+        self.scores, self.asked = {Relevance: relevance, Correctness: correct, ShortAnswer: short}, []
+
+    def grade(self, cases):
+        self.asked += cases
+        scores = [self.scores[type(case)] for case in cases]
+        return [score.pop(0) if isinstance(score, list) else score for score in scores]
+
+
+def scored(one, recipe=None, judge=None):
+    (recipe or R3Rag()).score([one], Scoring(judge=judge or Says()))
+    return one
+
+
+# -- parser (Eqs. 1 and 4; Figures 2, 6 and 7) --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "step"),
+    [
+        (ASK, Step("I need the director.", query="director of Silver Harbour")),
+        (RIGHT, Step("It says so.", answer="It was Marta Velikov.")),
+        ("The problem analysis: a The final answer: b", Step("a", answer="b")),
+        ("\n Step 12: \nThe problem analysis:a\n\nb\nThe retrieval query:c?\n", Step("a\n\nb", query="c?")),
+        (
+            "Step 1:\nThe problem analysis: a\nStep 2: b\nThe final answer: c",
+            Step("a\nStep 2: b", answer="c"),
+        ),
+    ],
+)
+def test_a_well_formed_step_is_read(text, step):
+    assert parse_step(text) == step
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        " \n ",
+        "The final answer: b",
+        "The retrieval query: b",
+        "The problem analysis: a",
+        "The retrieval query: b\nThe problem analysis: a",
+        f"{ASK}\nThe retrieval query: another",  # Figure 2, trajectory 2: two queries
+        f"{ASK}\nThe final answer: both",  # Figure 2, trajectory 3: a query and an answer
+        f"{RIGHT}\nThe final answer: Edda Tolvik",
+        f"{RIGHT}\nThe retrieval query: more",
+        f"{ASK}\n{RIGHT}",  # ran on into a step that was not asked for
+        f"{ASK}\nThe retrieval documents: (Title: T) a document of my own",
+        "The retrieval documents: x\nThe problem analysis: a\nThe final answer: b",
+        "The problem analysis: a\nThe problem analysis: b\nThe final answer: c",
+        "The problem analysis:\nThe final answer: b",
+        "The problem analysis: a\nThe final answer:  \n",
+        "The problem analysis: a\nThe retrieval query:",
+        f"Sure, here it is.\n{ASK}",
+        "Step one:\nThe problem analysis: a\nThe final answer: b",
+        "Step 1: Step 2: The problem analysis: a\nThe final answer: b",
+        "the problem analysis: a\nthe final answer: b",
+        "The problem analysis: I could write The final answer: here.\nThe final answer: b",
+        "**The problem analysis**: a\n**The final answer**: b",
+        "The question: x\nThe problem analysis: a\nThe final answer: b",
+    ],
+)
+def test_a_malformed_step_is_not(text):
+    assert parse_step(text) is None
+
+
+def test_what_is_written_is_read_again():
+    for step in (Step("a\nb", query="c"), Step("a", answer="c: d")):
+        assert parse_step(step.written(3)) == step
+    assert Step("a", query="b").written(2) == "Step 2:\nThe problem analysis: a\nThe retrieval query: b"
+
+
+# -- protocol (3.1; SPEC.md 2 and 6) ------------------------------------------------------------------------------------
+
+
+def test_a_step_ends_with_the_text_alone():
+    environment, episode = Steps(), Episode(QUESTION)
+    assert environment.stops == () and environment.turn_tokens == 512
+    assert environment.react(episode, ASK, EOS) == SearchFor("director of Silver Harbour")
+    assert environment.react(episode, RIGHT, EOS) == Finish("answer")
+    assert environment.react(episode, BROKEN, EOS) == Finish("malformed")
+    assert environment.react(episode, RIGHT, TURN_TOKENS) == Finish("length")
+    assert environment.react(episode, RIGHT, CONTEXT) == Finish("length")
+
+
+def after(*said_and_found, environment=None):
+    """What the environment does after these steps."""
+    environment = environment or Steps()
+    episode = Episode(QUESTION)
+    for turn, (said, passages) in enumerate(said_and_found):
+        episode.turn = turn
+        episode.said.append(said)
+        titles = tuple(p.title for p in passages or ())
+        episode.searches.append(Search(turn, "q", titles, passages is None, tuple(passages or ())))
+        action = environment.observe(episode, passages)
+    return action
+
+
+def test_every_step_is_a_fresh_prompt_of_question_and_past_steps():
+    assert R3Rag().prompt(QUESTION) == "The question: Who directed Silver Harbour?"
+    assert uses_chat(R3Rag())
+    first = (
+        "The question: Who directed Silver Harbour?\n"
+        "Step 1:\n"
+        "The problem analysis: I need the director.\n"
+        "The retrieval query: director of Silver Harbour\n"
+        "The retrieval documents: (Title: Silver Harbour) Silver Harbour is a film by Marta Velikov."
+    )
+    assert after((ASK, [FILM])) == Restart(first)
+    second = (
+        f"{first}\n"
+        "Step 2:\n"
+        "The problem analysis: Not yet.\n"
+        "The retrieval query: Silver Harbour film\n"
+        "The retrieval documents: (Title: Silver Book) The author of Silver Book is Edda Tolvik."
+    )
+    assert after((ASK, [FILM]), (f"  {ASK_MORE}\n\n", [BOOK])) == Restart(second)
+
+
+def test_documents_that_were_shown_are_left_out_and_the_rest_stays():
+    assert after((ASK, [FILM]), (ASK_MORE, [FILM, BOOK])) == after((ASK, [FILM]), (ASK_MORE, [BOOK]))
+    nothing_new = after((ASK, [FILM, FILM]), (ASK_MORE, [FILM]))
+    assert nothing_new.prompt.endswith("Silver Harbour film\nThe retrieval documents: ")
+    assert nothing_new.prompt.count("(Title:") == 1
+    kept = after((ASK, [FILM]), (ASK_MORE, [FILM, BOOK]), environment=Steps(drop_seen=False))
+    assert kept.prompt.count("(Title: Silver Harbour)") == 2
+
+
+def test_a_failed_search_shows_nothing():
+    assert after((ASK, None)).prompt.endswith("The retrieval documents: ")
+
+
+def test_a_document_has_512_characters_or_the_block_has():
+    # SPEC.md 6: paper and code
+    long = [Passage(str(i), f"T{i}", str(i) * 600) for i in range(3)]
+    search = [Search(0, "q", (), False, tuple(long))]
+    (shown,) = Steps().documents(search)
+    assert [p.text for p in shown] == [str(i) * 512 for i in range(3)]
+    (block,) = Steps(cut="block").documents(search)
+    assert [p.text for p in block] == ["0" * (512 - len("(Title: T0) "))]
+    short = [dataclasses.replace(p, text=p.text[:200]) for p in long]
+    (block,) = Steps(cut="block").documents([Search(0, "q", (), False, tuple(short))])
+    assert [len(p.text) for p in block] == [200, 200, 512 - 2 * len("(Title: T0) ") - 400 - 2 - 12]
+    assert len("\n".join(f"(Title: {p.title}) {p.text}" for p in block)) == 512
+    (whole,) = Steps(document_characters=0).documents(search)
+    assert list(whole) == long
+
+
+def test_there_are_five_steps_and_the_last_ones_query_is_still_searched():
+    # SPEC.md 2: at most 5 steps; Algorithm 1, lines 9 to 14
+    steps = [(ASK, [FILM])] * 5
+    assert isinstance(after(*steps[:4]), Restart)
+    assert after(*steps) == Finish("turn_limit")
+    assert Steps().react(Episode(QUESTION, turn=4), ASK, EOS) == SearchFor("director of Silver Harbour")
+    assert isinstance(after(*steps, environment=Steps(max_steps=10)), Restart)
+
+
+def test_a_model_that_is_not_trained_reads_figures_6_and_7():
+    paper = Steps(opening="paper")
+    first = R3Rag(environment=paper).prompt(QUESTION)
+    assert first.startswith(
+        "# Role\nYou are an expert in large language models and knowledge retrieval, with"
+    )
+    assert first.endswith("#### Current Input: The question: Who directed Silver Harbour?\n#### Output:\n")
+    later = after((ASK, [FILM]), environment=paper).prompt
+    assert later.startswith("# Role: You are an expert in large language models and knowledge retrieval.\n")
+    assert (
+        "    - **Review Previous Steps**: Examine all prior steps, including analyses, queries, and documents."
+        in later
+    )
+    assert later.endswith(
+        "Who directed Silver Harbour?. The Previous Steps:\n"
+        "Step 1:\n"
+        "The problem analysis: I need the director.\n"
+        "The retrieval query: director of Silver Harbour\n"
+        "The retrieval documents: (Title: Silver Harbour) Silver Harbour is a film by Marta Velikov.\n"
+        "#### Output:\n"
+    )
+
+
+def test_the_figures_are_as_printed():
+    # sha256 of the figures' words with single spaces, the two placeholders empty
+    paper = Steps(opening="paper")
+    empty = Question("q", "", ("",))
+    said = (paper.prompt(empty, []), paper.prompt(empty, [(Step("a", query="b"), [])]))
+    later = said[1].replace(
+        "\nStep 1:\nThe problem analysis: a\nThe retrieval query: b\nThe retrieval documents: ", ""
+    )
+    words = [" ".join(text.split()) for text in (said[0], later)]
+    assert [hashlib.sha256(text.encode()).hexdigest()[:16] for text in words] == FIGURES
+
+
+FIGURES = ["9709d859b6ab7e29", "709cd561cc870b38"]
+
+
+# -- rewards (Eqs. 2-6, appendix C; SPEC.md 2 and 6) --------------------------------------------------------------------
+
+
+def test_a_right_answer_earns_two_and_scales_the_retrievals_by_1_6():
+    # Eq. 5: 1·(0 + 0.8) + 1 - 1 = 0.8, Eq. 6: ·1.6; Figure 2: the last step earns 2
+    one = scored(trajectory(ASK, ASK_MORE, RIGHT, found=([FILM], [BOOK])), judge=Says(relevance=[0.8, 0.1]))
+    assert one.turn_rewards == pytest.approx({0: 1.28, 1: 0.16, 2: 2.0})
+    assert one.rewards == pytest.approx({"answer": 1, "relevance": 0.9, "format": 0, "total": 3.44})
+    assert one.answer == "It was Marta Velikov."
+    assert one.metrics["acc"] == 1 and one.metrics["steps"] == 3
+    assert one.metrics["relevance"] == pytest.approx(0.45)
+
+
+def test_equation_6_read_literally_gives_the_last_step_1_6():
+    one = scored(trajectory(ASK, RIGHT, found=([FILM],)), R3Rag(last_step="equation"))
+    assert one.turn_rewards == pytest.approx({0: 0.8, 1: 1.6})
+
+
+def test_a_wrong_answer_scales_by_0_8_and_earns_nothing_itself():
+    one = scored(trajectory(ASK, WRONG, found=([FILM],)))
+    assert one.turn_rewards == pytest.approx({0: 0.5 * 0.8, 1: 0.0})
+    assert one.rewards == pytest.approx({"answer": 0, "relevance": 0.5, "format": 0, "total": 0.4})
+
+
+@pytest.mark.parametrize("ended", ["turn_limit", "context_limit"])
+def test_no_answer_within_the_limit_scales_by_0_9(ended):
+    one = scored(trajectory(ASK, ASK_MORE, found=([FILM], [BOOK]), ended=ended))
+    assert one.turn_rewards == pytest.approx({0: 0.45, 1: 0.45})
+    assert one.answer == "" and one.rewards["answer"] == 0 and one.metrics["em"] == 0
+
+
+@pytest.mark.parametrize("ended", ["malformed", "length"])
+@pytest.mark.parametrize("value", [-1.0, -0.9])
+def test_a_malformed_step_loses_one_and_the_others_keep_what_they_earned(ended, value):
+    # Eq. 5: 0·(…) + 0 - 1, Eq. 6: lambda 1; released: -0.9
+    one = scored(trajectory(ASK, BROKEN, found=([FILM],), ended=ended), R3Rag(malformed_reward=value))
+    assert one.turn_rewards == pytest.approx({0: 0.5, 1: value})
+    assert one.rewards == pytest.approx(
+        {"answer": 0, "relevance": 0.5, "format": value, "total": 0.5 + value}
+    )
+    assert one.metrics["malformed"] == 1
+
+
+def test_a_cut_off_answer_is_no_answer():
+    assert scored(trajectory(RIGHT, ended="length")).answer == ""
+
+
+def test_an_answer_is_right_by_match_or_by_the_judge():
+    # Eq. 2
+    judge = Says(correct=1.0)
+    one = scored(trajectory(WRONG), judge=judge)
+    assert one.rewards["answer"] == 1 and one.turn_rewards == {0: 2.0}
+    assert [type(case) for case in judge.asked].count(Correctness) == 1
+    matched = Says(correct=0.0)
+    assert scored(trajectory(RIGHT), judge=matched).rewards["answer"] == 1
+    assert not any(isinstance(case, Correctness) for case in matched.asked)
+    assert scored(trajectory(WRONG), R3Rag(judge_answers=False), judge).rewards["answer"] == 0
+
+
+def test_an_exact_match_pays_no_answer_that_names_several():
+    both = RIGHT.replace("It was Marta Velikov.", "Marta Velikov or Edda Tolvik")
+    assert scored(trajectory(both)).rewards["answer"] == 1
+    exact = R3Rag(match="exact")
+    assert scored(trajectory(both), exact).rewards["answer"] == 0
+    assert scored(trajectory(RIGHT.replace("It was ", "")), exact).rewards["answer"] == 1
+
+
+def test_relevance_is_judged_of_what_each_step_showed_anew():
+    judge = Says(relevance=1.0)
+    long = dataclasses.replace(BOOK, text="x" * 600)
+    one = scored(trajectory(ASK, ASK, ASK, WRONG, found=([FILM], [FILM, long], [FILM])), judge=judge)
+    asked = [case.passages for case in judge.asked if isinstance(case, Relevance)]
+    assert asked == [(FILM,), (dataclasses.replace(BOOK, text="x" * 512),)]
+    assert one.turn_rewards == pytest.approx({0: 0.8, 1: 0.8, 2: 0.0, 3: 0.0})
+
+
+def test_a_failed_search_earns_nothing_and_is_no_fault_of_the_step():
+    one = scored(trajectory(ASK, RIGHT, found=(None,)))
+    assert one.turn_rewards == {0: 0.0, 1: 2.0} and one.metrics["searches"] == 0
+
+
+def test_what_the_judge_says_unreadably_counts_nothing_and_is_counted():
+    one = scored(
+        trajectory(ASK, WRONG, found=([FILM],)), judge=Says(relevance=None, correct=None, short=None)
+    )
+    assert one.metrics["judge_unread"] == 4  # short forms: EM and F1
+    assert one.rewards["total"] == 0
+    plain = scored(trajectory(ASK, WRONG, found=([FILM],)), R3Rag(short_answers=False))
+    assert one.metrics["f1"] == plain.metrics["f1"]
+
+
+def test_em_and_f1_are_of_the_short_answer():
+    # SPEC.md 6 (4.1)
+    judge = Says(short=1.0)
+    one = scored(trajectory(RIGHT), judge=judge)
+    assert one.metrics["em"] == one.metrics["f1"] == 1
+    assert [case.metric for case in judge.asked] == ["em", "f1"]
+    assert scored(trajectory(RIGHT), R3Rag(short_answers=False), judge).metrics["em"] == 0
+    exact = scored(trajectory(RIGHT.replace("It was ", "")), judge=Says(short=0.0))
+    assert exact.metrics["em"] == 1  # it needed no extraction
+
+
+def test_the_oracle_scores_by_gold_passages():
+    one = scored(trajectory(ASK, RIGHT, found=([FILM, BOOK],)), judge=Oracle())
+    assert one.turn_rewards == pytest.approx({0: 1.6, 1: 2.0})
+
+
+def test_without_a_judge_only_matches_count():
+    one = trajectory(ASK, RIGHT, found=([FILM],))
+    R3Rag().score([one], ALONE)
+    assert one.turn_rewards == {0: 0.0, 1: 2.0}
+
+
+def test_only_the_policys_own_words_are_scored():
+    one = trajectory(WRONG)
+    one.segments[:0] = [(PROMPT, RIGHT), (ENVIRONMENT, RIGHT)]
+    assert scored(one).rewards["answer"] == 0
+
+
+def test_rewards_are_paid_where_each_step_ends():
+    one = trajectory(ASK, RIGHT, found=([FILM],))
+    one.tokens = np.arange(8)
+    one.roles = np.array([PROMPT, POLICY, POLICY, PROMPT, PROMPT, POLICY, POLICY, POLICY])
+    one.turns = np.array([0, 0, 0, 1, 1, 1, 1, 1])
+    assert scored(one).token_rewards == pytest.approx([0, 0, 0.8, 0, 0, 0, 0, 2.0])
+
+
+# -- Table 2 ------------------------------------------------------------------------------------------------------------
+
+
+def test_without_process_reward_only_answers_and_format_pay():
+    judge = Says()
+    recipe = R3Rag(use_process=False)
+    assert scored(trajectory(ASK, RIGHT, found=([FILM],)), recipe, judge).turn_rewards == {0: 0.0, 1: 2.0}
+    assert not any(isinstance(case, Relevance) for case in judge.asked)
+    broken = scored(trajectory(ASK, BROKEN, found=([FILM],), ended="malformed"), recipe)
+    assert broken.turn_rewards == {0: 0.0, 1: -1.0}
+
+
+def test_without_outcome_reward_nothing_tells_a_right_answer_from_a_wrong_one():
+    recipe = R3Rag(use_outcome=False)
+    right = scored(trajectory(ASK, RIGHT, found=([FILM],)), recipe)
+    wrong = scored(trajectory(ASK, WRONG, found=([FILM],)), recipe)
+    assert right.turn_rewards == wrong.turn_rewards == {0: 0.5, 1: 0.0}
+    assert right.metrics["acc"] == 1
+
+
+def test_a_judge_is_needed_as_long_as_anything_asks_it():
+    assert R3Rag().judged and R3Rag(use_process=False).judged
+    assert not R3Rag(use_process=False, judge_answers=False, short_answers=False).judged
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"last_step": "two"}, "recipe.last_step='two' is unknown"),
+        ({"match": "near"}, "recipe.match='near' is unknown"),
+        ({"advantage": "best"}, "recipe.advantage='best' is unknown"),
+        ({"correct_scale": -1}, "recipe.correct_scale=-1 must be at least 0"),
+        ({"malformed_reward": 0.5}, "recipe.malformed_reward=0.5 must be at most 0"),
+    ],
+)
+def test_wrong_fields_are_refused(fields, message):
+    with pytest.raises(UserError, match=message):
+        make_recipe("r3rag", fields)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"opening": "bare"}, "environment.opening='bare' is unknown"),
+        ({"cut": "page"}, "environment.cut='page' is unknown"),
+        ({"max_steps": 0}, "environment.max_steps=0 must be at least 1"),
+        ({"document_characters": -1}, "environment.document_characters=-1 must be at least 0"),
+    ],
+)
+def test_wrong_fields_of_the_environment_are_refused(fields, message):
+    with pytest.raises(UserError, match=message):
+        make_recipe("r3rag", {}, fields)
+
+
+def test_the_card_gives_the_recipe_back():
+    recipe = make_recipe("r3rag", {"last_step": "equation"}, {"max_steps": 7, "cut": "block"})
+    assert card_of(recipe, 1024, 2).make() == recipe
+
+
+def test_all_trajectories_are_kept_and_advantages_without_a_critic_are_of_their_totals():
+    # appendix A
+    some = [scored(trajectory(text)) for text in (RIGHT, WRONG)]
+    assert not R3Rag().left_out(some).any()
+    found = R3Rag().advantages(some)
+    assert found[0] > 0 > found[1]
+
+
+# -- cold start (Algorithms 1 and 2) ------------------------------------------------------------------------------------
+
+
+def test_a_trajectory_of_t_steps_gives_t_pairs():
+    environment = Steps(opening="paper")
+    recipe = R3Rag(environment=environment)
+    one = scored(trajectory(ASK, f"\n{ASK_MORE} ", RIGHT, found=([FILM], [FILM, BOOK])), recipe)
+    first, second, third = recipe.pairs(one)
+    plain = Steps()
+    assert first == ("The question: Who directed Silver Harbour?", ASK)
+    assert second == (after((ASK, [FILM]), environment=plain).prompt, f"Step 2:\n{ASK_MORE}")
+    prompt = after((ASK, [FILM]), (ASK_MORE, [FILM, BOOK]), environment=plain).prompt
+    assert third == (prompt, RIGHT.replace("Step 2", "Step 3"))
+
+
+@pytest.mark.parametrize(
+    ("one", "fault"),
+    [
+        (trajectory(ASK, RIGHT, found=([FILM],)), ""),
+        (trajectory(ASK, WRONG, found=([FILM],)), "incorrect"),
+        (trajectory(ASK, BROKEN, found=([FILM],), ended="malformed"), "malformed"),
+        (trajectory(ASK, RIGHT, found=([FILM],), ended="length"), "malformed"),
+        (trajectory(ASK, found=([FILM],), ended="turn_limit"), "unanswered"),
+        (trajectory(ASK, RIGHT, found=(None,)), "search failed"),
+    ],
+)
+def test_rejection_says_why(one, fault):
+    # 3.2.1
+    assert R3Rag().fault(scored(one)) == fault
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_expert_answers_right_in_well_formed_steps(kind):
+    wiki = generate("train", 0, 200)
+    by_title = {p.title: p for p in wiki.passages}
+    recipe = R3Rag(environment=Steps(max_steps=2))
+    for item in wiki.questions(kind, 5, 0):
+        hops = {hop.query: by_title[hop.title] for hop in item.plan.hops}
+        shown = recipe.demonstrate(item, lambda query, hops=hops: [hops[query], wiki.passages[0]])
+        said, prompts = shown[::2], shown[1::2]
+        assert len(said) == len(item.plan.hops) + 1 and all(isinstance(p, Restart) for p in prompts)
+        steps = [parse_step(text) for text in said]
+        assert [step.query for step in steps[:-1]] == [hop.query for hop in item.plan.hops]
+        assert steps[-1].answer == item.question.answers[0]
+        assert said[0] in prompts[0].prompt and said[-1].startswith(f"Step {len(said)}:")
+        assert all(hop.sentence in prompts[-1].prompt for hop in item.plan.hops)
