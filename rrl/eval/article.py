@@ -19,6 +19,7 @@ ENDINGS = {
     "search_limit": "ran out of searches",
     "context_limit": "ran out of context",
     "length": "ran out of tokens",
+    "malformed": "broke the format",
 }
 
 
@@ -35,8 +36,8 @@ def article(
 ) -> str:
     """One trajectory as an HTML article, without style; `source` says where it came from, "" that nobody knows."""
     cut = pieces(trajectory, tags, token_bytes)
-    prompt = "".join(piece.text for piece in cut if piece.role == PROMPT)
-    shown = "".join(_piece(piece, trajectory, tags) for piece in cut if piece.role != PROMPT)
+    prompt = "".join(piece.text for piece in cut if piece.kind == "prompt")
+    shown = "".join(_piece(piece, trajectory, tags) for piece in cut if piece.kind != "prompt")
     folded = f"<details><summary>prompt</summary><pre>{html.escape(prompt)}</pre></details>" if prompt else ""
     return (
         f"<article>{_head(trajectory, source)}<div class='panels'>{_rewards(trajectory)}{_searches(trajectory)}</div>"
@@ -147,7 +148,7 @@ def _tokens(trajectory: Trajectory, source: str) -> str:
 def _piece(piece: Piece, trajectory: Trajectory, tags: Mapping[Tag, str]) -> str:
     origin = "sampled" if piece.role == POLICY else "given"
     label = f'<span class="label">{html.escape(piece.kind)}</span>' if piece.kind != "reasoning" else ""
-    if piece.role == ENVIRONMENT:
+    if piece.role != POLICY:
         text = _observation(piece.text, trajectory)
     elif piece.spans:
         text = "".join(_token(text, logp) for text, logp in piece.spans)

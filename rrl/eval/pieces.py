@@ -2,6 +2,7 @@
 
 import codecs
 import dataclasses
+import functools
 import itertools
 import re
 from collections.abc import Mapping, Sequence
@@ -22,7 +23,8 @@ class Piece:
     role: int
     """PROMPT, POLICY or ENVIRONMENT."""
     kind: str
-    """"prompt", "reasoning", "observation", "message" (of the environment), or a kind named by the tags."""
+    """"prompt", "reasoning", "observation", "message" (of the environment), or a kind named by the tags. What is new
+    in the prompt of a further context is an observation."""
     text: str
     """Without the enclosing tags and the white space at both ends (a prompt is kept as it is)."""
     spans: tuple[tuple[str, float], ...] = ()
@@ -34,17 +36,21 @@ def pieces(
     tags: Mapping[Tag, str] = RSEARCH_TAGS,
     token_bytes: Sequence[bytes] | None = None,
 ) -> list[Piece]:
-    """Cuts every segment; text that is in no well-formed box is reasoning, blank stretches are dropped.
+    """Cuts every segment; text that is in no well-formed box and under no heading is reasoning, blank stretches are dropped.
 
     `token_bytes` holds the exact bytes of each token id; with it, policy pieces carry their tokens.
     """
     found: list[Piece] = []
     texts = _token_texts(trajectory, token_bytes) if token_bytes is not None else None
+    prompt = said = ""
     for index, (role, text) in enumerate(trajectory.segments):
         if role == POLICY:
             found += policy_pieces(text, tags, texts[index] if texts else [])
+            said = text
         elif role == PROMPT:
-            found.append(Piece(role, "prompt", text))
+            new = _new(prompt, said, text)
+            found.append(Piece(role, "observation", new) if prompt else Piece(role, "prompt", text))
+            prompt = text
         elif text.strip():
             # The label takes the place of the tags; a message without tags is a correction.
             inner = in_one_box(text)
@@ -53,9 +59,23 @@ def pieces(
     return found
 
 
+def _new(before: str, said: str, prompt: str) -> str:
+    """What a context's prompt tells beside the last one's and what the policy had said there."""
+    start = _alike(before, prompt)
+    end = len(prompt) - _alike(before[start:][::-1], prompt[start:][::-1])
+    told = prompt[start:end]
+    return (told.rpartition(said.strip())[2] if said.strip() else told).strip()
+
+
+def _alike(one: str, other: str) -> int:
+    """Length of what two texts begin with alike."""
+    pairs = enumerate(zip(one, other))
+    return next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))
+
+
 def stray_tags(text: str, tags: Mapping[Tag, str] = RSEARCH_TAGS) -> list[tuple[int, int]]:
     """(start, end) of the tags in a piece of reasoning: the box they should have made was malformed."""
-    known = "|".join(re.escape(marker) for tag in tags for marker in markers(tag))
+    known = "|".join(re.escape(marker) for tag in tags for marker in markers(tag) if all(markers(tag)))
     return [match.span() for match in re.finditer(known or "(?!)", text)]
 
 
@@ -65,7 +85,7 @@ def policy_pieces(
     """The pieces of a text that the policy wrote."""
     cuts: list[tuple[str, int, int]] = []
     end = 0
-    for match in re.finditer("|".join(map(_box, tags)) or "(?!)", text, re.DOTALL):
+    for match in re.finditer(_marked(tuple(tags)), text, re.DOTALL):
         assert match.lastindex is not None
         cuts.append(("reasoning", end, match.start()))
         cuts.append((list(tags.values())[match.lastindex - 1], *match.span(match.lastindex)))
@@ -80,6 +100,17 @@ def policy_pieces(
             start += len(text[start:stop]) - len(text[start:stop].lstrip())
             found.append(Piece(POLICY, kind, inner, _cut_tokens(tokens, start, start + len(inner))))
     return found
+
+
+@functools.cache
+def _marked(tags: tuple[Tag, ...]) -> str:
+    """What is in a box or under a heading, its content a group."""
+    headings = "|".join(re.escape(opening) for opening, closing in map(markers, tags) if not closing)
+    parts = [
+        _box(tag) if markers(tag)[1] else f"{re.escape(markers(tag)[0])}((?:(?!{headings}).)*)"
+        for tag in tags
+    ]
+    return "|".join(parts) or "(?!)"
 
 
 def _box(tag: Tag) -> str:

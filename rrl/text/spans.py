@@ -14,7 +14,8 @@ import re
 from collections.abc import Sequence
 
 Tag = str | tuple[str, str]
-"""The name of a tag, or its opening and its closing marker."""
+"""The name of a tag, or its opening and its closing marker. Without a closing ("") the opening is a heading (R3-RAG), which
+readers of trajectories take to hold what follows it, up to the next; it makes no box."""
 
 MARKER = re.compile(r"<[^<>\s]+>")
 """What a marker looks like."""

@@ -2,7 +2,8 @@
 
 import dataclasses
 
-from rrl.eval.pieces import pieces, stray_tags
+from rrl.eval.article import article
+from rrl.eval.pieces import pieces, policy_pieces, stray_tags
 from rrl.rollout.trajectory import ENVIRONMENT, POLICY, PROMPT
 from tests.eval.fakes import FakeTokens, direct, malformed, spouse, winter
 
@@ -91,3 +92,50 @@ def test_other_tags_can_be_named():
         ("search", "x"),
         ("message", "y"),
     ]
+
+
+STEPS = {("The retrieval query:", ""): "search", ("The final answer:", ""): "answer"}
+
+
+def test_a_heading_holds_what_follows_it_up_to_the_next():
+    text = "Step 1:\nWhy: so\nThe retrieval query: who <search>?\nThe final answer: A: b"
+    cut = policy_pieces(text, STEPS)
+    assert [(piece.kind, piece.text) for piece in cut] == [
+        ("reasoning", "Step 1:\nWhy: so"),
+        ("search", "who <search>?"),
+        ("answer", "A: b"),
+    ]
+
+
+def test_boxes_and_headings_go_together():
+    cut = policy_pieces("a<x>b</x>c Query: d", {"x": "search", ("Query:", ""): "answer"})
+    assert [(piece.kind, piece.text) for piece in cut] == [
+        ("reasoning", "a"),
+        ("search", "b"),
+        ("reasoning", "c"),
+        ("answer", "d"),
+    ]
+
+
+def test_of_a_further_contexts_prompt_only_what_is_new_is_shown():
+    opening = "user\nThe question: Who?{}\nassistant\n"
+    said = "Step 1:\nThe retrieval query: x"
+    past = f"\n{said}\nDocuments: (Title: T) t"
+    more = "\nStep 2:\nThe retrieval query: y\nDocuments: (Title: U) u"
+    segments = [
+        (PROMPT, opening.format("")),
+        (POLICY, said),
+        (PROMPT, opening.format(past)),
+        (POLICY, " Step 2:\nThe retrieval query: y\n"),
+        (PROMPT, opening.format(past + more)),
+        (POLICY, "The final answer: z"),
+    ]
+    trajectory = dataclasses.replace(direct(), segments=segments)
+    shown = [(piece.kind, piece.text) for piece in pieces(trajectory, STEPS) if piece.role == PROMPT]
+    assert shown == [
+        ("prompt", opening.format("")),
+        ("observation", "Documents: (Title: T) t"),
+        ("observation", "Documents: (Title: U) u"),
+    ]
+    page = article(trajectory, tags=STEPS)
+    assert page.count("<summary>prompt</summary>") == 1 and page.count("(Title: T)") == 1
