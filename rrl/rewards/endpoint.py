@@ -52,6 +52,8 @@ class EndpointConfig:
     answer_tokens: int = 1024
     """Most tokens of an answer."""
     temperature: float = 0.0
+    seed: int | None = None
+    """Sent where it is given: another one asks for another sample at the same temperature."""
     concurrency: int = 16
     """Prompts asked at a time, over all processes of a run."""
     time_out: float = 120.0
@@ -80,7 +82,8 @@ class EndpointConfig:
     @property
     def identity(self) -> dict[str, Any]:
         """What an answer depends on, apart from its prompt."""
-        return {name: getattr(self, name) for name in ("model", "answer_tokens", "temperature")}
+        found = {name: getattr(self, name) for name in ("model", "answer_tokens", "temperature")}
+        return found if self.seed is None else found | {"seed": self.seed}
 
 
 class Endpoint:
@@ -157,12 +160,13 @@ class Endpoint:
         messages = [{"role": "system", "content": prompt.system}] if prompt.system else []
         messages.append({"role": "user", "content": prompt.said})
         config = self.config
-        return {
+        body = {
             "model": config.model,
             "messages": messages,
             "max_tokens": config.answer_tokens,
             "temperature": config.temperature,
         }
+        return body if config.seed is None else body | {"seed": config.seed}
 
     def _file(self, body: Mapping[str, Any]) -> pathlib.Path:
         """Where the answer to a request is kept. The address is no part of it: the same model may be served elsewhere."""

@@ -1,6 +1,8 @@
 """Demonstrations of a recipe as training examples, tokenised piece by piece exactly as the engine would see them."""
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -8,10 +10,44 @@ from transformers import PreTrainedTokenizerBase
 from rrl.data.examples import Example
 from rrl.data.miniwiki.questions import MiniQuestion
 from rrl.data.passages import Passage
+from rrl.errors import at_least
 from rrl.recipes.base import Recipe
+from rrl.recipes.catalogue import make_recipe
 from rrl.retrieval.retriever import Retriever
 from rrl.rollout.protocol import Append, message_ids
 from rrl.text.chat import chat_ids
+
+
+@dataclasses.dataclass(frozen=True)
+class TaughtConfig:
+    """What is taught: the recipe, for the card beside the weights."""
+
+    top_k: int = 3
+    context: int = 1024
+    """Most tokens of a trajectory."""
+    recipe: str = "rsearch"
+    recipe_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    environment: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        at_least(1, self, "top_k", "context")
+
+    def make(self) -> Recipe:
+        """The recipe itself. Raises UserError for an unknown one or a wrong field."""
+        return make_recipe(self.recipe, dict(self.recipe_options), dict(self.environment))
+
+
+@dataclasses.dataclass(frozen=True)
+class DemonstrationConfig(TaughtConfig):
+    """A fixed set of the scripted expert's demonstrations."""
+
+    number: int = 300
+    held_out: int = 60
+    """Further demonstrations, in worlds of the dev split, for early stopping."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        at_least(1, self, "number", "held_out")
 
 
 def demonstrations(

@@ -3,6 +3,7 @@
 reading (stage 0): an endless stream of reading, copying and comparing in the built-in world, from random parameters.
 evidence: the same for the reader of another family, which answers from evidence.
 demonstrations (stage 1): a small fixed set of what a recipe's scripted expert does, from the model of stage 0.
+pairs: the same from a file of what a strong model did.
 """
 
 import dataclasses
@@ -30,16 +31,16 @@ from rrl.models.hf import folder_hash, load_language_model, save_decoder
 from rrl.models.induction import wire_induction
 from rrl.models.lora import LoraConfig, add_lora
 from rrl.parallel.rules import shard
-from rrl.recipes.base import Recipe
 from rrl.recipes.card import card_of, write_card
 from rrl.recipes.catalogue import make_recipe
 from rrl.recipes.rsearch import READER_TEMPLATE
 from rrl.rl.optim import OptimConfig
 from rrl.train.checkpoints import refuse_other_config
-from rrl.train.demonstrations import demonstrations
+from rrl.train.demonstrations import DemonstrationConfig, TaughtConfig, demonstrations
 from rrl.train.export import write_model_files
 from rrl.train.fields import build, fill, only
 from rrl.train.hardware import ComputeConfig, MeshConfig
+from rrl.train.pairs import PairsConfig, load_pairs
 from rrl.train.sft import MAY_DIFFER, Result, SFTConfig, train
 from rrl.train.sources import Alternating, FixedSource, Source, StreamSource
 from rrl.train.tasks import DataConfig, RetrieverConfig, load_encoder_of, load_retriever, mixed_questions
@@ -93,24 +94,6 @@ class StreamConfig:
         return None
 
 
-@dataclasses.dataclass(frozen=True)
-class DemonstrationConfig:
-    """A fixed set of demonstrations."""
-
-    number: int = 300
-    held_out: int = 60
-    """Further demonstrations, in worlds of the dev split, for early stopping."""
-    top_k: int = 3
-    context: int = 1024
-    """Most tokens of a trajectory, for the recipe card beside the weights."""
-    recipe: str = "rsearch"
-    recipe_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    environment: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        at_least(1, self, "number", "held_out", "top_k", "context")
-
-
 HARDWARE = {"mesh": MeshConfig, "compute": ComputeConfig, "lora": LoraConfig}
 """Sections that a config need not list."""
 SECTIONS = (
@@ -130,13 +113,14 @@ def with_defaults(config: ConfigDict) -> ConfigDict:
         fill(config[name], kind)
     if not config.init:
         fill(config.model, DecoderConfig)
-    if config.stage != "demonstrations":
+    if config.stage not in TAUGHT:
         fill(config.data, StreamConfig)
         return config
-    fill(config.data, DataConfig)
-    fill(config.data.retriever, RetrieverConfig)
-    shown = config.data.demonstrations
-    fill(shown, DemonstrationConfig)
+    if config.stage == "demonstrations":
+        fill(config.data, DataConfig)
+        fill(config.data.retriever, RetrieverConfig)
+    shown = config.data.demonstrations if config.stage == "demonstrations" else config.data
+    fill(shown, TAUGHT[config.stage])
     recipe = make_recipe(shown.recipe)
     fill(shown.recipe_options, type(recipe))
     fill(shown.environment, type(recipe.environment))
@@ -170,6 +154,9 @@ def run(config: Mapping[str, Any], workdir: str | pathlib.Path) -> Result:
         identity["compute"] = numbers
     if values["init"]:
         identity["init"] = _init_hash(values["init"])
+    shown = _taught(stage, values["data"])
+    if isinstance(shown, PairsConfig):
+        identity["pairs"] = shown.fingerprint
     out = pathlib.Path(values["out"] or pathlib.Path(workdir, "model"))
     if out.exists() and not out.is_dir():
         raise UserError(f"out={str(out)!r} is a file; give a folder, or one that is not there yet")
@@ -203,10 +190,7 @@ def run(config: Mapping[str, Any], workdir: str | pathlib.Path) -> Result:
     if mesh.size > 1:
         nnx.update(decoder, shard(nnx.state(decoder), mesh))
     source, held_out = STAGES[stage](values["data"], settings, tokenizer)
-    card = None
-    if stage == "demonstrations":
-        shown = build(DemonstrationConfig, values["data"]["demonstrations"], "data.demonstrations")
-        card = card_of(_recipe(shown), shown.context, shown.top_k)
+    card = None if shown is None else card_of(shown.make(), shown.context, shown.top_k)
     write_model_files(workdir, decoder.config, tokenizer, card, values["init"] or None)
     result = train(settings, source, decoder, workdir, held_out=held_out, identity=identity, mesh=mesh)
     if result.stopped != "signal":
@@ -217,6 +201,13 @@ def run(config: Mapping[str, Any], workdir: str | pathlib.Path) -> Result:
     return result
 
 
+def _taught(stage: str, data: Mapping[str, Any]) -> TaughtConfig | None:
+    """What a stage teaches, where that is a recipe."""
+    if stage == "demonstrations":
+        return build(DemonstrationConfig, data["demonstrations"], "data.demonstrations")
+    return build(PairsConfig, data, "data") if stage == "pairs" else None
+
+
 def _init_hash(folder: str) -> str:
     try:
         return folder_hash(folder)
@@ -225,10 +216,6 @@ def _init_hash(folder: str) -> str:
             f"init={folder!r} holds no model ({error}). Make one first, by python launch/sft.py "
             "--config=configs/miniwiki_pretrain.py --workdir=runs/pretrain, or give init=FOLDER"
         ) from error
-
-
-def _recipe(config: DemonstrationConfig) -> Recipe:
-    return make_recipe(config.recipe, dict(config.recipe_options), dict(config.environment))
 
 
 Stage = Callable[
@@ -307,7 +294,7 @@ def _demonstrations(
     config = build(DemonstrationConfig, given.pop("demonstrations"), "data.demonstrations")
     retrieval = build(RetrieverConfig, given.pop("retriever"), "data.retriever")
     world = build(DataConfig, given, "data")
-    recipe = _recipe(config)
+    recipe = config.make()
     encoder = load_encoder_of(retrieval, "data.retriever")
 
     def some(split: str, worlds: int, number: int) -> list[Example]:
@@ -324,6 +311,15 @@ def _demonstrations(
     examples = some("train", world.train_worlds, config.number)
     held_out = some("dev", world.held_out_worlds, config.held_out)
     return FixedSource(examples, settings.rows, settings.row_length, settings.seed), {"expert": held_out}
+
+
+def _pairs(
+    data: Mapping[str, Any], settings: SFTConfig, tokenizer: PreTrainedTokenizerBase
+) -> tuple[Source, dict[str, Sequence[Example]]]:
+    examples, held_out = load_pairs(build(PairsConfig, data, "data"), tokenizer, settings.row_length)
+    source = FixedSource(examples, settings.rows, settings.row_length, settings.seed)
+    print(f"an epoch has {source.steps_per_epoch} steps of {settings.rows} rows", file=sys.stderr)
+    return source, {"pairs": held_out}
 
 
 def scale_parameters(decoder: Decoder, scales: Mapping[str, float]) -> None:
@@ -364,4 +360,11 @@ def _enough(stream: Iterator[Example], tokens: int) -> list[Example]:
     return examples
 
 
-STAGES: dict[str, Stage] = {"reading": _reading, "evidence": _evidence, "demonstrations": _demonstrations}
+STAGES: dict[str, Stage] = {
+    "reading": _reading,
+    "evidence": _evidence,
+    "demonstrations": _demonstrations,
+    "pairs": _pairs,
+}
+TAUGHT: dict[str, type[TaughtConfig]] = {"demonstrations": DemonstrationConfig, "pairs": PairsConfig}
+"""Stages that teach a recipe, and what says which."""

@@ -1,0 +1,100 @@
+"""R3-RAG's cold start (3.2): a strong model's trajectories, rejection sampling, and pairs for supervised training.
+
+    python launch/cold_start.py --config=configs/r3rag_cold_start.py:data=FOLDER,model=FOLDER --workdir=runs/r3rag_data
+    python launch/cold_start.py --config=configs/r3rag_cold_start.py:data=FOLDER,model=http://127.0.0.1:8000/v1,model_name=NAME
+    python launch/sft.py --config=configs/r3rag_sft.py:pairs=runs/r3rag_data/pairs.jsonl,init=FOLDER
+    python launch/cold_start.py --config=configs/r3rag_cold_start.py       # built-in world, the cold-started policy's own
+
+Algorithm 1: each training question is asked once at each temperature, in at most 5 steps, with the prompts of Figures 6 and 7.
+What breaks the format, gives no answer, or a wrong one is rejected; of a question no two that say the same are kept, and
+`keep` at most. Algorithm 2: WORKDIR/pairs.jsonl holds an {id, step, input, output} for each step. WORKDIR/report.json, and the
+table that is printed, tell how many were kept and why the rest fell; WORKDIR/blocks holds every trajectory. The same command
+continues a run that was stopped or killed.
+
+`model` is the folder of any policy, or the http address of an OpenAI-compatible service and its `model_name` (the paper:
+DeepSeek-V3); the service's key is read from OPENAI_API_KEY. An answer is right where it holds a gold one, or where `judge`
+says so ("oracle", a folder, or an address with its `judge_model`); without one, matches alone count. The paper samples from
+64,937 questions of HotpotQA, 2Wiki and MuSiQue and keeps 51,254 trajectories; E5, whole documents.
+
+The built-in world's questions are of other worlds than those that `configs/r3rag_ppo.py` trains on; of a folder's, give RL
+others too (Appendix A).
+"""
+
+from ml_collections import ConfigDict
+
+from rrl.arguments import parse
+from rrl.train.config_parts import refuse_unused_encoder
+
+
+def get_config(arg: str = "") -> ConfigDict:
+    """The config of `--config=configs/r3rag_cold_start.py:ARG`."""
+    args = parse(
+        arg,
+        model="runs/r3rag_cold_start/model",
+        model_name="",
+        data="miniwiki",
+        encoder="",
+        retriever="",
+        questions=int,
+        keep=1,
+        seed=0,
+        prompt=("auto", "paper", "steps"),
+        judge="",
+        judge_model="",
+    )
+    refuse_unused_encoder(args)
+    # They import jax: after the arguments were found right.
+    from rrl.recipes.card import read_card
+    from rrl.train.cold_start import with_defaults
+    from rrl.train.judges import sections_of
+
+    real, served = args.data != "miniwiki", args.model.startswith("http")
+    card = None if served else read_card(args.model)
+    ours = card is not None and card.recipe == "r3rag"
+    prompt = {"auto": "steps" if ours else "paper"}.get(args.prompt, args.prompt)
+    config = ConfigDict()
+    config.model = "" if served else args.model
+    config.endpoint = {
+        "url": args.model if served else "",
+        "model": args.model_name,
+        "answer_tokens": 1024,
+    }
+    config.recipe = {
+        "name": "r3rag",
+        "match": "cover" if real else "exact",
+        "judge_answers": bool(args.judge),
+        # Nothing but right or wrong is asked of a trajectory here.
+        "use_process": False,
+        "short_answers": False,
+    }
+    config.recipe.environment = {
+        "max_steps": 5,
+        "turn_tokens": 1024 if real else 128,
+        "opening": prompt,
+        "document_characters": 0 if real else 512,
+    }
+    if args.judge:
+        config.update(sections_of(args.judge, args.judge_model))
+    questions = args.questions if args.questions is not None else (0 if real else 1000)
+    config.sampling = {
+        "questions": questions,
+        "temperatures": (0.1, 0.4, 0.7, 1.0),
+        "keep": args.keep,
+        "seed": args.seed,
+    }
+    config.rollout = {
+        "rows": 64,
+        "context": 8192 if real else 1024,
+        "feed_tokens": 2048 if real else 512,
+        "top_k": 5 if real else 2,
+    }
+    config.data = {"path": args.data, "seed": 0, "held_out_per_kind": 1, "held_out_worlds": 1}
+    kind = args.retriever or ("bm25" if real and not args.encoder else "scann")
+    config.retriever = {
+        "kind": kind,
+        "encoder": args.encoder or ("assets/miniwiki-encoder" if not real else ""),
+        "title_weight": 1 if real else 3,
+    }
+    config.mesh = {"fsdp": -1 if real else 1}
+    config.compute = {"dtype": "bfloat16" if real else "float32"}
+    return with_defaults(config)

@@ -1,0 +1,30 @@
+"""Demonstrations from a strong model: `python launch/cold_start.py --config=configs/r3rag_cold_start.py [--workdir=FOLDER]`."""
+
+import sys
+from collections.abc import Sequence
+
+from absl import flags
+from ml_collections import config_flags
+
+from rrl.train import launcher
+
+_CONFIG = config_flags.DEFINE_config_file(
+    "config", None, "Config file, with its arguments after a colon.", lock_config=True
+)
+_WORKDIR = flags.DEFINE_string(
+    "workdir", None, "Folder of the run (default: runs/NAME); a run that is there is continued."
+)
+flags.register_validator("workdir", lambda folder: folder != "", message="--workdir must name a folder")
+flags.mark_flags_as_required(["config"])
+
+
+def main(_: Sequence[str]) -> None:
+    """Samples, keeps what is right and well-formed, and reports."""
+    from rrl.train.cold_start import run
+
+    if run(_CONFIG.value, _WORKDIR.value or launcher.default_workdir(flags.FLAGS["config"])) is None:
+        sys.exit(launcher.STOPPED)
+
+
+if __name__ == "__main__":
+    launcher.run(main)

@@ -1,0 +1,339 @@
+"""Demonstrations for a cold start (R3-RAG, 3.2.1): a strong model's trajectories, of which the right and well-formed are kept.
+
+Algorithm 1 samples, Algorithm 2 makes (input, output) pairs of what is kept. Trajectories are written block by block, so that
+a run that was killed goes on where it was.
+"""
+
+import collections
+import dataclasses
+import json
+import os
+import pathlib
+import tempfile
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import jax.numpy as jnp
+from flax import nnx
+from ml_collections import ConfigDict
+
+from rrl.data.questions import Question
+from rrl.errors import UserError, at_least
+from rrl.models.hf import folder_hash, load_language_model
+from rrl.models.weights import require_folder
+from rrl.parallel.runtime import enable_compilation_cache
+from rrl.recipes.base import Recipe, Scoring, uses_chat
+from rrl.recipes.catalogue import make_recipe
+from rrl.rewards.endpoint import EndpointConfig
+from rrl.rewards.judge import Judge
+from rrl.rollout.engine import Engine, EngineConfig
+from rrl.rollout.trajectory import POLICY, Trajectory
+from rrl.train.checkpoints import refuse_other_config, stop_requested
+from rrl.train.experiment import Clock
+from rrl.train.fields import build, fill, only
+from rrl.train.hardware import ComputeConfig, MeshConfig
+from rrl.train.judges import SECTIONS as JUDGE
+from rrl.train.judges import JudgeSettings
+from rrl.train.rollouts import refuse_long_prompts
+from rrl.train.strong import PolicyFolder, Service, Strong
+from rrl.train.tasks import Corpus, DataConfig, RetrieverConfig, load_corpora
+
+
+class Demonstrating(Recipe, Protocol):
+    """A recipe whose scored trajectories can be demonstrations."""
+
+    def fault(self, trajectory: Trajectory) -> str:
+        """Why it is none; "" where it is one."""
+
+    def pairs(self, trajectory: Trajectory) -> list[tuple[str, str]]:
+        """What is read (the user's turn) and what shall be written, of each of its steps."""
+
+
+@dataclasses.dataclass(frozen=True)
+class SamplingConfig:
+    """How many trajectories are sampled, and how many are kept."""
+
+    questions: int = 0
+    """Of the training questions, from the first on; 0: all."""
+    temperatures: tuple[float, ...] = (0.1, 0.4, 0.7, 1.0)
+    """One trajectory of a question at each of them; one may stand there twice."""
+    keep: int = 1
+    """Trajectories of a question that are kept at most, the first of them (the paper keeps 51,254 of 64,937 questions); 0: all
+    that differ."""
+    block: int = 64
+    """Questions whose trajectories are written together."""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        at_least(0, self, "questions", "keep", "seed")
+        at_least(1, self, "block")
+        if not self.temperatures or min(self.temperatures) < 0:
+            raise UserError(f"temperatures={self.temperatures} must be one number or more, each at least 0")
+
+
+SECTIONS = {
+    "sampling": SamplingConfig,
+    "rollout": EngineConfig,
+    "data": DataConfig,
+    "retriever": RetrieverConfig,
+    "mesh": MeshConfig,
+    "compute": ComputeConfig,
+}
+"""The dataclass behind each section of a config, but for those of `recipe`, `endpoint` and the judge."""
+
+
+def with_defaults(config: ConfigDict) -> ConfigDict:
+    """A config of this form (see configs/r3rag_cold_start.py) with every field there is, so that each can be overridden."""
+    judge = JUDGE if any(name in config for name in JUDGE) else {}
+    for name, kind in {**SECTIONS, "endpoint": EndpointConfig, **judge}.items():
+        if name not in config:
+            config[name] = ConfigDict()
+        fill(config[name], kind)
+    recipe = make_recipe(config.recipe.name)
+    fill(config.recipe, type(recipe))
+    fill(config.recipe.environment, type(recipe.environment))
+    return config
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """A config, checked and typed."""
+
+    model: str
+    """Folder of the strong model; empty: it is a service."""
+    endpoint: EndpointConfig | None
+    recipe: Any
+    """A `Demonstrating`."""
+    sampling: SamplingConfig
+    rollout: EngineConfig
+    data: DataConfig
+    retriever: RetrieverConfig
+    mesh: MeshConfig
+    compute: ComputeConfig
+    judge: JudgeSettings | None
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any]) -> "Settings":
+        """Checks a config and that its folders are there; loads nothing yet. Raises UserError."""
+        values = config.to_dict() if hasattr(config, "to_dict") else dict(config)
+        only([*SECTIONS, *JUDGE, "model", "endpoint", "recipe"], values, "config")
+        fields = dict(values["recipe"])
+        name, environment = fields.pop("name"), fields.pop("environment", {})
+        recipe = make_recipe(name, fields, environment)
+        if not (hasattr(recipe, "fault") and hasattr(recipe, "pairs")):
+            raise UserError(f"recipe.name={name!r} makes no pairs of its trajectories; choose r3rag")
+        model, endpoint = values["model"], values.get("endpoint", {})
+        if bool(model) == bool(endpoint.get("url")):
+            raise UserError(
+                f"model={model!r} and endpoint.url={endpoint.get('url', '')!r}: give one of them as the strong model"
+            )
+        if model:
+            require_folder("model", model)
+        judge = JudgeSettings.parse(values) if any(section in values for section in JUDGE) else None
+        if recipe.judged and judge is None:
+            raise UserError(
+                "recipe: answers that do not match are to be judged; give the section judge, or recipe.judge_answers=False"
+            )
+        if judge is not None:
+            judge.check()
+        return cls(
+            model=model,
+            endpoint=None if model else build(EndpointConfig, endpoint, "endpoint"),
+            recipe=recipe,
+            judge=judge if recipe.judged else None,
+            **{section: build(kind, values.get(section, {}), section) for section, kind in SECTIONS.items()},
+        )
+
+    def identity(self) -> dict[str, Any]:
+        """What decides the trajectories: models by content or name, data, search, settings."""
+        found = {
+            "model": folder_hash(self.model) if self.endpoint is None else self.endpoint.identity,
+            "recipe": dataclasses.asdict(self.recipe),
+            "sampling": dataclasses.asdict(self.sampling),
+            "rollout": {name: getattr(self.rollout, name) for name in ("context", "top_k", "top_p")},
+            "data": dataclasses.asdict(self.data),
+            "retriever": self.retriever.identity(),
+            "judge": self.judge.identity() if self.judge else None,
+        }
+        if self.data.path != "miniwiki":
+            files = sorted(pathlib.Path(self.data.path).iterdir())
+            found["files"] = {file.name: file.stat().st_size for file in files if file.is_file()}
+        return found
+
+    def load(self, corpus: Corpus, say: Clock) -> tuple[Strong, Judge | None]:
+        """The strong model, and the judge where one is asked."""
+        mesh = self.mesh.make()
+        temperatures, seed = self.sampling.temperatures, self.sampling.seed
+        strong: Strong
+        if self.endpoint is not None:
+            say(f"strong model {self.endpoint.model} at {self.endpoint.url}")
+            strong = Service(
+                self.endpoint, self.recipe, corpus.retriever, self.rollout.top_k, temperatures, seed
+            )
+        else:
+            say(f"strong model {self.model}")
+            dtype = jnp.dtype(self.compute.dtype)
+            decoder, tokenizer = load_language_model(
+                self.model,
+                "model",
+                chat=uses_chat(self.recipe),
+                context=self.rollout.context,
+                dtype=dtype,
+                param_dtype=dtype,
+                mesh=mesh if mesh.size > 1 else None,
+            )
+            engine = Engine(decoder, tokenizer, self.rollout, retriever=corpus.retriever, mesh=mesh)
+            refuse_long_prompts(engine, self.recipe, corpus.questions)
+            strong = PolicyFolder(engine, nnx.state(decoder), self.recipe, temperatures, seed)
+        judge = None if self.judge is None else self.judge.load(corpus.questions, self.compute, mesh)
+        return strong, judge
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """What was kept, and why the rest fell."""
+
+    questions: int
+    trajectories: int
+    kept: int
+    answered: int
+    """Questions of which something is kept."""
+    pairs: int
+    fell: Mapping[str, int]
+    """Trajectories by why they are not kept."""
+    by_temperature: Mapping[str, tuple[int, int]]
+    """Kept, and sampled, at each."""
+
+    def text(self) -> str:
+        """The same as a table."""
+        share = 100 / max(self.trajectories, 1)
+        lines = [
+            f"{self.trajectories} trajectories of {self.questions} questions",
+            f"  {self.kept:6} kept ({share * self.kept:.1f} %), of {self.answered} questions: {self.pairs} pairs",
+        ]
+        lines += [f"  {count:6} {why} ({share * count:.1f} %)" for why, count in self.fell.items()]
+        lines += [
+            f"  at temperature {temperature}: {kept} of {sampled} kept"
+            for temperature, (kept, sampled) in self.by_temperature.items()
+        ]
+        return "\n".join(lines)
+
+
+def run(config: Mapping[str, Any], workdir: str | os.PathLike[str]) -> Report | None:
+    """Samples, and writes `pairs.jsonl` ({id, step, input, output}) and `report.json` to `workdir`.
+
+    `blocks/` holds every trajectory, the rejected ones too, with what became of it. None where a signal stopped it; the same
+    command continues. Raises UserError for a wrong config, and for a workdir of another one.
+    """
+    say, settings, folder = Clock(), Settings.of(config), pathlib.Path(workdir)
+    identity = json.loads(json.dumps(settings.identity()))
+    refuse_other_config(folder, identity, ())
+    (folder / "blocks").mkdir(parents=True, exist_ok=True)
+    _write(folder / "config.json", json.dumps(identity, indent=2, sort_keys=True))
+    enable_compilation_cache()
+    corpus, _ = load_corpora(settings.data, settings.retriever, say, settings.rollout.search_seconds)
+    sampling = settings.sampling
+    questions = corpus.questions[: sampling.questions or None]
+    corpus = dataclasses.replace(corpus, questions=questions)
+    files = {
+        first: folder / "blocks" / f"{first:08d}.jsonl" for first in range(0, len(questions), sampling.block)
+    }
+    missing = [first for first, file in files.items() if not file.exists()]
+    if missing:
+        strong, judge = settings.load(corpus, say)
+        with stop_requested() as stop:
+            for first in missing:
+                if stop:
+                    say("stopped; the same command continues")
+                    return None
+                some = questions[first : first + sampling.block]
+                records = sample_block(strong, settings.recipe, some, first, sampling.temperatures, judge)
+                _write(files[first], "".join(json.dumps(r, ensure_ascii=False) + "\n" for r in records))
+                good = sum(not record["fault"] for record in records)
+                say(
+                    f"questions {first + 1} to {first + len(some)}: {good} of {len(records)} trajectories are good"
+                )
+    lines = (line for file in files.values() for line in file.read_text(encoding="utf-8").splitlines())
+    pairs, report = select((json.loads(line) for line in lines), sampling.keep, len(questions))
+    _write(folder / "pairs.jsonl", "".join(json.dumps(p, ensure_ascii=False) + "\n" for p in pairs))
+    _write(folder / "report.json", json.dumps(dataclasses.asdict(report), indent=2))
+    print(report.text())
+    return report
+
+
+def sample_block(
+    strong: Strong,
+    recipe: Demonstrating,
+    questions: Sequence[Question],
+    first: int,
+    temperatures: Sequence[float],
+    judge: Judge | None = None,
+) -> list[dict[str, Any]]:
+    """Algorithm 1 on some questions, and what became of each trajectory: a record a trajectory."""
+    trajectories = strong.sample(questions, first)
+    recipe.score(trajectories, Scoring(judge=judge))
+    records = []
+    for place, trajectory in enumerate(trajectories):
+        fault = recipe.fault(trajectory)
+        records.append(
+            {
+                "number": trajectory.group,
+                "id": trajectory.question.id,
+                "question": trajectory.question.text,
+                "temperature": temperatures[place % len(temperatures)],
+                "fault": fault,
+                "ended": trajectory.ended,
+                "answer": trajectory.answer,
+                "said": [text for role, text in trajectory.segments if role == POLICY],
+                "pairs": [] if fault else recipe.pairs(trajectory),
+            }
+        )
+    return records
+
+
+def select(
+    records: collections.abc.Iterable[Mapping[str, Any]], keep: int, questions: int
+) -> tuple[list[dict[str, Any]], Report]:
+    """The pairs of what is kept of records in their order, and the report: of a question no two trajectories that say the same
+    but for white space, and at most `keep` of them (0: all)."""
+    pairs: list[dict[str, Any]] = []
+    fell: collections.Counter[str] = collections.Counter()
+    sampled: collections.Counter[str] = collections.Counter()
+    kept: collections.Counter[str] = collections.Counter()
+    seen: dict[int, set[tuple[str, ...]]] = collections.defaultdict(set)
+    taken: collections.Counter[int] = collections.Counter()
+    for record in records:
+        number, temperature, fault = record["number"], str(record["temperature"]), record["fault"]
+        sampled[temperature] += 1
+        if not fault:
+            said = tuple(" ".join(output.split()) for _, output in record["pairs"])
+            if said in seen[number]:
+                fault = "duplicate"
+            elif keep and taken[number] == keep:
+                fault = "more than are kept of its question"
+            seen[number].add(said)
+        if fault:
+            fell[fault] += 1
+            continue
+        taken[number] += 1
+        kept[temperature] += 1
+        pairs += [
+            {"id": record["id"], "step": step, "input": told, "output": said}
+            for step, (told, said) in enumerate(record["pairs"], start=1)
+        ]
+    return pairs, Report(
+        questions=questions,
+        trajectories=sampled.total(),
+        kept=kept.total(),
+        answered=len(taken),
+        pairs=len(pairs),
+        fell=dict(fell.most_common()),
+        by_temperature={name: (kept[name], count) for name, count in sampled.items()},
+    )
+
+
+def _write(path: pathlib.Path, text: str) -> None:
+    """Whole or not at all."""
+    with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=path.parent, delete=False) as beside:
+        beside.write(text)
+    os.replace(beside.name, path)
