@@ -89,6 +89,10 @@ class Host:
         self.prefixes = Prefixes(limits.rows, limits.piece) if share_prompts else None
         self.todo: dict[int, _Todo] = {}
         """Rows to be fed, first come, first served."""
+        self.asked: dict[int, tuple[str, ...]] = {}
+        """Queries of the rows that wait for passages."""
+        self.answers: dict[int, dict[str, Found]] = {}
+        """What is there of them."""
         self.to_encode: collections.deque[tuple[Asker, str]] = collections.deque()
         self.encoding: list[tuple[Asker, str]] = []
         self.stage = "has not been asked yet"
@@ -123,7 +127,7 @@ class Host:
     # -- what the device has done ------------------------------------------------------------------------------------
 
     def _read(self, turns: Turns) -> None:
-        busy = self._searching() | self.todo.keys()
+        busy = self.asked.keys() | self.todo.keys()
         for index in np.flatnonzero(turns.status == WAIT):
             row = int(index)
             live = self.rows[row]
@@ -146,7 +150,8 @@ class Host:
         elif isinstance(action, Restart):
             self._restart(row, live, action)
         else:
-            self.to_encode.append((row, action.query))
+            self.asked[row], self.answers[row] = (action.query, *action.also), {}
+            self.to_encode += [(row, query) for query in dict.fromkeys(self.asked[row])]
 
     def _append(self, row: int, live: Live, message: Append) -> None:
         room = self.limits.context - live.used
@@ -195,10 +200,6 @@ class Host:
         """Searches for someone who is no row; `on_found` gets the passages."""
         self.to_encode.append((key, query))
 
-    def _searching(self) -> set[Asker]:
-        """Rows that wait for passages."""
-        return {key for key, _ in (*self.to_encode, *self.encoding)} | self.searches.keys
-
     def _search(self, turns: Turns, embeddings: Float[np.ndarray, "P E"]) -> None:
         if self._needs_embeddings:
             ready, self.encoding = self.encoding, []
@@ -216,12 +217,20 @@ class Host:
             if not isinstance(key, int):
                 self.on_found(key, passages)
                 continue
-            live = self.rows[key]
-            assert live is not None
-            found = tuple(passages or ())
+            self.answers[key][query] = passages
+            if len(self.answers[key]) == len(set(self.asked[key])):
+                self._observe(key)
+
+    def _observe(self, row: int) -> None:
+        """All that a row asked for is there."""
+        live, queries, answers = self.rows[row], self.asked.pop(row), self.answers.pop(row)
+        assert live is not None
+        for query in queries:
+            found = tuple(answers[query] or ())
             titles = tuple(passage.title for passage in found)
-            live.episode.searches.append(Search(live.episode.turn, query, titles, passages is None, found))
-            self._act(key, live, self.environment.observe(live.episode, passages))
+            failed = answers[query] is None
+            live.episode.searches.append(Search(live.episode.turn, query, titles, failed, found))
+        self._act(row, live, self.environment.observe(live.episode, *(answers[query] for query in queries)))
 
     @property
     def _needs_embeddings(self) -> bool:

@@ -33,9 +33,11 @@ class Episode:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SearchFor:
-    """Action: retrieve passages, then append `Environment.observe(...)`."""
+    """Action: retrieve passages, then do what `Environment.observe(...)` says."""
 
     query: str
+    also: tuple[str, ...] = ()
+    """Further queries, searched side by side with it."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -85,8 +87,8 @@ class Environment(Protocol):
     def react(self, episode: Episode, text: str, stop: str) -> Action:
         """Answers a paused turn whose text is `text`; `stop` is a stop string, EOS, TURN_TOKENS or CONTEXT."""
 
-    def observe(self, episode: Episode, passages: Sequence[Passage] | None) -> Action:
-        """Answers a search; `passages` is None when it failed."""
+    def observe(self, episode: Episode, passages: Sequence[Passage] | None, /) -> Action:
+        """Answers a search; `passages` is None when it failed. Of queries side by side each has its own, in their order."""
 
     def overflow(self, episode: Episode, message: Append, room: int) -> Action:
         """Answers in place of `message`, which does not fit: the context has room for `room` tokens, one of which the

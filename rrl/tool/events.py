@@ -57,11 +57,12 @@ class Watched:
             self._tell(Event("message", said))
         return action
 
-    def observe(self, episode: Episode, passages: Sequence[Passage] | None) -> Action:
+    def observe(self, episode: Episode, *found: Sequence[Passage] | None) -> Action:
         """Tells what was found."""
-        action = self._inner.observe(episode, passages)
-        text = action.body if isinstance(action, Append) else render(passages or ())
-        self._tell(Event("observation", text, tuple(p.title for p in passages or ())))
+        action = self._inner.observe(episode, *found)
+        passages = [passage for some in found for passage in some or ()]
+        text = action.body if isinstance(action, Append) else render(passages)
+        self._tell(Event("observation", text, tuple(passage.title for passage in passages)))
         return action
 
     def overflow(self, episode: Episode, message: Append, room: int) -> Action:

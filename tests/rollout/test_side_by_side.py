@@ -1,0 +1,84 @@
+"""Queries asked side by side: each is answered, in the order they were asked, before the row goes on."""
+
+import numpy as np
+import pytest
+
+from rrl.data.passages import Passage
+from rrl.data.questions import Question
+from rrl.retrieval.retriever import Hit
+from rrl.rollout.automaton import compile_sets
+from rrl.rollout.episodes import Request
+from rrl.rollout.exchange import RUN, WAIT, Limits, Turns
+from rrl.rollout.host import Host
+from rrl.rollout.protocol import Finish, SearchFor, SingleTurn
+from rrl.rollout.trajectory import Search
+
+
+class Asks(SingleTurn):
+    """One turn, three queries, two of them alike."""
+
+    def react(self, episode, text, stop):
+        return SearchFor("a", ("b", "a"))
+
+    def observe(self, episode, *found):
+        assert [search.passages for search in episode.searches] == [tuple(some or ()) for some in found]
+        return Finish(" ".join("failed" if some is None else some[0].title for some in found))
+
+
+class Library:
+    """Finds a passage named like the query; a query of two letters cannot be searched."""
+
+    def __init__(self, needs_embeddings, broken=()):
+        self.needs_embeddings, self.broken, self.asked = needs_embeddings, broken, []
+
+    def tokenize(self, queries):
+        return np.zeros((len(queries), 2), np.int32)
+
+    def search(self, queries, k, vectors=None):
+        self.asked += queries
+        if set(queries) & set(self.broken):
+            raise ValueError("broken")
+        return [[Hit(Passage(query, query.upper(), ""), 1.0)] for query in queries]
+
+
+def finished(library):
+    """The one trajectory of a host that can have one query encoded at a time."""
+    limits = Limits(rows=2, context=64, feeds=1, feed_tokens=32, query_tokens=2)
+    ended = []
+    host = Host(
+        [(0, Request(Question("q", "", ()), np.arange(4, dtype=np.int32), 0))],
+        Asks(turn_tokens=4),
+        compile_sets([()], [b"a"] * 8),
+        limits,
+        encode=lambda text: np.zeros(0, np.int32),
+        decode=lambda ids: "",
+        encode_prompt=lambda text: np.zeros(0, np.int32),
+        retriever=library,
+        on_finish=lambda index, trajectory: ended.append(trajectory),
+    )
+    none, vectors = np.zeros((2, 4)), np.zeros((1, 2), np.float32)
+    for exchange in range(20):
+        status = np.array([WAIT if exchange else RUN, RUN])
+        host.exchange(Turns(status, np.full(2, -1), none, none, none, np.ones(2, int)), vectors)
+        assert host.error is None, host.error
+        if ended:
+            return ended[0]
+    raise AssertionError("the row never went on")
+
+
+@pytest.mark.parametrize("needs_embeddings", [False, True])
+def test_queries_side_by_side_are_answered_in_their_order_and_each_searched_once(needs_embeddings):
+    library = Library(needs_embeddings)
+    found = finished(library)
+    assert found.ended == "A B A"
+    passages = {query: (Passage(query, query.upper(), ""),) for query in "ab"}
+    assert found.searches == [
+        Search(0, query, (query.upper(),), passages=passages[query]) for query in ("a", "b", "a")
+    ]
+    assert sorted(library.asked) == ["a", "b"]
+
+
+def test_one_that_fails_takes_nothing_from_the_others():
+    found = finished(Library(True, broken=("b",)))
+    assert found.ended == "A failed A"
+    assert [search.failed for search in found.searches] == [False, True, False]
