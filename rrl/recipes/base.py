@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Bool, Float
@@ -11,6 +11,7 @@ from rrl.data.miniwiki.questions import MiniQuestion
 from rrl.data.passages import Passage
 from rrl.data.questions import Question
 from rrl.rewards.judge import Answers, Judge
+from rrl.rollout.curriculum import Curriculum, Shuffled
 from rrl.rollout.protocol import Append, Environment, Restart
 from rrl.rollout.trajectory import Trajectory
 from rrl.text.chat import Prompt
@@ -74,6 +75,21 @@ class Recipe(Protocol):
     def demonstrate(self, item: MiniQuestion, retrieve: Retrieve) -> Shown:
         """The scripted expert in the built-in world: its own words, and what it is given, in turn: the environment's answers,
         or words of its own that it shall see and not learn to write."""
+
+
+@runtime_checkable
+class Planting(Protocol):
+    """A recipe that asks what came of its earlier rollouts (R2AG), where others ask each question as it is."""
+
+    def curriculum(self, questions: Sequence[Question], seed: int) -> Curriculum:
+        """What a run over these questions asks."""
+
+
+def curriculum_of(recipe: Recipe, questions: Sequence[Question], size: int, seed: int) -> Curriculum:
+    """What a run of a recipe asks, `size` questions a step: its own curriculum, or the questions in random order."""
+    if isinstance(recipe, Planting):
+        return recipe.curriculum(questions, seed)
+    return Shuffled(questions, size, seed)
 
 
 def uses_chat(recipe: Recipe) -> bool:

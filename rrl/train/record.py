@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from rrl.rollout.curriculum import Curriculum
 from rrl.rollout.trajectory import Trajectory
 from rrl.train.checkpoints import Checkpoints
 from rrl.train.dump import dump_batch
@@ -32,15 +33,16 @@ class Record:
         config: RLConfig,
         identity: Mapping[str, Any],
         learner: Learner,
+        curriculum: Curriculum,
         workdir: str | os.PathLike[str],
     ) -> None:
-        """Restores the learner. Raises UserError when the workdir belongs to another config or `identity`."""
+        """Restores the learner and the curriculum. Raises UserError when the workdir belongs to another config or `identity`."""
         self.config = config
         self.before: dict[str, float] = {}
         self.seconds = 0.0
         self.step = 0
         self.guard = Guard(config.guard)
-        self._learner = learner
+        self._learner, self._curriculum = learner, curriculum
         settings = dataclasses.asdict(config) | {"run": dict(identity)}
         with contextlib.ExitStack() as stack:
             self._checkpoints = stack.enter_context(Checkpoints(workdir, settings, may_differ=MAY_DIFFER))
@@ -64,12 +66,14 @@ class Record:
         """Keeps what there is: but not while a collapse shows that would end the run, which then goes back."""
         if step == self.config.steps or self.config.guard.action != "stop" or not self.guard.suspects:
             about = {"before": self.before, "seconds": self.seconds, "step": step}
+            about |= {"curriculum": self._curriculum.state}
             self._checkpoints.save(step, self._learner.state, about)
 
     def restore(self) -> int:
         """Goes back to the last checkpoint; returns its step."""
         self._learner.state, about = self._checkpoints.restore(self._learner.state)
         self.before, self.seconds = about["before"], about["seconds"]
+        self._curriculum.restore(about["curriculum"])
         return int(about["step"])
 
     def evaluated(self, step: int, metrics: dict[str, float], seconds: float) -> dict[str, float]:
@@ -77,8 +81,10 @@ class Record:
         metrics = metrics | {"time/eval": seconds, "minutes": self.seconds / 60 if step else 0.0}
         self.writer.write(step, metrics)
         self.evaluations[step] = {"step": step} | metrics
+        recall = metrics.get("eval/full_recall")
+        found = "" if recall is None else f"full recall {100 * recall:.1f}  "
         self.progress.note(
-            f"step {step}: held-out EM {100 * metrics['eval/em']:.1f}  F1 {100 * metrics['eval/f1']:.1f}  "
+            f"step {step}: held-out EM {100 * metrics['eval/em']:.1f}  F1 {100 * metrics['eval/f1']:.1f}  {found}"
             f"searches {metrics['eval/searches']:.2f}  ({seconds:.0f} s)"
         )
         return metrics

@@ -14,7 +14,7 @@ from jaxtyping import Bool
 from rrl.data.questions import Question
 from rrl.models.decoder import Decoder
 from rrl.models.heads import ValueModel
-from rrl.recipes.base import ALONE, Recipe, Scoring
+from rrl.recipes.base import ALONE, Recipe, Scoring, curriculum_of
 from rrl.retrieval.retriever import Retriever
 from rrl.rl.advantages import low_spread
 from rrl.rollout.engine import Engine
@@ -25,6 +25,9 @@ from rrl.train.learner import Learner
 from rrl.train.record import Record
 from rrl.train.rl_config import RLConfig
 from rrl.train.rollouts import Sampled, describe, evaluate, sample_step
+
+SHOWN = ("em", "full_recall", "searches")
+"""Metrics on the progress line, as far as a recipe has them."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,6 +81,7 @@ def train(
     Raises UserError when the workdir belongs to another config.
     """
     learner = Learner(config, decoder, engine.mesh, value_model)
+    curriculum = curriculum_of(recipe, task.train, config.questions, config.seed)
 
     def measure(step: int) -> tuple[dict[str, float], list[Trajectory]]:
         """Evaluates the start (step 0, which the reference is) or what was learned, unless that has been done."""
@@ -103,7 +107,7 @@ def train(
 
     with contextlib.ExitStack() as stack:
         stop = stack.enter_context(stop_requested())
-        record = stack.enter_context(Record(config, identity or {}, learner, workdir))
+        record = stack.enter_context(Record(config, identity or {}, learner, curriculum, workdir))
         step, stopped, reason, sampled = record.step, "done", "", Sampled()
         # The signal that ended the last life may have come before its evaluation.
         last = measure(step) if evaluates(step) else None
@@ -114,7 +118,7 @@ def train(
                 record.save(step)
                 break
             began = time.perf_counter()
-            sampled = sample_step(config, step, engine, learner.policy, recipe, task.train, scoring)
+            sampled = sample_step(config, step, engine, learner.policy, recipe, curriculum, scoring)
             rolled = time.perf_counter()
             metrics = describe(sampled.trajectories, "train")
             metrics |= _learn(config, step, sampled, recipe, learner, record)
@@ -203,9 +207,6 @@ def _learn(
 
 def _show(step: int, metrics: Mapping[str, float], sampled: Sampled, record: Record) -> None:
     """One step more on the progress line."""
-    shown = {
-        "reward": metrics["reward/total"],
-        "em": metrics["train/em"],
-        "searches": metrics["train/searches"],
-    }
+    shown = {"reward": metrics["reward/total"]}
+    shown |= {name: metrics[f"train/{name}"] for name in SHOWN if f"train/{name}" in metrics}
     record.progress.update(step, shown, int(sum(t.policy_tokens for t in sampled.trajectories)))

@@ -12,6 +12,7 @@ from rrl.data.questions import Question
 from rrl.recipes.base import ALONE, Recipe, Scoring
 from rrl.retrieval.retriever import Retriever
 from rrl.rl.refill import Refill
+from rrl.rollout.curriculum import Curriculum
 from rrl.rollout.engine import Engine, RolloutStats
 from rrl.rollout.episodes import Request
 from rrl.rollout.trajectory import ENVIRONMENT, POLICY, PROMPT, Trajectory
@@ -85,32 +86,19 @@ class Sampled:
         return np.array([t.group not in self.kept for t in self.trajectories], bool)
 
 
-def question_order(count: int, size: int, seed: int, step: int, number: int = 0) -> np.ndarray:
-    """Indices of the questions of a step's round: each epoch is a permutation, a pure function of its arguments."""
-    size = min(size, count)
-    per_epoch = count // size
-    epoch, place = divmod(step, per_epoch)
-    order = np.random.default_rng((seed, epoch, number) if number else (seed, epoch)).permutation(count)
-    return order[place * size : (place + 1) * size]
-
-
 def sample_step(
     config: RLConfig,
     step: int,
     engine: Engine,
     params: PyTree,
     recipe: Recipe,
-    questions: Sequence[Question],
+    curriculum: Curriculum,
     scoring: Scoring,
 ) -> Sampled:
-    """What a step (counted from 0) samples from a run's questions: a pure function of its arguments.
-
-    Each round goes through all questions in an order of its own.
-    """
+    """What a step (counted from 0) samples: a pure function of its arguments and of the curriculum's state, which goes on."""
 
     def ask(number: int, count: int) -> list[Question]:
-        order = question_order(len(questions), config.questions, config.seed, step, number)
-        return [questions[i] for i in order[:count]]
+        return curriculum.ask(step, number, count)
 
     def shuffle(number: int) -> np.random.Generator:
         return np.random.default_rng((config.seed, step, number) if number else (config.seed, step))
@@ -125,6 +113,7 @@ def sample_step(
         samples=config.samples,
         temperature=config.temperatures or config.temperature,
         scoring=scoring.at(step, config.steps),
+        learn=curriculum.learn,
         shuffle=shuffle if config.permute_rewards else None,
     )
 
@@ -140,13 +129,15 @@ def sample_rounds(
     samples: int,
     temperature: float | Sequence[float],
     scoring: Scoring,
+    learn: Callable[[Sequence[Trajectory]], None] = lambda trajectories: None,
     shuffle: Callable[[int], np.random.Generator] | None = None,
 ) -> Sampled:
     """Rounds of rollouts until `refill` has enough groups with spread (dynamic sampling); one round where it allows no more.
 
-    `ask(round, n)` gives n questions. A step is a pure function of parameters, key and questions: round 0 samples with `key`
-    itself, a later one with its number folded in. With `shuffle(round)` the rewards of each round are dealt out at random
-    before groups are chosen by them: a choice by the true ones would tell what the control must not know.
+    `ask(round, n)` gives n questions, and `learn` is told what came of them before it is asked again. A step is a pure function
+    of parameters, key and questions: round 0 samples with `key` itself, a later one with its number folded in. With
+    `shuffle(round)` the rewards of each round are dealt out at random before groups are chosen by them: a choice by the true
+    ones would tell what the control must not know.
     """
     found: list[Trajectory] = []
     stats = RolloutStats()
@@ -162,6 +153,7 @@ def sample_rounds(
             temperature=temperature,
             scoring=scoring,
         )
+        learn(some)
         if shuffle is not None:
             permute_rewards(some, shuffle(number))
         for trajectory in some:
@@ -210,7 +202,7 @@ def evaluate(
     scoring: Scoring = ALONE,
     on_finish: Callable[[int, Trajectory], None] = lambda place, trajectory: None,
 ) -> tuple[dict[str, float], list[Trajectory]]:
-    """One episode a question (greedy unless told): "eval/em", "eval/f1", ... and "eval/em/<kind>"."""
+    """One episode a question (greedy unless told): "eval/em", "eval/f1", ... and each metric of each kind, "eval/em/<kind>"."""
     trajectories = run_questions(
         engine,
         params,
@@ -225,6 +217,6 @@ def evaluate(
     found = {k: v for k, v in describe(trajectories, "eval").items() if k.startswith("eval/")}
     for kind in dict.fromkeys(q.kind for q in questions if q.kind):
         of_kind = [t for t in trajectories if t.question.kind == kind]
-        for name in ("em", "f1", "searches"):
+        for name in of_kind[0].metrics:
             found[f"eval/{name}/{kind}"] = float(np.mean([t.metrics[name] for t in of_kind]))
     return found, trajectories

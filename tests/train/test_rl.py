@@ -22,6 +22,7 @@ from rrl.recipes.base import Scoring
 from rrl.recipes.rsearch import RSearch
 from rrl.retrieval.index import make_retriever
 from rrl.rl.optim import OptimConfig
+from rrl.rollout.curriculum import question_order
 from rrl.rollout.engine import Engine, EngineConfig
 from rrl.rollout.protocol import Stream
 from rrl.rollout.trajectory import POLICY
@@ -33,7 +34,7 @@ from rrl.train.metrics import read_metrics
 from rrl.train.objective import ObjectiveConfig
 from rrl.train.rl import Task, train
 from rrl.train.rl_config import RLConfig
-from rrl.train.rollouts import permute_rewards, question_order, refuse_long_prompts, run_questions
+from rrl.train.rollouts import permute_rewards, refuse_long_prompts, run_questions
 
 STEPS = 4
 

@@ -14,6 +14,7 @@ from rrl.recipes.base import Scoring
 from rrl.recipes.rsearch import RSearch
 from rrl.rl.optim import OptimConfig
 from rrl.rl.refill import Refill
+from rrl.rollout.curriculum import Shuffled
 from rrl.rollout.engine import RolloutStats
 from rrl.train import rollouts
 from rrl.train.objective import ObjectiveConfig
@@ -97,10 +98,12 @@ def test_the_controls_rewards_are_dealt_out_anew_in_each_step_and_round(monkeypa
     )
     config = RLConfig(2, OptimConfig(), ObjectiveConfig(), permute_rewards=True, rounds=2, seed=3)
     for step in (0, 1):
-        sample_step(config, step, None, None, None, [], Scoring())
+        sample_step(config, step, None, None, None, Shuffled([], 1, 0), Scoring())
     draws = [shuffle(number).permutation(100).tolist() for shuffle, _ in found for number in (0, 1)]
     assert len({tuple(draw) for draw in draws}) == 4
-    sample_step(dataclasses.replace(config, permute_rewards=False), 0, None, None, None, [], Scoring())
+    sample_step(
+        dataclasses.replace(config, permute_rewards=False), 0, None, None, None, Shuffled([], 1, 0), Scoring()
+    )
     assert found[-1][0] is None
 
 
