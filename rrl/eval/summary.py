@@ -3,6 +3,17 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+ANSWERS = (("EM", "em", True), ("F1", "f1", True), ("searches", "searches", False))
+"""Columns: title, metric, and whether it is a share."""
+PASSAGES = (
+    ("full recall", "full_recall", True),
+    ("recall", "recall", True),
+    ("mAP", "map", True),
+    ("@K", "passages", False),
+    ("iterations", "iterations", False),
+)
+"""Of a recipe that is told by what it finds (R2AG)."""
+
 
 def summary(
     before: Mapping[str, Any],
@@ -16,26 +27,17 @@ def summary(
     """The table printed at the end of a run.
 
     `before` and `after` hold "eval/em", "eval/f1", "eval/searches" and the same with "/<kind>" as fractions (searches
-    as a count), `run` holds facts to list ("steps", "minutes", "tokens/s" ...). `reference` is (what it is, exact match
-    as a fraction) to print beside the result, `temperature` that of the evaluation. Metrics that are missing are shown
-    as "–".
+    as a count); where "eval/full_recall" is among them, `PASSAGES` are shown too. `run` holds facts to list ("steps",
+    "minutes", "tokens/s" ...). `reference` is (what it is, exact match as a fraction) to print beside the result,
+    `temperature` that of the evaluation. Metrics that are missing are shown as "–".
     """
-    kinds = sorted({name.split("/", 2)[2] for name in (*before, *after) if name.startswith("eval/em/")})
-    rows: list[tuple[str, ...]] = [
-        ("", "EM before", "after", "gain", "F1 before", "after", "searches before", "after")
-    ]
-    for kind in [*kinds, ""]:
-        tail = f"/{kind}" if kind else ""
-        em = before.get(f"eval/em{tail}"), after.get(f"eval/em{tail}")
-        f1 = before.get(f"eval/f1{tail}"), after.get(f"eval/f1{tail}")
-        searches = before.get(f"eval/searches{tail}"), after.get(f"eval/searches{tail}")
-        gain = "–" if em[0] is None or em[1] is None else f"{100 * (em[1] - em[0]):+.1f}"
-        numbers = (*map(_percent, em), gain, *map(_percent, f1), *map(_count, searches))
-        rows.append((kind.replace("_", " ") or "all", *numbers))
-    lines = [
-        f"Held-out questions, {decoding(temperature)} (percent)",
-        *table(rows, rule_before_last=bool(kinds)),
-    ]
+    lines = [f"Held-out questions, {decoding(temperature)} (percent)", *_compared(ANSWERS, before, after)]
+    if "eval/full_recall" in {*before, *after}:
+        lines += [
+            "",
+            "Passages found (percent; @K and iterations: numbers)",
+            *_compared(PASSAGES, before, after),
+        ]
     if reference:
         lines.append(f"{reference[0]}: EM {_percent(reference[1])}")
     if run:
@@ -43,6 +45,27 @@ def summary(
     if files:
         lines += ["", *files]
     return "\n".join(lines)
+
+
+def _compared(
+    columns: Sequence[tuple[str, str, bool]], before: Mapping[str, Any], after: Mapping[str, Any]
+) -> list[str]:
+    """A table of metrics before and after, by kind of question; the first with its gain."""
+    kinds = sorted({name.split("/", 2)[2] for name in (*before, *after) if name.startswith("eval/em/")})
+    head = [""]
+    for place, (title, _, _) in enumerate(columns):
+        head += [f"{title} before", "after", *([] if place else ["gain"])]
+    rows = [tuple(head)]
+    for kind in [*kinds, ""]:
+        row = [kind.replace("_", " ") or "all"]
+        for place, (_, metric, share) in enumerate(columns):
+            name = f"eval/{metric}" + (f"/{kind}" if kind else "")
+            old, new = before.get(name), after.get(name)
+            row += map(_percent if share else _count, (old, new))
+            if not place:
+                row.append("–" if old is None or new is None else f"{100 * (new - old):+.1f}")
+        rows.append(tuple(row))
+    return table(rows, rule_before_last=bool(kinds))
 
 
 def decoding(temperature: float) -> str:

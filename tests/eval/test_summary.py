@@ -32,6 +32,17 @@ def test_gain_and_kinds_are_shown():
     assert lines[-1] == "curves.png"
 
 
+def test_what_was_found_has_a_table_of_its_own_where_it_was_measured():
+    assert "full recall" not in summary(BEFORE, AFTER)
+    found = {"eval/full_recall": 0.5, "eval/recall": 0.75, "eval/passages": 3.25, "eval/iterations": 2.5}
+    after = {name: 1.1 * value for name, value in found.items()} | {"eval/full_recall/one_hop": 0.9}
+    text = summary(BEFORE | found, AFTER | after)
+    answers, passages = text.split("Passages found")
+    assert "+8.8" in answers
+    row = passages.splitlines()[-1].split()
+    assert row == ["all", "50.0", "55.0", "+5.0", "75.0", "82.5", "–", "–", "3.25", "3.58", "2.50", "2.75"]
+
+
 def test_missing_figures_are_dashes():
     line = summary({}, {"eval/em": 0.5}).splitlines()[-1]
     assert line.split() == ["all", "–", "50.0", "–", "–", "–", "–", "–"]
