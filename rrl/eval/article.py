@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from rrl.eval.pieces import RSEARCH_TAGS, Piece, pieces, stray_tags
 from rrl.rollout.trajectory import ENVIRONMENT, POLICY, PROMPT, Trajectory
+from rrl.text.normalize import title_key
 from rrl.text.spans import Tag
 
 ENDINGS = {
@@ -111,7 +112,7 @@ def _searches(trajectory: Trajectory) -> str:
     for number, search in enumerate(trajectory.searches, start=1):
         titles = []
         for title in search.titles:
-            key = _key(title)
+            key = title_key(title)
             style = "" if key not in gold else "gold again" if key in seen else "gold"
             seen.add(key)
             titles.append(f'<li><span class="{style}">{html.escape(title)}</span></li>')
@@ -121,7 +122,7 @@ def _searches(trajectory: Trajectory) -> str:
         rows.append(
             f'<tr><td class="number">{number}</td><th>{html.escape(search.query)}</th><td>{found}</td></tr>'
         )
-    missed = [title for title in trajectory.question.gold if _key(title) not in seen]
+    missed = [title for title in trajectory.question.gold if title_key(title) not in seen]
     note = ""
     if gold:
         note = f"{len(gold & seen)} of {len(gold)} gold passages found"
@@ -177,7 +178,7 @@ def _observation(text: str, trajectory: Trajectory) -> str:
     parts = re.split(rf"(\(Title: (?:{'|'.join(map(re.escape, titles))})\))", text)
     for at in range(1, len(parts), 2):
         title = parts[at][len("(Title: ") : -1]
-        parts[at] = f'<b class="{"gold" if _key(title) in gold else "title"}">{html.escape(title)}</b>'
+        parts[at] = f'<b class="{"gold" if title_key(title) in gold else "title"}">{html.escape(title)}</b>'
     return "".join(part if at % 2 else html.escape(part) for at, part in enumerate(parts))
 
 
@@ -191,11 +192,7 @@ def _with_stray_tags(text: str, tags: Mapping[Tag, str]) -> str:
 
 
 def _gold(trajectory: Trajectory) -> set[str]:
-    return {_key(title) for title in trajectory.question.gold}
-
-
-def _key(title: str) -> str:
-    return " ".join(title.casefold().split())
+    return {title_key(title) for title in trajectory.question.gold}
 
 
 def _number(value: float) -> str:

@@ -8,7 +8,7 @@ from jaxtyping import Bool, Float, Int
 
 from rrl.errors import UserError
 from rrl.text.metrics import score_answers
-from rrl.text.normalize import RRL, Rule
+from rrl.text.normalize import RRL, Rule, title_key
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,8 +95,8 @@ def hits_of(found: Sequence[Sequence[str]], gold: Sequence[Sequence[str]]) -> Hi
 
     Raises ValueError where the two are not of equal length.
     """
-    wanted = [{_key(name) for name in names} for names in gold]
-    ranked = [list(dict.fromkeys(map(_key, names))) for names in found]
+    wanted = [{title_key(name) for name in names} for names in gold]
+    ranked = [list(dict.fromkeys(map(title_key, names))) for names in found]
     return _hits(
         [[name in want for name in names] for names, want in zip(ranked, wanted, strict=True)], wanted
     )
@@ -136,7 +136,3 @@ def _hits(rows: Sequence[Sequence[bool]], wanted: Sequence[set[str]]) -> Hits:
     return Hits(
         hits, np.array([len(row) for row in rows], int), np.array([len(want) for want in wanted], int)
     )
-
-
-def _key(title: str) -> str:
-    return " ".join(title.casefold().split())

@@ -116,3 +116,8 @@ def normalize_answer(text: str, rule: Rule = RRL) -> str:
 def answer_tokens(text: str, rule: Rule = RRL) -> list[str]:
     """The words of the normalised answer, in order; the unit of token F1."""
     return rule.normalize(text).split()
+
+
+def title_key(title: str) -> str:
+    """What titles are compared by: case and white space do not count."""
+    return " ".join(title.casefold().split())
