@@ -3,6 +3,7 @@
     python launch/sft.py --config=configs/miniwiki_cold_start.py:init=runs/pretrain/model --workdir=runs/cold_start
     python launch/sft.py --config=configs/miniwiki_cold_start.py:recipe=tiresrag --workdir=runs/tiresrag_cold_start
     python launch/sft.py --config=configs/miniwiki_cold_start.py:recipe=r3rag --workdir=runs/r3rag_cold_start
+    python launch/sft.py --config=configs/miniwiki_cold_start.py:recipe=r2ag --workdir=runs/r2ag_cold_start
 
 About 3 minutes on 2 quiet cores. The model is written to WORKDIR/model, or to out=FOLDER.
 `demonstrations=N` takes another number of them. `minutes=M` trains for so long instead, at a lower constant rate, and keeps
@@ -26,6 +27,7 @@ SHOWN: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "r1_searcher": ({"opening": "bare"}, STREAM),
     "research": ({"opening": "bare"}, STREAM),
     "r3rag": ({}, {"max_steps": 5, "turn_tokens": 128}),
+    "r2ag": ({}, {"opening": "bare", "turn_tokens": 192}),
 }
 """Fields of each recipe and of its environment: without an instruction, which a policy of this size could not follow."""
 

@@ -94,7 +94,7 @@ class Forest:
         for trajectory in trajectories:
             node = trajectory.question
             assert isinstance(node, Node)
-            grown = pruned(node, trajectory.found)
+            grown = pruned(node, [search.passages for search in trajectory.searches])
             complete = len(grown.documents) == len({title_key(title) for title in node.gold})
             if not (complete and trajectory.ended == STOP):
                 self.next.setdefault(grown.key, grown)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import jax
 import numpy as np
-from jaxtyping import Bool, PyTree
+from jaxtyping import Bool, Int, PyTree
 
 from rrl.data.questions import Question
 from rrl.recipes.base import ALONE, Recipe, Scoring
@@ -16,7 +16,7 @@ from rrl.rollout.curriculum import Curriculum
 from rrl.rollout.engine import Engine, RolloutStats
 from rrl.rollout.episodes import Request
 from rrl.rollout.trajectory import ENVIRONMENT, POLICY, PROMPT, Trajectory
-from rrl.text.chat import chat_ids, chat_text
+from rrl.text.chat import chat_ids, chat_text, fitting_ids
 from rrl.train.rl_config import RLConfig
 
 
@@ -43,7 +43,7 @@ def run_questions(
     requests = [
         Request(question, prompt, group * samples + sample, group, temperatures[sample])
         for group, question in enumerate(questions)
-        for prompt in [chat_ids(engine.tokenizer, recipe.prompt(question))]
+        for prompt in [_opening(engine, recipe, question)]
         for sample in range(samples)
     ]
     trajectories = engine.run(
@@ -51,6 +51,17 @@ def run_questions(
     )
     recipe.score(trajectories, scoring)
     return trajectories
+
+
+def _opening(engine: Engine, recipe: Recipe, question: Question) -> Int[np.ndarray, "T"]:
+    """Token ids of what opens an episode. The body of a prompt gives way where a turn would not fit behind it."""
+    prompt = recipe.prompt(question)
+    if isinstance(prompt, str) or not prompt.body:
+        return chat_ids(engine.tokenizer, prompt)
+    context = engine.config.context
+    return fitting_ids(
+        engine.tokenizer, prompt, max(context - recipe.environment.turn_tokens - 1, context // 2)
+    )
 
 
 def refuse_long_prompts(engine: Engine, recipe: Recipe, questions: Sequence[Question]) -> None:

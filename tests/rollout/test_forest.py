@@ -9,7 +9,7 @@ from rrl.data.passages import Passage
 from rrl.data.questions import Question
 from rrl.errors import UserError
 from rrl.rollout.forest import STOP, Forest, Node, pruned
-from rrl.rollout.trajectory import Trajectory
+from rrl.rollout.trajectory import Search, Trajectory
 
 A, B, NOISE = (Passage(name, name, f"text of {name}") for name in ("A", "B", "Noise"))
 QUESTIONS = [Question(f"q{i}", f"question {i}", ("x",), gold=("A", "B")) for i in range(6)]
@@ -18,7 +18,8 @@ QUESTIONS = [Question(f"q{i}", f"question {i}", ("x",), gold=("A", "B")) for i i
 def outcome(node, *found, ended="expanded"):
     """A trajectory that expanded a node and found these passages, one list a query."""
     none = np.zeros(0)
-    return Trajectory(node, 0, 0, *(none,) * 5, [], [], ended, found=[tuple(some) for some in found])
+    searches = [Search(0, "q", passages=tuple(some)) for some in found]
+    return Trajectory(node, 0, 0, *(none,) * 5, [], searches, ended)
 
 
 def level(forest, *outcomes):

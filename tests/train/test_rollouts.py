@@ -162,9 +162,9 @@ def test_a_step_samples_at_its_temperatures(monkeypatch):
     found = []
     monkeypatch.setattr(rollouts, "sample_rounds", lambda *_, temperature, **__: found.append(temperature))
     config = RLConfig(2, OptimConfig(), ObjectiveConfig(), samples=2, temperature=0.5)
-    sample_step(config, 0, None, None, None, [], Scoring())
+    sample_step(config, 0, None, None, None, Shuffled([], 1, 0), Scoring())
     varied = dataclasses.replace(config, temperatures=(0.1, 0.4))
-    sample_step(varied, 0, None, None, None, [], Scoring())
+    sample_step(varied, 0, None, None, None, Shuffled([], 1, 0), Scoring())
     assert found == [0.5, (0.1, 0.4)]
 
 

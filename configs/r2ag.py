@@ -1,0 +1,111 @@
+"""R2AG: a retrieval steering model that grows trees of queries and documents.
+
+    python launch/sft.py --config=configs/miniwiki_cold_start.py:recipe=r2ag,init=assets/miniwiki-policy \\
+      --workdir=runs/r2ag_cold_start
+    python launch/train.py --config=configs/r2ag.py                        # built-in world, from that start
+    python launch/trees.py --config=configs/r2ag.py                        # its trees drawn; single-step retrieval beside them
+    python launch/train.py --config=configs/r2ag.py:predictions=off        # Table 1: evaluated with base queries only
+    python launch/train.py --config=configs/r2ag.py:top_k=2,t=half         # Table A.6: evaluated with other k and t
+    python launch/train.py --config=configs/r2ag.py:size=7b,data=FOLDER,policy=FOLDER,reader=FOLDER,encoder=FOLDER
+
+size=tiny is the built-in world (`miniwiki`), whose questions take at most 4 documents; `reader` is the generator, which answers
+from the documents that were found. The measure is full recall.
+
+size=3b and size=7b hold the paper's settings (appendix B.2): trees of 128 prompts a step x 12 outputs of at most 4,096 tokens,
+at most 5 expansions, top-1 documents in training, clip 0.2/0.28, no KL, AdamW at 1e-6, 80 steps; evaluated at temperature 0.6
+(C.2). The paper's model is Qwen3-8B, which is size=7b's default; it trained on 500 questions of HotpotQA, 3,000 of 2Wiki and
+1,174 of MuSiQue, 140 hours on 6 A100, and reaches a full recall of 87.1 on HotpotQA, 94.1 on 2Wiki and 51.3 on MuSiQue
+(Table 1, top-1). No run of that size has been done here.
+
+`predictions`, `top_k` and `t` say how a policy is evaluated: with predicted queries or without, documents of each query, and how
+many queries of an output are searched: M, the most hops of the data (`hops`), or half of it; of predicted ones half as many,
+as in training.
+"""
+
+from ml_collections import ConfigDict
+
+from rrl.train.config_parts import begin, is_smoke, parse_run, shorten
+
+POLICIES = {
+    "tiny": "runs/r2ag_cold_start/model",
+    "3b": "models/Qwen2.5-3B-Instruct",
+    "7b": "models/Qwen3-8B",
+}
+
+
+def get_config(arg: str = "") -> ConfigDict:
+    """The config of `--config=configs/r2ag.py:ARG`."""
+    args = parse_run(
+        arg,
+        reader="",
+        prompt=("auto", "instruct", "bare"),
+        predictions=("on", "off"),
+        top_k=1,
+        t=("most", "half"),
+        hops=4,
+    )
+    from rrl.train.experiment import with_defaults  # imports jax: after the arguments were found right
+
+    tiny = args.size == "tiny"
+    config = begin("r2ag", arg, args)
+    config.policy = args.policy or POLICIES[args.size]
+    config.reader = args.reader or ("assets/miniwiki-reader" if tiny else POLICIES["7b"])
+    queries = args.hops if args.t == "most" else max(1, args.hops // 2)
+    # In the built-in world forests of fewer trees, so that a short run sees all levels of several.
+    config.recipe = {"name": "r2ag", "trees": 160 if tiny else 0}
+    config.recipe.environment = {
+        "opening": {"auto": "bare" if tiny else "instruct"}.get(args.prompt, args.prompt),
+        "expansions": 5,
+        "base_queries": queries,
+        "predicted_queries": max(1, queries // 2) if args.predictions == "on" else 0,
+        "turn_tokens": 192 if tiny else 4096,
+    }
+    config.rollout = {
+        "rows": 64 if tiny else 256,
+        "context": 640 if tiny else 16384,
+        "feeds": 16,
+        "feed_tokens": 256 if tiny else 2048,
+        "top_k": args.top_k,
+        "top_p": 1.0,
+    }
+    config.reader_rollout = {
+        "rows": 32 if tiny else 128,
+        "context": 512 if tiny else 8192,
+        "feed_tokens": 512 if tiny else 2048,
+    }
+    steps = args.steps if args.steps is not None else (60 if tiny else 80)
+    config.train = {
+        "steps": steps,
+        "questions": 32 if tiny else 128,
+        "samples": 8 if tiny else 12,
+        "temperature": 1.0,
+        "seed": args.seed,
+        "eval_every": max(1, steps // 2) if tiny else 20,
+        "eval_temperature": 0.0 if tiny else 0.6,
+        "average_last": 0.5 if tiny else 0.0,
+        "permute_rewards": args.control == "permuted",
+    }
+    config.objective = {
+        # The paper has no KL; without a pull towards the start noise moves a policy of this size further than rewards do.
+        "kl_coef": 0.1 if tiny else 0.0,
+        "clip_low": 0.2,
+        "clip_high": 0.28,
+        "aggregation": "group_token_mean",
+        "drop_spread": 0.0,
+        "lengths": (256, 384, 640) if tiny else (2048, 4096, 8192, 16384),
+        "microbatch_tokens": 4096 if tiny else 32768,
+    }
+    config.optim = {
+        "name": "adamw",
+        "lr": 3e-4 if tiny else 1e-6,
+        "warmup_ratio": 0.3 if tiny else 0.0,
+        "weight_decay": 0.0 if tiny else 0.01,
+        "clip_norm": 1.0,
+        "schedule": "linear" if tiny else "constant",
+        "b2": 0.999,
+        "frozen": ("^embedding$",) if tiny else (),
+    }
+    if is_smoke(args):
+        shorten(config)
+        config.recipe.trees = 16
+    return with_defaults(config)

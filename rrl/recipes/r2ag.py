@@ -1,0 +1,365 @@
+"""R2AG (2025): a retrieval steering model grows a tree of queries and documents, rewarded by the gold documents that it hits.
+
+Numbers of sections, equations, figures and tables are the paper's.
+"""
+
+import dataclasses
+import zlib
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+from jaxtyping import Bool, Float
+
+from rrl.data.miniwiki.questions import Hop, MiniQuestion
+from rrl.data.passages import Passage, render
+from rrl.data.questions import Question
+from rrl.errors import UserError, at_least, one_of
+from rrl.recipes.base import Retrieve, Scoring, Shown
+from rrl.recipes.rsearch import READER_TEMPLATE
+from rrl.retrieval.gold import hits_of
+from rrl.rewards.retrieval_tree import Proposal, Weights, expansion_rewards, read_proposal
+from rrl.rl.advantages import ESTIMATORS
+from rrl.rollout.curriculum import Curriculum
+from rrl.rollout.forest import STOP, Forest, Node
+from rrl.rollout.protocol import CONTEXT, TURN_TOKENS, Action, Append, Episode, Finish, Restart, SearchFor
+from rrl.rollout.trajectory import POLICY, Search, Trajectory
+from rrl.text.chat import Prompt
+from rrl.text.metrics import cover_exact_match, exact_match, token_f1
+from rrl.text.normalize import title_key
+
+INSTRUCTION = """\
+#Decomposition#
+Task: You will be provided with a user question and evidences that may help to answer the question. Decompose the complex \
+user question into single-hop retrievable sub-questions following these rules:
+Steps:
+1. Base Questions (<base-Q>):
+- Decompose the current-hop question directly from user question, taking the evidences for reference (if the user question \
+is "A → B → C", and evidences cover "A", then decompose into "B". Note do not repeat questions already answered by the \
+provided evidences).
+- Each must target a single fact (WHO/WHEN/WHERE/etc.)
+- If evidences already answer the user question, respond with "stop retrieval" as the base question.
+
+2. Predicted Questions (<predicted-Q>):
+- Forecast next-hop questions based on the base questions only if you have knowledge to any base questions
+- If you have no knowledge to predict further questions, or evidences already answers the user question, respond with \
+"none" as the predicted question.
+
+Keep your thinking process useful and brief.
+
+Wrap reasoning process inside: <think></think>.
+Wrap each of the base questions (or "stop retrieval") inside: <base-Q></base-Q>.
+Wrap each of the predicted question (or "none") inside: <predicted-Q></predicted-Q>"""
+"""Figure A.3. The figure does not print how question and evidences follow; here each is named."""
+
+OPENINGS = ("instruct", "bare")
+CUT = "length"
+"""Why an episode ended whose output was cut at its limit."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Expansion:
+    """One expansion of a tree: what was written, and each query that was searched with what it found."""
+
+    proposal: Proposal
+    base: tuple[Search, ...] = ()
+    predicted: tuple[Search, ...] = ()
+    cut: bool = False
+
+    @property
+    def searches(self) -> tuple[Search, ...]:
+        """All of them, base queries first."""
+        return (*self.base, *self.predicted)
+
+
+@dataclasses.dataclass(frozen=True)
+class Expanding:
+    """Definition 2.1 and B.1: an output proposes queries, all are searched side by side, and a fresh prompt shows the question
+    with all documents found so far.
+
+    A tree of the forest (`rrl.rollout.forest.Node`) is expanded once, with all queries: that is training. Any other question
+    is asked to its end: that is inference, with the limits below.
+    """
+
+    opening: str = "instruct"
+    """The prompt: "instruct" (Figure A.3), or "bare", question and documents alone, for a policy too small to follow
+    instructions, which is cold-started without one."""
+    expansions: int = 5
+    """Most expansions of a tree, in training and inference (L_MAX-I, B.2)."""
+    base_queries: int = 4
+    """t: the first so many base queries of an output are searched in inference (C.2: M, the dataset's most hops, or M/2)."""
+    predicted_queries: int = 2
+    """The same of predicted queries; 0 is inference with base queries only (R2AG_base)."""
+    turn_tokens: int = 4096
+    """Most tokens of an output (B.2); one that reaches them is cut, earns 0 and is not searched."""
+
+    def __post_init__(self) -> None:
+        one_of(OPENINGS, self, "opening", where="environment.")
+        at_least(1, self, "expansions", "base_queries", "turn_tokens", where="environment.")
+        at_least(0, self, "predicted_queries", where="environment.")
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        return ()
+
+    @property
+    def observation_tokens(self) -> int:
+        """There are no observations: documents stand in the next prompt."""
+        return 0
+
+    def prompt(self, question: Question, documents: Sequence[Passage]) -> Prompt:
+        """The question with the documents kept so far."""
+        shown = render(documents)
+        if self.opening == "bare":
+            return Prompt(question.text, body=f"\n{shown}" if shown else "")
+        head = f"{INSTRUCTION}\n\nUser question: {question.text}\n\nEvidences:\n"
+        return Prompt(head, body=shown or "(none)")
+
+    def asked(self, question: Question, proposal: Proposal) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """The base and predicted queries of an output that are searched."""
+        if isinstance(question, Node):
+            return proposal.base, proposal.predicted
+        return proposal.base[: self.base_queries], proposal.predicted[: self.predicted_queries]
+
+    def react(self, episode: Episode, text: str, stop: str) -> Action:
+        if stop in (TURN_TOKENS, CONTEXT):
+            return Finish(CUT)
+        proposal = read_proposal(text)
+        base, predicted = self.asked(episode.question, proposal)
+        first, *others = (*base, *predicted, "")
+        if first:
+            return SearchFor(first, tuple(others[:-1]))
+        return Finish(STOP if proposal.stop else "no_action")
+
+    def observe(self, episode: Episode, *found: Sequence[Passage] | None) -> Action:
+        if read_proposal(episode.said[-1]).stop:
+            return Finish(STOP)
+        if isinstance(episode.question, Node):
+            return Finish("expanded")
+        if episode.turn + 1 >= self.expansions:
+            return Finish("turn_limit")
+        return Restart(self.prompt(episode.question, documents_of(episode.searches)))
+
+    def overflow(self, episode: Episode, message: Append, room: int) -> Action:
+        raise NotImplementedError("nothing is appended to a context: each expansion has a prompt of its own")
+
+
+@dataclasses.dataclass(frozen=True)
+class R2AG:
+    """Expansions of Definition 2.1 (Figure A.3), rewards of Eq. 5, the forest of Algorithm 1; an expansion is an episode in
+    training, a whole tree in inference, after which a generator answers from the documents."""
+
+    multi_hit_weight: float = 0.2
+    """alpha (B.2)."""
+    joint_hit_weight: float = 0.3
+    """beta."""
+    precision_weight: float = 0.2
+    """gamma."""
+    predicted_factor: float = 1.25
+    """l: what a gold document counts in R_MH that a predicted query finds."""
+    format_reward: float = 0.01
+    """omega·R_f of each of base-Q and predicted-Q after a think segment."""
+    top_base: int = 4
+    """t of R_AP for base queries (B.2)."""
+    top_predicted: int = 2
+    """The same for predicted queries."""
+    pay_known: bool = True
+    """Eq. 5 as printed pays R_AP for gold documents that earlier expansions found, too; False: for new ones only."""
+    trees: int = 0
+    """Questions that are planted at a time; 0: all, as Algorithm 1 has it. When they are finished or expanded for the last
+    time, the next are planted."""
+    advantage: str = "grpo"
+    """What rewards become (Eq. 6): one of `rrl.rl.advantages.ESTIMATORS`."""
+    shown_misses: float = 0.3
+    """Share of the scripted expert's demonstrations with a search that misses: one of several documents is not found at once,
+    or another one stands among them."""
+    environment: Expanding = dataclasses.field(default_factory=Expanding)
+
+    def __post_init__(self) -> None:
+        at_least(0, self, "multi_hit_weight", "joint_hit_weight", "precision_weight", "predicted_factor")
+        at_least(0, self, "format_reward", "trees")
+        at_least(1, self, "top_base", "top_predicted")
+        one_of(ESTIMATORS, self, "advantage")
+        if not 0 <= self.shown_misses <= 1:
+            raise UserError(f"shown_misses={self.shown_misses} must lie in 0..1, a share")
+
+    @property
+    def tags(self) -> dict[str, str]:
+        return {"base-Q": "search", "predicted-Q": "search"}
+
+    @property
+    def judged(self) -> bool:
+        return False
+
+    @property
+    def weights(self) -> Weights:
+        """The coefficients of Eq. 5."""
+        return Weights(
+            multi_hit=self.multi_hit_weight,
+            joint_hit=self.joint_hit_weight,
+            precision=self.precision_weight,
+            predicted=self.predicted_factor,
+            written=self.format_reward,
+            top_base=self.top_base,
+            top_predicted=self.top_predicted,
+            pay_known=self.pay_known,
+        )
+
+    def prompt(self, question: Question) -> Prompt:
+        kept = question.documents if isinstance(question, Node) else ()
+        return self.environment.prompt(question, kept)
+
+    def curriculum(self, questions: Sequence[Question], seed: int) -> Curriculum:
+        """Algorithm 1: the forest, from each question's own tree on."""
+        return Forest(questions, trees=self.trees, expansions=self.environment.expansions, seed=seed)
+
+    # -- rewards -----------------------------------------------------------------------------------------------------
+
+    def expansions(self, trajectory: Trajectory) -> list[Expansion]:
+        """The expansions of an episode, in their order; a trajectory read from a file will do."""
+        said = [text for role, text in trajectory.segments if role == POLICY]
+        found = []
+        for turn, text in enumerate(said):
+            proposal = read_proposal(text)
+            searches = tuple(search for search in trajectory.searches if search.turn == turn)
+            base = len(self.environment.asked(trajectory.question, proposal)[0])
+            cut = trajectory.ended == CUT and turn == len(said) - 1
+            found.append(Expansion(proposal, searches[:base], searches[base:], cut))
+        return found
+
+    def score(self, trajectories: Sequence[Trajectory], scoring: Scoring) -> None:
+        """Eq. 5 of each expansion, over which the components are summed; 0 where no gold passages are known.
+
+        A whole tree is measured by what it found, and by what a generator (`scoring.reader`) answers from that; without one
+        its answer is empty.
+        """
+        for trajectory in trajectories:
+            self._pay(trajectory)
+        self._measure([t for t in trajectories if not isinstance(t.question, Node)], scoring)
+
+    def _pay(self, trajectory: Trajectory) -> None:
+        question = trajectory.question
+        node = question if isinstance(question, Node) else Node.of(question)
+        known = [document.title for document in node.documents]
+        gold = {title_key(title) for title in node.gold}
+        names = ("multi_hit", "joint_hit", "precision", "written", "total")
+        trajectory.rewards = dict.fromkeys(names, 0.0)
+        trajectory.turn_rewards = {}
+        expansions = self.expansions(trajectory)
+        for turn, expansion in enumerate(expansions if gold else ()):
+            best = [_best(expansion.base), _best(expansion.predicted)]
+            paid = expansion_rewards(
+                expansion.proposal, *best, gold=gold, known=known, cut=expansion.cut, weights=self.weights
+            )
+            trajectory.rewards = {name: trajectory.rewards[name] + paid[name] for name in names}
+            trajectory.turn_rewards[turn] = paid["total"]
+            known += [title for search in expansion.searches for title in search.titles]
+        found = gold & {title_key(title) for title in known}
+        last = expansions[-1].proposal if expansions else Proposal()
+        trajectory.metrics = {
+            "recall": len(found) / max(len(gold), 1),
+            "full_recall": float(len(found) == len(gold) > 0),
+            "zeroed": float(trajectory.rewards["total"] == 0.0),
+            "stopped": float(last.stop),
+            "queries": float(sum(len(e.proposal.base) + len(e.proposal.predicted) for e in expansions)),
+            "searches": float(sum(not search.failed for search in trajectory.searches)),
+            "iterations": float(len(expansions)),
+            "kept": float(len(node.documents)),
+        }
+
+    def _measure(self, trajectories: Sequence[Trajectory], scoring: Scoring) -> None:
+        """Retrieval metrics of whole trees (Table 1), and the generator's answers (Table 3)."""
+        titles = [[title for search in t.searches for title in search.titles] for t in trajectories]
+        hits = hits_of(titles, [t.question.gold for t in trajectories])
+        measured = {
+            "recall": hits.recall(),
+            "full_recall": hits.full_recall(),
+            "map": hits.average_precision(),
+            "hits": hits.hit(),
+            "passages": hits.found,
+        }
+        documents = [documents_of(t.searches) for t in trajectories]
+        prompts = [generator_prompt(t.question, d) for t, d in zip(trajectories, documents, strict=True)]
+        ask = scoring.reader
+        answers = ask(prompts) if ask is not None and prompts else [""] * len(prompts)
+        for place, (trajectory, answer) in enumerate(zip(trajectories, answers, strict=True)):
+            gold = trajectory.question.answers
+            trajectory.answer = answer
+            trajectory.metrics |= {name: float(values[place]) for name, values in measured.items()} | {
+                "em": exact_match(answer, gold),
+                "f1": token_f1(answer, gold),
+                "cem": cover_exact_match(answer, gold),
+            }
+
+    def left_out(self, trajectories: Sequence[Trajectory]) -> Bool[np.ndarray, "N"]:
+        """None of them: groups without spread are dropped by the objective (Eq. 6)."""
+        return np.zeros(len(trajectories), bool)
+
+    def advantages(self, trajectories: Sequence[Trajectory]) -> Float[np.ndarray, "N"]:
+        """Eq. 6: a group is the samples of one tree."""
+        rewards = np.array([t.rewards["total"] for t in trajectories], np.float64)
+        return ESTIMATORS[self.advantage](rewards, np.array([t.group for t in trajectories]))
+
+    # -- the cold start in the built-in world ------------------------------------------------------------------------
+
+    def demonstrate(self, item: MiniQuestion, retrieve: Retrieve) -> Shown:
+        """A scripted expert: state what the documents say, ask for every fact that can be looked up next, and stop when
+        nothing is missing. It predicts nothing: the facts of the built-in world are random.
+
+        A query that does not find its passage ends the demonstration.
+        """
+        segments: Shown = []
+        kept: list[Passage] = []
+        draw = zlib.crc32(item.question.id.encode())
+        missing = draw % 1000 < 1000 * self.shown_misses
+        while True:
+            stated, wanted = _known(item, {title_key(passage.title) for passage in kept})
+            thought = "\n".join(filter(None, [f"To find : {item.plan.facts}", " ".join(stated)]))
+            asked = [hop.query for hop in wanted] or ["stop retrieval"]
+            boxes = [f"<base-Q> {query} </base-Q>" for query in asked]
+            segments.append(
+                "\n".join([f"<think> {thought} </think>", *boxes, "<predicted-Q> none </predicted-Q>"])
+            )
+            found = [(hop, list(retrieve(hop.query))) for hop in wanted]
+            hits = [bool(some) and title_key(some[0].title) == title_key(hop.title) for hop, some in found]
+            if not found or not all(hits):
+                return segments
+            if missing and len(found) > 1:
+                found.pop(draw // 1000 % len(found))
+                missing = False
+            for _, some in found:
+                kept += [passage for passage in some[: 1 + missing] if passage not in kept]
+            missing = False
+            segments.append(Restart(self.environment.prompt(item.question, kept)))
+
+
+def documents_of(searches: Iterable[Search]) -> list[Passage]:
+    """All passages that were found, in order, each once."""
+    return list({(p.title, p.text): p for search in searches for p in search.passages}.values())
+
+
+def generator_prompt(question: Question, documents: Sequence[Passage]) -> Prompt:
+    """What the generator reads: all documents of the tree and the question. The paper does not print its own prompt."""
+    before, after = READER_TEMPLATE.split("{evidence}")
+    shown = render(documents) or "(none)"
+    return Prompt(before, body=shown, after=after.format(query=question.text))
+
+
+def _best(searches: Sequence[Search]) -> list[str]:
+    """The title of the best document of each search (Hit@Top-1); "" where it found none."""
+    return [search.titles[0] if search.titles else "" for search in searches]
+
+
+def _known(item: MiniQuestion, titles: set[str]) -> tuple[list[str], list[Hop]]:
+    """What the documents of these titles say of a question's facts, as sentences, and the facts to look up next."""
+    hops, plan = item.plan.hops, item.plan
+    length = len(hops) // (2 if plan.conclusion else 1)
+    stated, wanted = [], []
+    for at in range(0, len(hops), length):
+        for hop in hops[at : at + length]:
+            if title_key(hop.title) not in titles:
+                wanted.append(hop)
+                break
+            stated.append(f"The {hop.query} is {hop.value}.")
+    if not wanted and plan.conclusion:
+        stated.append(plan.conclusion)
+    return stated, list({hop.query: hop for hop in wanted}.values())

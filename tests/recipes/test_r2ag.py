@@ -1,0 +1,263 @@
+"""R2AG: protocol and prompts, one expansion or a whole tree, rewards and metrics of both, and its expert."""
+
+import math
+
+import numpy as np
+import pytest
+
+from rrl.data.miniwiki import KINDS, generate
+from rrl.data.passages import Passage
+from rrl.data.questions import Question
+from rrl.errors import UserError
+from rrl.recipes.base import ALONE, Scoring, curriculum_of, uses_chat
+from rrl.recipes.card import card_of, read_card, write_card
+from rrl.recipes.catalogue import make_recipe
+from rrl.recipes.r2ag import INSTRUCTION, R2AG, Expanding
+from rrl.recipes.rsearch import RSearch
+from rrl.rewards.retrieval_tree import Weights, read_proposal
+from rrl.rollout.curriculum import Shuffled
+from rrl.rollout.forest import Forest, Node
+from rrl.rollout.protocol import CONTEXT, EOS, TURN_TOKENS, Episode, Finish, Restart, SearchFor
+from rrl.rollout.trajectory import POLICY, PROMPT, Search, Trajectory
+
+A, B, NOISE = (Passage(name, name, f"text of {name}") for name in ("A", "B", "Noise"))
+QUESTION = Question("q", "Who?", ("Marta Velikov",), gold=("A", "B"))
+EMPTY, HALF = Node.of(QUESTION), Node.of(QUESTION, 0, [A])
+STOP = "<think>.</think><base-Q>stop retrieval</base-Q><predicted-Q>none</predicted-Q>"
+
+
+def asking(*base, predicted=("none",), think="<think>so</think>"):
+    boxes = [f"<base-Q>{q}</base-Q>" for q in base] + [f"<predicted-Q>{q}</predicted-Q>" for q in predicted]
+    return "\n".join([think, *boxes])
+
+
+def episode(question, *turns, ended="expanded"):
+    """A trajectory of (text, passages of each query) turns."""
+    none = np.zeros(0)
+    segments, searches = [], []
+    for turn, (text, *found) in enumerate(turns):
+        segments += [(PROMPT, "?"), (POLICY, text)]
+        searches += [Search(turn, "q", tuple(p.title for p in some), passages=tuple(some)) for some in found]
+    return Trajectory(question, 0, 0, *(none,) * 5, segments, searches, ended)
+
+
+def scored(*arguments, recipe=None, reader=None, **options):
+    one = episode(*arguments, **options)
+    (recipe or R2AG()).score([one], Scoring(reader))
+    return one
+
+
+# -- prompts (Figure A.3) --------------------------------------------------------------------------------------------
+
+
+def test_the_prompt_is_that_of_figure_a3():
+    printed = (
+        "#Decomposition#\nTask: You will be provided with a user question and evidences that may help to answer the question. "
+        "Decompose the complex user question into single-hop retrievable sub-questions following these rules:\nSteps:\n1. Base "
+        "Questions (<base-Q>):\n- Decompose the current-hop question directly from user question, taking the evidences for "
+        'reference (if the user question is "A → B → C", and evidences cover "A", then decompose into "B". Note do not repeat '
+        "questions already answered by the provided evidences).\n- Each must target a single fact (WHO/WHEN/WHERE/etc.)\n- If "
+        'evidences already answer the user question, respond with "stop retrieval" as the base question.\n\n2. Predicted '
+        "Questions (<predicted-Q>):\n- Forecast next-hop questions based on the base questions only if you have knowledge to any "
+        "base questions\n- If you have no knowledge to predict further questions, or evidences already answers the user "
+        'question, respond with "none" as the predicted question.\n\nKeep your thinking process useful and brief.\n\nWrap '
+        'reasoning process inside: <think></think>.\nWrap each of the base questions (or "stop retrieval") inside: '
+        '<base-Q></base-Q>.\nWrap each of the predicted question (or "none") inside: <predicted-Q></predicted-Q>'
+    )
+    assert printed == INSTRUCTION
+    asked = R2AG().prompt(HALF).said
+    assert asked.startswith(INSTRUCTION) and asked.endswith("Who?\n\nEvidences:\n(Title: A) text of A")
+    assert R2AG().prompt(QUESTION).said.endswith("Evidences:\n(none)")
+
+
+def test_a_tree_is_the_question_with_the_documents_kept():
+    bare = R2AG(environment=Expanding(opening="bare"))
+    assert bare.prompt(QUESTION).said == bare.prompt(EMPTY).said == "Who?"
+    assert bare.prompt(HALF).said == "Who?\n(Title: A) text of A"
+    assert uses_chat(bare) and not bare.judged
+
+
+# -- protocol (2.4, B.1, B.2) ----------------------------------------------------------------------------------------
+
+
+def test_an_expansion_ends_with_the_output_or_after_4096_tokens_and_there_are_at_most_five():
+    # SPEC.md 4 and 6
+    environment = Expanding()
+    assert (environment.stops, environment.turn_tokens, environment.expansions) == ((), 4096, 5)
+    for stop in (TURN_TOKENS, CONTEXT):
+        assert environment.react(Episode(QUESTION), asking("a"), stop) == Finish("length")
+    assert environment.react(Episode(QUESTION), "nothing", EOS) == Finish("no_action")
+    assert environment.react(Episode(QUESTION), STOP, EOS) == Finish("stop")
+
+
+def test_in_training_every_query_is_searched_and_the_tree_is_expanded_once():
+    environment, text = Expanding(base_queries=1, predicted_queries=0), asking("a", "b", predicted=("c",))
+    one = Episode(EMPTY, said=[text])
+    assert environment.react(one, text, EOS) == SearchFor("a", ("b", "c"))
+    assert environment.observe(one, [A], None, []) == Finish("expanded")
+    one.said.append(text + "<base-Q>stop retrieval</base-Q>")
+    assert environment.observe(one, [A]) == Finish("stop")
+
+
+def test_inference_searches_the_first_t_queries_and_goes_on_with_all_that_was_found():
+    text = asking("a", "b", "c", predicted=("d", "e"))
+    environment = Expanding(base_queries=2, predicted_queries=1, opening="bare")
+    one = Episode(QUESTION, said=[text])
+    assert environment.react(one, text, EOS) == SearchFor("a", ("b", "d"))
+    base_only = Expanding(base_queries=2, predicted_queries=0)
+    assert base_only.react(one, text, EOS) == SearchFor("a", ("b",))
+    assert base_only.react(one, asking(predicted=("d",)), EOS) == Finish("no_action")
+    for found in ((NOISE,), (A, NOISE), ()):
+        one.searches.append(Search(0, "a", passages=found))
+    again = environment.observe(one, [NOISE], [A, NOISE], None)
+    assert isinstance(again, Restart)
+    assert again.prompt.said == "Who?\n(Title: Noise) text of Noise\n(Title: A) text of A"
+    one.turn = 4
+    assert environment.observe(one, [A]) == Finish("turn_limit")
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("expansions", 0), ("base_queries", 0), ("predicted_queries", -1), ("opening", "x")]
+)
+def test_wrong_fields_of_the_environment_are_refused(field, value):
+    with pytest.raises(UserError, match=rf"environment\.{field}="):
+        Expanding(**{field: value})
+
+
+def test_a_run_asks_the_forest_and_other_recipes_ask_their_questions():
+    forest = curriculum_of(R2AG(trees=1), [QUESTION] * 3, 2, 7)
+    assert isinstance(forest, Forest) and (forest.expansions, forest.trees, forest.seed) == (5, 1, 7)
+    (node,) = forest.ask(0, 0, 2)
+    assert isinstance(node, Node) and not node.documents
+    assert isinstance(curriculum_of(RSearch(), [QUESTION], 1, 0), Shuffled)
+
+
+# -- rewards (Eq. 5; the terms themselves: tests/rewards/test_retrieval_tree.py) --------------------------------------
+
+
+def test_the_defaults_are_the_papers_coefficients():
+    # SPEC.md 4, B.2
+    assert R2AG().weights == Weights()
+
+
+def test_an_expansion_earns_what_it_found_beyond_its_tree():
+    found = scored(HALF, (asking("a", "b"), [A], [B, NOISE]))
+    # R_MH 1; R_AP (1 + 1) / 2, for A was there and counts as printed
+    assert found.rewards["total"] == pytest.approx(0.2 + 0.2 * 1 + 0.02)
+    assert (found.rewards["multi_hit"], found.rewards["precision"]) == (1, 1)
+    fresh = scored(HALF, (asking("a", "b"), [A], [B]), recipe=R2AG(pay_known=False))
+    assert fresh.rewards["precision"] == pytest.approx(0.25)
+    second = scored(EMPTY, (asking("a"), [NOISE, A]))
+    assert second.rewards["multi_hit"] == 0  # Hit@Top-1
+
+
+def test_a_predicted_query_is_told_from_a_base_query():
+    found = scored(EMPTY, (asking("a", predicted=("b",)), [A], [B]))
+    assert found.rewards["multi_hit"] == 1 + 1.25
+    (expansion,) = R2AG().expansions(found)
+    assert [s.titles for s in expansion.base] == [("A",)] and [s.titles for s in expansion.predicted] == [
+        ("B",)
+    ]
+
+
+def test_a_stop_is_paid_on_a_complete_tree_and_zeroes_the_rest_on_another():
+    whole = Node.of(QUESTION, 0, [A, B])
+    assert scored(whole, (STOP,), ended="stop").rewards["total"] == pytest.approx(0.3 + 0.02)
+    early = scored(HALF, (asking("b", "stop retrieval"), [NOISE]), ended="stop")
+    assert early.rewards["total"] == 0 and early.metrics["zeroed"] == 1
+    both = scored(HALF, (asking("b", "stop retrieval"), [B]), ended="stop")
+    assert both.rewards["total"] == pytest.approx(0.2 + 0.3 + 0.2 * 0.5 + 0.02)
+
+
+def test_an_output_that_is_cut_or_has_no_thought_earns_nothing():
+    assert scored(EMPTY, (asking("a"),), ended="length").rewards["total"] == 0
+    assert scored(EMPTY, (asking("a", think=""), [A])).rewards["total"] == 0
+    assert scored(EMPTY, ended="no_action").rewards["total"] == 0  # not a word
+
+
+def test_a_group_is_the_samples_of_one_tree():
+    some = [scored(EMPTY, (asking("a"), [found])) for found in (A, NOISE)]
+    advantages = R2AG().advantages(some)
+    assert advantages == pytest.approx([0.7071, -0.7071], abs=1e-3)
+    assert not R2AG().left_out(some).any()
+
+
+# -- a whole tree ----------------------------------------------------------------------------------------------------
+
+
+def test_a_whole_tree_is_measured_by_what_it_found_and_by_what_the_generator_answers():
+    asked = []
+
+    def generator(prompts):
+        asked.extend(prompts)
+        return ["Marta Velikov"]
+
+    found = scored(
+        QUESTION, (asking("a"), [NOISE]), (asking("a"), [A]), (STOP,), ended="stop", reader=generator
+    )
+    told = found.metrics
+    assert (told["recall"], told["full_recall"], told["hits"], told["passages"]) == (0.5, 0, 1, 2)
+    assert told["map"] == pytest.approx(0.25)  # A at rank 2, of two gold ones
+    assert (told["iterations"], told["searches"], told["em"], found.answer) == (3, 2, 1, "Marta Velikov")
+    (prompt,) = asked
+    assert prompt.said.index("(Title: Noise)") < prompt.said.index("(Title: A)") < prompt.said.index("Who?")
+    # the last expansion stopped too early: it earns 0, the second what it found
+    assert found.turn_rewards == {0: 0.02, 1: pytest.approx(0.2 + 0.1 + 0.02), 2: 0}
+    assert found.rewards["total"] == pytest.approx(sum(found.turn_rewards.values()))
+
+
+def test_training_asks_no_generator():
+    def generator(prompts):
+        raise AssertionError("asked")
+
+    assert "em" not in scored(EMPTY, (asking("a"), [A]), reader=generator).metrics
+
+
+def test_a_question_without_gold_passages_earns_nothing_and_has_no_recall():
+    found = scored(Question("q", "Who?", ("x",)), (STOP,), ended="stop")
+    assert found.rewards["total"] == 0 and math.isnan(found.metrics["recall"])
+    R2AG().score([], ALONE)
+
+
+# -- the card, the expert --------------------------------------------------------------------------------------------
+
+
+def test_the_card_keeps_what_differs_from_the_paper(tmp_path):
+    recipe = make_recipe("r2ag", {"trees": 8}, {"opening": "bare", "predicted_queries": 0})
+    write_card(tmp_path, card_of(recipe, 640, 1))
+    assert read_card(tmp_path).make() == recipe
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_expert_finds_everything_side_by_side_and_stops(kind):
+    wiki = generate("train", 0, 200)
+    titles = {passage.title: passage for passage in wiki.passages}
+    recipe = R2AG(environment=Expanding(opening="bare"), shown_misses=0.0)
+    hops = {"one_hop": 1, "two_hop": 2, "three_hop": 3, "comparison": 1, "bridge_comparison": 2}[kind]
+    for item in wiki.questions(kind, 5, 0):
+        found = {hop.query: titles[hop.title] for hop in item.plan.hops}
+        shown = recipe.demonstrate(item, lambda query, found=found: [found[query]])
+        own = [read_proposal(text) for text in shown if isinstance(text, str)]
+        assert len(own) == hops + 1 and own[-1].stop and not any(p.stop for p in own[:-1])
+        assert all(p.thought and not p.predicted for p in own)
+        assert {found[query].title for p in own for query in p.base} == set(item.question.gold)
+        last = [segment for segment in shown if isinstance(segment, Restart)][-1]
+        assert all(hop.sentence in last.prompt.said for hop in item.plan.hops)
+
+
+def test_a_miss_that_is_shown_is_asked_again_or_stands_among_the_documents():
+    wiki = generate("train", 0, 200)
+    titles = {passage.title: passage for passage in wiki.passages}
+    recipe = R2AG(environment=Expanding(opening="bare"), shown_misses=1.0)
+    for kind, more in (("comparison", 1), ("two_hop", 0)):
+        item = wiki.questions(kind, 1, 0)[0]
+        found = {hop.query: titles[hop.title] for hop in item.plan.hops}
+        shown = recipe.demonstrate(item, lambda query, found=found: [found[query], NOISE])
+        prompts = [segment.prompt.said for segment in shown if isinstance(segment, Restart)]
+        assert len(prompts) == (2 if kind == "two_hop" else 1) + more
+        assert any("(Title: Noise)" in prompt for prompt in prompts) == (not more)
+
+
+def test_a_query_that_does_not_find_its_passage_ends_the_demonstration():
+    item = generate("train", 0, 200).questions("two_hop", 1, 0)[0]
+    assert len(R2AG().demonstrate(item, lambda query: [NOISE])) == 1
