@@ -21,7 +21,11 @@ ENDINGS = {
     "context_limit": "ran out of context",
     "length": "ran out of tokens",
     "malformed": "broke the format",
+    "stop": "stopped searching",
+    "expanded": "expanded once",
 }
+EXPECTED = ("answer", "stop", "expanded")
+"""Endings that are no failure."""
 
 
 HELD_OUT, TRAINING, UNUSED = "held out", "training", "training, not used (rewards hardly differ in its group)"
@@ -67,7 +71,7 @@ def _head(trajectory: Trajectory, source: str) -> str:
         chips.append(f'<span class="chip">{words(trajectory.question.kind)}</span>')
     ended = ENDINGS.get(trajectory.ended, trajectory.ended.replace("_", " "))
     chips.append(
-        f'<span class="chip{"" if trajectory.ended == "answer" else " odd"}">{html.escape(ended)}</span>'
+        f'<span class="chip{"" if trajectory.ended in EXPECTED else " odd"}">{html.escape(ended)}</span>'
     )
     chips.append(
         f'<span class="quiet">question {html.escape(trajectory.question.id)} · group {trajectory.group} · '

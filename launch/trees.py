@@ -1,0 +1,56 @@
+"""Retrieval trees of a finished R2AG run, drawn and measured: `python launch/trees.py --config=configs/r2ag.py`.
+
+Writes WORKDIR/trees.html from the held-out trajectories that the run left, and prints their recall beside single-step
+retrieval with as many passages. Give the config with the arguments of the run.
+"""
+
+import pathlib
+from collections.abc import Sequence
+
+from absl import flags
+from ml_collections import config_flags
+
+from rrl.train import launcher
+
+_CONFIG = config_flags.DEFINE_config_file(
+    "config", None, "Config file of the run, with its arguments after a colon.", lock_config=True
+)
+_WORKDIR = flags.DEFINE_string("workdir", None, "Folder of the run (default: runs/NAME).")
+_SHOWN = flags.DEFINE_integer("shown", 60, "Trees on the page.", lower_bound=1)
+flags.mark_flags_as_required(["config"])
+
+
+def main(_: Sequence[str]) -> None:
+    """Draws, measures and prints."""
+    from rrl.errors import UserError
+    from rrl.eval.single_step import as_text, beside_single_step
+    from rrl.eval.trajectory_files import load_trajectories
+    from rrl.eval.trees_html import write_trees
+    from rrl.recipes.r2ag import R2AG
+    from rrl.train.experiment import Settings
+    from rrl.train.tasks import load_corpora
+
+    settings = Settings.parse(_CONFIG.value)
+    if not isinstance(settings.recipe, R2AG):
+        raise UserError(
+            f"--config is one of {type(settings.recipe).__name__}, which grows no trees: give configs/r2ag.py"
+        )
+    workdir = pathlib.Path(_WORKDIR.value or f"runs/{settings.name}")
+    file = workdir / "trajectories.jsonl"
+    if not file.is_file():
+        raise UserError(
+            f"{file} is not there: run python launch/train.py with this config first, or give its --workdir"
+        )
+    trajectories = load_trajectories(file)
+    page = workdir / "trees.html"
+    write_trees(trajectories[: _SHOWN.value], settings.recipe, page, f"{settings.name}: retrieval trees")
+    print(page)
+    retriever = load_corpora(settings.data, settings.retriever)[1].retriever
+    if retriever is None:
+        print("retriever.kind=off: there is no single-step retrieval to compare with")
+    else:
+        print(as_text(beside_single_step(trajectories, retriever)))
+
+
+if __name__ == "__main__":
+    launcher.run(main)

@@ -1,0 +1,58 @@
+"""Step-wise against single-step retrieval: as many passages for both, counted by hand."""
+
+import numpy as np
+import pytest
+
+from rrl.data.passages import Passage
+from rrl.data.questions import Question
+from rrl.errors import UserError
+from rrl.eval.single_step import as_text, beside_single_step
+from rrl.retrieval.retriever import Hit
+from rrl.rollout.trajectory import Search, Trajectory
+
+
+class Shelf:
+    """Finds these titles for every question, best first."""
+
+    def search(self, queries, k):
+        self.k = k
+        return [[Hit(Passage(t, t, ""), 1.0) for t in ("A", "A", "X", "B", "Y")[:k]] for _ in queries]
+
+
+def found(kind, gold, *searches):
+    none = np.zeros(0)
+    question = Question("q", "?", ("x",), kind, gold)
+    return Trajectory(question, 0, 0, *(none,) * 5, [], [Search(0, "q", t) for t in searches], "stop")
+
+
+SOME = [
+    found("one", ("A", "B"), ("A",), ("A", "B")),  # 2 documents: A, B; the question finds A, X
+    found("two", ("A", "B"), ("A",), ("X",), ("Z",), ("W",)),  # 4: the question finds A, X, B, ...
+    found("two", ("C",), ("C",)),  # 1
+    found("two", (), ("C",)),  # no gold: not counted
+]
+
+
+def test_both_find_as_many_passages():
+    shelf = Shelf()
+    beside = beside_single_step(SOME, shelf)
+    assert beside.steps.found.tolist() == [2, 4, 1] and beside.k == 3  # 7 / 3, rounded up
+    assert beside.steps.recall().tolist() == [1, 0.5, 1]
+    assert beside.single.found.tolist() == [2, 4, 1]  # passages that differ
+    assert beside.single.recall().tolist() == [0.5, 1, 0]
+    assert beside.fixed.recall().tolist() == [1, 1, 0]
+    assert beside.gain.difference == pytest.approx(1 / 3) and beside.gain.better == 2
+
+
+def test_the_table_says_how_many_and_how_sure():
+    lines = as_text(beside_single_step(SOME, Shelf())).splitlines()
+    assert lines[0].endswith("(3 questions)")
+    row = next(line for line in lines if line.startswith("all")).split()
+    assert row[1:] == ["2.33", "83.3", "66.7", "50.0", "33.3", "66.7", "66.7"]
+    assert [line.split()[0] for line in lines if line.startswith(("one", "two"))] == ["one", "two"]
+    assert "at equal K: +33.3 points, 95 % interval" in lines[-1]
+
+
+def test_without_gold_passages_there_is_nothing_to_compare():
+    with pytest.raises(UserError, match="none of 1 trajectories has gold passages"):
+        beside_single_step(SOME[3:], Shelf())

@@ -1,0 +1,157 @@
+"""R2AG's config: the paper's settings, and a run from cold start to drawn trees that resumes exactly, forest and all."""
+
+import importlib.util
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+from flax import nnx
+
+from rrl.data.tokenizer import load_tokenizer
+from rrl.models.config import DecoderConfig
+from rrl.models.decoder import Decoder
+from rrl.models.hf import save_decoder
+from rrl.recipes.card import read_card
+from rrl.recipes.r2ag import R2AG, Expanding
+from rrl.train import experiment, rl, stages
+from rrl.train.checkpoints import saved_metadata
+from rrl.train.experiment import Settings
+from rrl.train.metrics import read_metrics
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+def config(arg="", name="r2ag"):
+    spec = importlib.util.spec_from_file_location(name, ROOT / "configs" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.get_config(arg)
+
+
+@pytest.mark.parametrize("size", ["3b", "7b"])
+def test_the_large_sizes_hold_the_papers_settings(size):
+    # SPEC.md 4; appendix B.2 and C.2
+    settings = Settings.parse(config(f"size={size},data=FOLDER,encoder=FOLDER"))
+    train, objective = settings.train, settings.train.objective
+    assert (train.questions, train.samples, train.temperature, train.steps) == (128, 12, 1.0, 80)
+    assert (train.optim.name, train.optim.lr, train.eval_temperature) == ("adamw", 1e-6, 0.6)
+    assert (objective.clip_low, objective.clip_high, objective.kl_coef) == (0.2, 0.28, 0)
+    assert (objective.aggregation, objective.drop_spread) == ("group_token_mean", 0)  # Eq. 6
+    assert settings.recipe == R2AG() and settings.rollout.top_k == 1
+    assert settings.recipe.environment.expansions == 5
+    assert settings.policy == {"3b": "models/Qwen2.5-3B-Instruct", "7b": "models/Qwen3-8B"}[size]
+
+
+@pytest.mark.parametrize(
+    ("arg", "base", "predicted", "k"),
+    [
+        ("", 4, 2, 1),
+        ("t=half", 2, 1, 1),
+        ("predictions=off,top_k=2", 4, 0, 2),
+        ("hops=2,t=half,predictions=off", 1, 0, 1),
+    ],
+)
+def test_inference_is_set_by_arguments(arg, base, predicted, k):
+    # SPEC.md 4: base-only or with anticipatory predictions; top-k 1 or 2; t = M or M/2
+    settings = Settings.parse(config(f"size=7b,data=FOLDER,{arg}".rstrip(",")))
+    expected = Expanding(base_queries=base, predicted_queries=predicted)
+    assert settings.recipe.environment == expected and settings.rollout.top_k == k
+
+
+@pytest.mark.slow
+def test_a_run_from_cold_start_to_trees_that_died_grows_the_same_forest(tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    tokenizer = load_tokenizer("assets/miniwiki-tokenizer")
+    shape = DecoderConfig.from_hf(
+        {
+            "model_type": "qwen2",
+            "vocab_size": len(tokenizer),
+            "hidden_size": 16,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "intermediate_size": 32,
+            "rope_theta": 10000.0,
+            "rms_norm_eps": 1e-6,
+            "tie_word_embeddings": True,
+            "max_position_embeddings": 1024,
+            "eos_token_id": tokenizer.eos_token_id,
+            "pad_token_id": tokenizer.pad_token_id,
+        }
+    )
+    save_decoder(tmp_path / "random", Decoder(shape, rngs=nnx.Rngs(0)), tokenizer)
+    cold = config(
+        f"recipe=r2ag,init={tmp_path}/random,retriever=bm25,steps=1,demonstrations=5", "miniwiki_cold_start"
+    )
+    cold.data.update({"train_worlds": 1, "held_out_worlds": 1})
+    cold.data.demonstrations.held_out = 5
+    cold.train.rows = 2
+    assert stages.run(cold, tmp_path / "cold").stopped == "done"
+
+    def run(workdir, die_after=None):
+        run = config(f"policy={tmp_path}/cold/model,retriever=bm25,steps=4")
+        run.data.update(
+            {"train_worlds": 1, "held_out_worlds": 1, "held_out_per_kind": 1, "train_per_kind": 4}
+        )
+        run.train.update({"questions": 2, "samples": 2, "checkpoint_every": 2, "eval_every": 0})
+        run.rollout.update({"rows": 4, "context": 256, "feeds": 4})
+        run.objective.lengths = (256,)
+        run.recipe.trees = 3
+        run.recipe.environment.turn_tokens = 8
+        steps, sample = 0, rl.sample_step
+
+        def sample_step(*arguments):
+            nonlocal steps
+            steps += 1
+            if steps == die_after:
+                raise ConnectionError("the machine went away")
+            return sample(*arguments)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(rl, "sample_step", sample_step)
+            return run, experiment.run(run, workdir)
+
+    settings, outcome = run(tmp_path / "whole")
+    assert outcome.step == 4
+    with pytest.raises(ConnectionError):
+        run(tmp_path / "died", die_after=4)
+    run(tmp_path / "died")
+    forests = [saved_metadata(tmp_path / name, 4)["curriculum"] for name in ("whole", "died")]
+    assert forests[0] == forests[1] and forests[0]["level"] == 1  # 3 trees: steps of 2 and 1, then once more
+    whole, died = (read_metrics(tmp_path / name / "metrics.jsonl") for name in ("whole", "died"))
+    trained = [[row["reward/total"] for row in rows if "reward/total" in row] for rows in (whole, died)]
+    assert trained[0] == trained[1] and len(trained[0]) == 4
+    (last,) = [row for row in whole if row["step"] == 4 and "eval/em" in row]
+    assert {
+        "eval/full_recall",
+        "eval/recall",
+        "eval/map",
+        "eval/passages",
+        "eval/hits",
+        "eval/iterations",
+    } <= set(last)
+    assert "eval/full_recall/three_hop" in last
+    assert read_card(tmp_path / "whole" / "policy").make() == Settings.parse(settings).recipe
+    assert "Passages found" in (tmp_path / "whole" / "summary.txt").read_text()
+
+    flags = [
+        f"--config=configs/r2ag.py:policy={tmp_path}/cold/model,retriever=bm25,steps=4",
+        f"--workdir={tmp_path}/whole",
+        "--config.data.held_out_worlds=1",
+        "--config.data.held_out_per_kind=1",
+        "--config.data.train_worlds=1",
+    ]
+    done = subprocess.run(
+        [sys.executable, "launch/trees.py", *flags],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    assert done.returncode == 0, done.stderr
+    assert "at equal K" in done.stdout and "(5 questions)" in done.stdout
+    assert (tmp_path / "whole" / "trees.html").read_text().count("<svg") == 5
+    lines = (tmp_path / "whole" / "trajectories.jsonl").read_text().splitlines()
+    assert all("documents" not in json.loads(line)["question"] for line in lines)
