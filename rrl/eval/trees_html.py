@@ -126,7 +126,8 @@ def write_trees(
 <style>{style}</style></head>
 <body class="rrl trees"><header class="bar"><h1>{html.escape(title)}</h1><p class="quiet">{head}</p>
 <p class="legend"><span class="hit">★ gold document, found first here</span><span class="again">☆ gold, known already</span>
-<span class="miss">· other document</span><span>- - predicted query</span><span>Ⓝ expansion; ■ stop</span></p></header>
+<span class="miss">· other document</span><span>dashed line: predicted query</span><span>circle: expansion</span>
+<span>square: stop</span></p></header>
 <main>{trees}</main>
 </body></html>
 """
@@ -197,6 +198,6 @@ def _hub(x: float, y: float, number: int, expansion: Expansion, complete: bool) 
         else f'<circle cx="{x:.0f}" cy="{y:.0f}" r="11"/>'
     )
     state = ("right" if complete else "wrong") if stop else "cut" if expansion.cut else ""
-    word = ("stop" if complete else "stop too early") if stop else "cut" if expansion.cut else ""
+    word = ("stop" if complete else "too early") if stop else "cut" if expansion.cut else ""
     said = f'<text class="word" x="{x:.0f}" y="{y + 26:.0f}">{word}</text>' if word else ""
     return f'<g class="hub {state}">{shape}<text x="{x:.0f}" y="{y + 4:.0f}">{number}</text>{said}</g>'

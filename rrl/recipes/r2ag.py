@@ -7,25 +7,32 @@ import dataclasses
 import zlib
 from collections.abc import Iterable, Sequence
 
-import numpy as np
-from jaxtyping import Bool, Float
-
 from rrl.data.miniwiki.questions import Hop, MiniQuestion
 from rrl.data.passages import Passage, render
 from rrl.data.questions import Question
 from rrl.errors import UserError, at_least, one_of
 from rrl.recipes.base import Retrieve, Scoring, Shown
+from rrl.recipes.outcome import OutcomeRecipe, answer_metrics
 from rrl.recipes.rsearch import READER_TEMPLATE
 from rrl.retrieval.gold import hits_of
-from rrl.rewards.retrieval_tree import Proposal, Weights, expansion_rewards, read_proposal
-from rrl.rl.advantages import ESTIMATORS
+from rrl.rewards.retrieval_tree import (
+    BASE,
+    NONE,
+    PREDICTED,
+    STOP_RETRIEVAL,
+    THINK,
+    Proposal,
+    Weights,
+    expansion_rewards,
+    read_proposal,
+)
 from rrl.rollout.curriculum import Curriculum
 from rrl.rollout.forest import STOP, Forest, Node
 from rrl.rollout.protocol import CONTEXT, TURN_TOKENS, Action, Append, Episode, Finish, Restart, SearchFor
 from rrl.rollout.trajectory import POLICY, Search, Trajectory
 from rrl.text.chat import Prompt
-from rrl.text.metrics import cover_exact_match, exact_match, token_f1
 from rrl.text.normalize import title_key
+from rrl.text.spans import boxed
 
 INSTRUCTION = """\
 #Decomposition#
@@ -144,7 +151,7 @@ class Expanding:
 
 
 @dataclasses.dataclass(frozen=True)
-class R2AG:
+class R2AG(OutcomeRecipe):
     """Expansions of Definition 2.1 (Figure A.3), rewards of Eq. 5, the forest of Algorithm 1; an expansion is an episode in
     training, a whole tree in inference, after which a generator answers from the documents."""
 
@@ -167,28 +174,22 @@ class R2AG:
     trees: int = 0
     """Questions that are planted at a time; 0: all, as Algorithm 1 has it. When they are finished or expanded for the last
     time, the next are planted."""
-    advantage: str = "grpo"
-    """What rewards become (Eq. 6): one of `rrl.rl.advantages.ESTIMATORS`."""
     shown_misses: float = 0.3
     """Share of the scripted expert's demonstrations with a search that misses: one of several documents is not found at once,
     or another one stands among them."""
     environment: Expanding = dataclasses.field(default_factory=Expanding)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         at_least(0, self, "multi_hit_weight", "joint_hit_weight", "precision_weight", "predicted_factor")
         at_least(0, self, "format_reward", "trees")
         at_least(1, self, "top_base", "top_predicted")
-        one_of(ESTIMATORS, self, "advantage")
         if not 0 <= self.shown_misses <= 1:
             raise UserError(f"shown_misses={self.shown_misses} must lie in 0..1, a share")
 
     @property
     def tags(self) -> dict[str, str]:
-        return {"base-Q": "search", "predicted-Q": "search"}
-
-    @property
-    def judged(self) -> bool:
-        return False
+        return {BASE: "search", PREDICTED: "search"}
 
     @property
     def weights(self) -> Weights:
@@ -282,22 +283,9 @@ class R2AG:
         ask = scoring.reader
         answers = ask(prompts) if ask is not None and prompts else [""] * len(prompts)
         for place, (trajectory, answer) in enumerate(zip(trajectories, answers, strict=True)):
-            gold = trajectory.question.answers
             trajectory.answer = answer
-            trajectory.metrics |= {name: float(values[place]) for name, values in measured.items()} | {
-                "em": exact_match(answer, gold),
-                "f1": token_f1(answer, gold),
-                "cem": cover_exact_match(answer, gold),
-            }
-
-    def left_out(self, trajectories: Sequence[Trajectory]) -> Bool[np.ndarray, "N"]:
-        """None of them: groups without spread are dropped by the objective (Eq. 6)."""
-        return np.zeros(len(trajectories), bool)
-
-    def advantages(self, trajectories: Sequence[Trajectory]) -> Float[np.ndarray, "N"]:
-        """Eq. 6: a group is the samples of one tree."""
-        rewards = np.array([t.rewards["total"] for t in trajectories], np.float64)
-        return ESTIMATORS[self.advantage](rewards, np.array([t.group for t in trajectories]))
+            trajectory.metrics |= answer_metrics(trajectory)
+            trajectory.metrics |= {name: float(values[place]) for name, values in measured.items()}
 
     # -- the cold start in the built-in world ------------------------------------------------------------------------
 
@@ -314,11 +302,9 @@ class R2AG:
         while True:
             stated, wanted = _known(item, {title_key(passage.title) for passage in kept})
             thought = "\n".join(filter(None, [f"To find : {item.plan.facts}", " ".join(stated)]))
-            asked = [hop.query for hop in wanted] or ["stop retrieval"]
-            boxes = [f"<base-Q> {query} </base-Q>" for query in asked]
-            segments.append(
-                "\n".join([f"<think> {thought} </think>", *boxes, "<predicted-Q> none </predicted-Q>"])
-            )
+            asked = [hop.query for hop in wanted] or [STOP_RETRIEVAL]
+            boxes = [(THINK, thought), *((BASE, query) for query in asked), (PREDICTED, NONE)]
+            segments.append("\n".join(boxed(tag, text) for tag, text in boxes))
             found = [(hop, list(retrieve(hop.query))) for hop in wanted]
             hits = [bool(some) and title_key(some[0].title) == title_key(hop.title) for hop, some in found]
             if not found or not all(hits):

@@ -10,6 +10,8 @@ from rrl.text.spans import boxes, without_boxes
 
 THINK, BASE, PREDICTED = "think", "base-Q", "predicted-Q"
 """The tags of appendix B.2."""
+STOP_RETRIEVAL, NONE = "stop retrieval", "none"
+"""What stands in them where there is nothing to ask (Figure A.3)."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -40,9 +42,9 @@ def read_proposal(text: str) -> Proposal:
     base, predicted = boxes(text, BASE), boxes(text, PREDICTED)
     asked = [query.strip() for query in base if query.strip()]
     return Proposal(
-        base=tuple(query for query in asked if _plain(query) != "stop retrieval"),
-        predicted=tuple(query.strip() for query in predicted if _plain(query) not in ("", "none")),
-        stop=any(_plain(query) == "stop retrieval" for query in asked),
+        base=tuple(query for query in asked if _plain(query) != STOP_RETRIEVAL),
+        predicted=tuple(query.strip() for query in predicted if _plain(query) not in ("", NONE)),
+        stop=any(_plain(query) == STOP_RETRIEVAL for query in asked),
         thought=thought,
         written=(bool(base) + bool(predicted)) if thought else 0,
     )

@@ -81,7 +81,7 @@ def test_the_drawing_is_well_formed_and_holds_every_query_and_document():
     ("turns", "ended", "state", "word"),
     [
         (((ASKS.format("none"), ("Film",), ("Person",)), (STOPS,)), "stop", "right", "stop"),
-        (((ASKS.format("none"), ("Film",), ()), (STOPS,)), "stop", "wrong", "stop too early"),
+        (((ASKS.format("none"), ("Film",), ()), (STOPS,)), "stop", "wrong", "too early"),
         (((ASKS.format("none"),),), "length", "cut", "cut"),
     ],
 )
