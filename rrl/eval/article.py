@@ -137,7 +137,9 @@ def _searches(trajectory: Trajectory) -> str:
 
 def _tokens(trajectory: Trajectory, source: str) -> str:
     counts = {role: int((trajectory.roles == role).sum()) for role in (PROMPT, POLICY, ENVIRONMENT)}
-    total = max(sum(counts.values()), 1)
+    total = sum(counts.values())
+    if not total:  # read from a file that has none
+        return ""
     sampled = "sampled, trained on" if source == TRAINING else "sampled"
     names = {PROMPT: "prompt", POLICY: sampled, ENVIRONMENT: "environment"}
     parts = "".join(

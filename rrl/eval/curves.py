@@ -48,9 +48,9 @@ def plot_training(
     without steps.
     """
     lines = _rows(rows)
-    figure, axes = _figure(2, 3, title)
+    figure, axes = new_figure(2, 3, title)
     for axis, (name, drawn, marked) in zip(axes, PANELS):
-        _dress(axis, name)
+        style_axis(axis, name)
         for colour, (metric, label) in zip(COLOURS, drawn):
             steps, values = series(lines, metric)
             _line(axis, steps, values, label, colour)
@@ -70,7 +70,7 @@ def plot_training(
                         color=INK,
                     )
         _finish(axis, legend=len(drawn) > 1 or marked is not None)
-    _save(figure, out_png)
+    save_figure(figure, out_png)
 
 
 def plot_spread(
@@ -93,7 +93,7 @@ def plot_spread(
         "train/searches": "valid searches a question",
     }
     columns = min(2, len(metrics))
-    figure, axes = _figure(-(-len(metrics) // columns), columns, title)
+    figure, axes = new_figure(-(-len(metrics) // columns), columns, title)
     loaded = {}
     for name, sources in runs.items():
         if not sources:
@@ -102,7 +102,7 @@ def plot_spread(
             )
         loaded[name] = [_rows(source) for source in sources]
     for axis, (metric, panel) in zip(axes, metrics.items()):
-        _dress(axis, panel, "" if x == "step" else x.split("/")[-1])
+        style_axis(axis, panel, "" if x == "step" else x.split("/")[-1])
         for at, (name, seeds) in enumerate(loaded.items()):
             _band(
                 axis,
@@ -113,7 +113,7 @@ def plot_spread(
                 COLOURS[at % 6],
             )
         _finish(axis, legend=True)
-    _save(figure, out_png)
+    save_figure(figure, out_png)
 
 
 def series(rows: Rows, metric: str, x: str = "step") -> tuple[np.ndarray, np.ndarray]:
@@ -175,7 +175,8 @@ def _rows(source: Source) -> Rows:
     return rows
 
 
-def _figure(rows: int, columns: int, title: str) -> tuple[matplotlib.figure.Figure, list[Any]]:
+def new_figure(rows: int, columns: int, title: str) -> tuple[matplotlib.figure.Figure, list[Any]]:
+    """A figure in the house's style and its axes, row by row."""
     # A Figure of its own, without pyplot: no window system, no global state.
     figure = matplotlib.figure.Figure(figsize=(4.3 * columns, 3.1 * rows), dpi=120, layout="constrained")
     if title:
@@ -183,7 +184,8 @@ def _figure(rows: int, columns: int, title: str) -> tuple[matplotlib.figure.Figu
     return figure, list(np.ravel(figure.subplots(rows, columns)))
 
 
-def _dress(axis: Any, title: str, x: str = "") -> None:
+def style_axis(axis: Any, title: str, x: str = "") -> None:
+    """Titles and dresses one axis; without `x` it is over steps."""
     axis.set_title(title, fontsize=10.5, color=INK, loc="left")
     axis.set_xlabel(x or "step", fontsize=9, color=QUIET)
     if not x:
@@ -203,6 +205,7 @@ def _finish(axis: Any, legend: bool) -> None:
         axis.legend(fontsize=7.5, frameon=False, labelcolor=INK)
 
 
-def _save(figure: matplotlib.figure.Figure, out_png: str | pathlib.Path) -> None:
+def save_figure(figure: matplotlib.figure.Figure, out_png: str | pathlib.Path) -> None:
+    """Writes the figure; its folder is made."""
     pathlib.Path(out_png).parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(out_png)

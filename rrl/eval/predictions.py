@@ -20,7 +20,7 @@ PREDICTION_FIELDS = (
     "output",
     "response",
 )
-COUNT_FIELDS = ("turns", "tokens", "seconds")
+COUNT_FIELDS = ("turns", "tokens", "prompt_tokens", "environment_tokens", "seconds")
 """Numbers of a record that are averaged beside the metrics, where they are there; "searches" too, as a number or a list."""
 
 ALLOWED = (

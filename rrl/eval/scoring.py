@@ -25,6 +25,18 @@ CUTS = (2, 5, 10)
 """Ranks at which retrieval is reported, beside all that was found."""
 
 
+FACTS = (
+    ("retrieval", "retrieval", 100),
+    ("retrieval_by_answer", "first passage that holds the answer", 100),
+    ("cost", "cost", 1),
+    ("ended", "ended by, percent", 100),
+    ("seconds", "seconds a question, many at a time", 1),
+)
+"""Groups of figures of a report: name, in words, and what they are multiplied by where they are shown."""
+READ = ("prompt_tokens", "environment_tokens")
+"""Counts of tokens that the model read and did not write."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Scores:
     """The scores of one run, a value a question."""
@@ -33,7 +45,8 @@ class Scores:
     metrics: Mapping[str, Float[np.ndarray, "Q"]]
     """em, f1, cem (or acc, of multiple choices), judge; in [0, 1], 0 where nothing was predicted."""
     counts: Mapping[str, Float[np.ndarray, "Q"]]
-    """searches, turns, tokens, seconds, where every prediction has them; 0 where nothing was predicted."""
+    """searches, turns, tokens (sampled), prompt_tokens, environment_tokens, seconds, where every prediction has them; 0 where
+    nothing was predicted."""
     titles: Sequence[Sequence[str]] | None
     """What was found for each question; None where a prediction does not say."""
     missing: int = 0
@@ -186,6 +199,9 @@ def report(scores: Scores, *, seed: int = 0, level: float = 0.95) -> dict[str, A
     right = float(scores.metrics[scores.main].sum())
     if "tokens" in scores.counts and right:
         found["cost"]["tokens_per_correct"] = float(scores.counts["tokens"].sum()) / right
+        if read := [scores.counts[name] for name in READ if name in scores.counts]:
+            whole = float(scores.counts["tokens"].sum() + np.sum(read))
+            found["cost"]["all_tokens_per_correct"] = whole / right
     return found
 
 
@@ -215,12 +231,13 @@ def as_text(found: Mapping[str, Any]) -> str:
                 for label, of in found[group].items()
             ]
             lines += ["", *table([(title, "questions", *names), *body])]
-    for name, facts, scale in (("retrieval", found.get("retrieval"), 100), ("cost", found.get("cost"), 1)):
-        if facts:
+    for name, words, scale in FACTS:
+        if facts := found.get(name):
             shown = (
-                f"{key} {value * (1 if key == 'passages' else scale):.2f}" for key, value in facts.items()
+                f"{key} {value * (1 if key == 'passages' else scale):.{3 if name == 'seconds' else 2}f}"
+                for key, value in facts.items()
             )
-            lines += ["", f"{name}: {'   '.join(shown)}"]
+            lines += ["", f"{words}: {'   '.join(shown)}"]
     for name, of in found.get("against", {}).items():
         lines += [
             "",

@@ -106,7 +106,7 @@ def build_index(
             raise UserError(
                 f"index folder {out}: cannot be made ({error}). Give the path of another."
             ) from error
-        with locked(work):
+        with locked(work, f"index {work}: another process builds it. Wait for that, or stop it."):
             _refuse_other(work, wanted)
             read = _read(work, corpus, on_error, shard, progress)
             count = read["passages"]

@@ -33,8 +33,8 @@ LOCK = "lock"
 
 
 @contextlib.contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Keeps other processes, whose writing would mix with ours, out of a folder; UserError where one is in it.
+def locked(folder: Path, refusal: str) -> Iterator[None]:
+    """Keeps other processes, whose writing would mix with ours, out of a folder; UserError(`refusal`) where one is in it.
 
     The system lets go of it with the process, however that ends. A file system without locks has none.
     """
@@ -42,9 +42,7 @@ def locked(folder: Path) -> Iterator[None]:
         try:
             fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise UserError(
-                f"index {folder}: another process builds it. Wait for that, or stop it."
-            ) from error
+            raise UserError(refusal) from error
         except OSError as error:
             if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
                 raise

@@ -121,6 +121,12 @@ def hits_by_answer(
     return _hits(rows, [{""}] * len(rows))
 
 
+def hits_at(ranks: Sequence[int]) -> Hits:
+    """The hits of questions with one gold passage each, found at that rank, counted from 1; 0: it was not found."""
+    rows = [[at == rank for at in range(1, rank + 1)] for rank in ranks]
+    return _hits(rows, [{""}] * len(rows))
+
+
 def gold_efficiency(recall: float, passages: float, gold: float) -> float:
     """η_re (R2AG, Table A.6): recall for each passage found, relative to an oracle that finds the gold ones and nothing else.
 

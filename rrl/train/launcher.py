@@ -32,15 +32,9 @@ def run(main: Callable[[Sequence[str]], None], callbacks: bool = True) -> None:
 
     def parse(argv: Sequence[str]) -> list[str]:
         try:
-            return flags.FLAGS(argv)
-        except (flags.Error, AttributeError, KeyError, TypeError, ValueError) as error:
-            known = {
-                AttributeError: _unknown_field,
-                KeyError: _unknown_field,
-                flags.IllegalFlagValueError: _wrong_value,
-            }
-            said = next((say(argv) for kind, say in known.items() if isinstance(error, kind)), "")
-            _fail(said or _cause(error))
+            return _parsed(argv, flags.FLAGS)
+        except UserError as error:
+            _fail(error)
 
     def guarded(argv: Sequence[str]) -> None:
         logging.set_verbosity(logging.WARNING)  # checkpointing tells every file it touches at INFO
@@ -55,6 +49,32 @@ def run(main: Callable[[Sequence[str]], None], callbacks: bool = True) -> None:
             _fail(" ".join(str(error.__cause__ or error).split()))
 
     app.run(guarded, flags_parser=parse)
+
+
+def load_config(config: str, overrides: Sequence[str]) -> Any:
+    """The config that `--config=CONFIG --config.FIELD=VALUE ...` gives a launcher; each override is a FIELD=VALUE.
+
+    Raises UserError as a launcher would end with it.
+    """
+    values = flags.FlagValues()
+    argv = ["rrl", f"--config={config}", *(f"--config.{override}" for override in overrides)]
+    holder = config_flags.DEFINE_config_file("config", None, "", values, lock_config=True, sys_argv=argv)
+    _parsed(argv, values)
+    return holder.value
+
+
+def _parsed(argv: Sequence[str], values: flags.FlagValues) -> list[str]:
+    """What is left of the arguments when the flags are taken out; UserError says what is wrong with them."""
+    try:
+        return values(argv)
+    except (flags.Error, AttributeError, KeyError, TypeError, ValueError) as error:
+        known = {
+            AttributeError: _unknown_field,
+            KeyError: _unknown_field,
+            flags.IllegalFlagValueError: _wrong_value,
+        }
+        said = next((say(argv, values) for kind, say in known.items() if isinstance(error, kind)), "")
+        raise UserError(said or str(_cause(error))) from error
 
 
 def default_workdir(config: Any) -> str:
@@ -77,19 +97,19 @@ def _cause(error: BaseException) -> BaseException:
     return found
 
 
-def _overrides(argv: Sequence[str]) -> tuple[Any, dict[str, str]]:
+def _overrides(argv: Sequence[str], values: flags.FlagValues) -> tuple[Any, dict[str, str]]:
     """The config as its file makes it (None: no config), and what `--config.a.b=1` would set in it, by name."""
     matches = [re.match(r"--?(?:no)?(config\.[^=]+)(?:=(.*))?", arg, re.DOTALL) for arg in argv]
     given = {match[1]: match[2] or "" for match in matches if match}
     at = next((place for place, arg in enumerate(argv) if re.match(r"--?config(=|$)", arg)), None)
     if not given or at is None:
         return None, {}
-    return flags.FLAGS["config"].parser.parse(argv[at].partition("=")[2] or argv[at + 1]), given
+    return values["config"].parser.parse(argv[at].partition("=")[2] or argv[at + 1]), given
 
 
-def _unknown_field(argv: Sequence[str]) -> str:
+def _unknown_field(argv: Sequence[str], values: flags.FlagValues) -> str:
     """What is wrong with the first override of a field that the config does not have; or ""."""
-    config, given = _overrides(argv)
+    config, given = _overrides(argv, values)
     for name in given:
         section, path = config, "config"
         for field in name.split(".")[1:]:
@@ -102,9 +122,9 @@ def _unknown_field(argv: Sequence[str]) -> str:
     return ""
 
 
-def _wrong_value(argv: Sequence[str]) -> str:
+def _wrong_value(argv: Sequence[str], values: flags.FlagValues) -> str:
     """What is wrong with the first override whose value is not of its field's type; or ""."""
-    config, given = _overrides(argv)
+    config, given = _overrides(argv, values)
     for name, value in given.items():
         section = config
         *path, field = name.split(".")[1:]

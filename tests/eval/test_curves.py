@@ -51,7 +51,7 @@ def test_a_run_is_drawn_from_rows_and_from_its_file(tmp_path):
 @pytest.mark.parametrize(("temperature", "words"), [(0.0, "greedy decoding"), (0.1, "temperature 0.1")])
 def test_held_out_labels_say_how_tokens_were_chosen(tmp_path, monkeypatch, temperature, words):
     drawn = []
-    monkeypatch.setattr("rrl.eval.curves._save", lambda figure, _: drawn.append(figure))
+    monkeypatch.setattr("rrl.eval.curves.save_figure", lambda figure, _: drawn.append(figure))
     plot_training(run(), tmp_path / "x.png", temperature=temperature)
     labels = [line.get_label() for axis in drawn[0].axes for line in axis.lines]
     assert labels.count(f"held out, {words}") == 2
@@ -59,7 +59,7 @@ def test_held_out_labels_say_how_tokens_were_chosen(tmp_path, monkeypatch, tempe
 
 def test_a_short_run_has_no_ticks_between_steps(tmp_path, monkeypatch):
     drawn = []
-    monkeypatch.setattr("rrl.eval.curves._save", lambda figure, _: drawn.append(figure))
+    monkeypatch.setattr("rrl.eval.curves.save_figure", lambda figure, _: drawn.append(figure))
     plot_training(run(steps=2), tmp_path / "run.png")
     ticks = [tick for axis in drawn[0].axes for tick in axis.get_xticks()]
     assert ticks and all(tick == int(tick) for tick in ticks)

@@ -1,0 +1,105 @@
+"""Evaluation of a trained policy or a prompted method on a question file, a folder of them, or the built-in world.
+
+    python launch/eval.py --config=configs/eval.py:method=rsearch                       # built-in world, shipped policy
+    python launch/eval.py --config=configs/eval.py:method=naive_rag,policy=assets/miniwiki-reader
+    python launch/eval.py --config=configs/eval.py:method=ircot,dataset=FOLDER,policy=FOLDER
+    python launch/eval.py --config=configs/eval.py:method=direct,dataset=dev.jsonl,policy=FOLDER,judge=http://127.0.0.1:8000/v1
+
+`method` is a recipe or one of the prompted methods of docs/evaluation.md. Single fields are changed as everywhere:
+`--config.method.steps=4` (a prompted method's option), `--config.recipe.environment.max_searches=2`, `--config.rollout.rows=256`,
+`--config.prompted.passage_chars=800`.
+"""
+
+import re
+
+from ml_collections import ConfigDict
+
+from rrl.arguments import parse
+from rrl.errors import UserError
+from rrl.train.config_parts import refuse_unused_encoder
+
+
+def get_config(arg: str = "") -> ConfigDict:
+    """The config of `--config=configs/eval.py:ARG`."""
+    args = parse(
+        arg,
+        method="rsearch",
+        dataset="miniwiki",
+        policy="",
+        retriever="",
+        encoder="",
+        index="",
+        corpus="",
+        truth="",
+        split="",
+        questions=0,
+        top_k=int,
+        temperature=0.0,
+        seed=0,
+        normalization="squad",
+        judge="",
+        judge_model="",
+        judge_prompt="tiresrag",
+    )
+    refuse_unused_encoder(args)
+    if args.judge_model and not args.judge.startswith("http"):
+        raise UserError(
+            f"config argument judge_model={args.judge_model!r} names a service's model: give judge=http://... too"
+        )
+    # They import jax: after the arguments were found right.
+    from rrl.eval.evaluate import with_defaults
+    from rrl.recipes.card import read_card
+    from rrl.recipes.catalogue import RECIPES
+    from rrl.train.judges import sections_of
+
+    real = args.dataset != "miniwiki"
+    if real and not args.policy:
+        raise UserError(
+            "config argument policy='': the shipped policy knows the built-in world only; give a model's folder"
+        )
+    policy = args.policy or "assets/miniwiki-policy"
+    card = read_card(policy)
+    tiny = not real or (card is not None and 0 < card.context <= 1024)
+
+    config = ConfigDict()
+    # Each argument has a workdir of its own.
+    config.name = "-".join(["eval", *re.findall(r"[\w.=]+", arg)])
+    config.policy = policy
+    config.method = {"name": args.method}
+    if args.method in RECIPES:
+        own = card is not None and card.recipe == args.method  # as it was trained
+        config.recipe = {**card.fields, "environment": dict(card.environment)} if card and own else {}
+    else:
+        config.prompted = {"tokens": 128 if tiny else 256}
+    config.eval = {
+        "temperature": args.temperature,
+        "seed": args.seed,
+        "normalization": args.normalization,
+        "judge_prompt": args.judge_prompt,
+    }
+    config.data = {
+        "path": args.dataset,
+        "corpus": args.corpus,
+        "truth": args.truth,
+        "split": args.split,
+        "questions": args.questions,
+    }
+    config.retriever = {
+        "kind": args.retriever or ("bm25" if real and not args.encoder else "scann"),
+        "encoder": args.encoder or ("" if real or args.retriever == "bm25" else "assets/miniwiki-encoder"),
+        "title_weight": 1 if real else 3,
+        "index": args.index,
+    }
+    config.rollout = {
+        "rows": 64,
+        "context": card.context if card and card.context else 1024 if tiny else 8192,
+        "feeds": 16,
+        "feed_tokens": 256 if tiny else 2048,
+        # Five is what the papers evaluate with; a policy of ours goes on with what it was trained with.
+        "top_k": args.top_k or (card.top_k if card else 2 if tiny else 5),
+    }
+    config.mesh = {}
+    config.compute = {}
+    if args.judge:
+        config.update(sections_of(args.judge, args.judge_model))
+    return with_defaults(config)

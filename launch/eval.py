@@ -1,0 +1,30 @@
+"""Evaluates a method on a dataset: `python launch/eval.py --config=configs/eval.py:method=…,dataset=…,policy=…`.
+
+The same command again continues an evaluation that was stopped or killed, question by question.
+"""
+
+from collections.abc import Sequence
+
+from absl import flags
+from ml_collections import config_flags
+
+from rrl.train import launcher
+
+_CONFIG = config_flags.DEFINE_config_file(
+    "config", None, "Config file, with its arguments after a colon.", lock_config=True
+)
+_WORKDIR = flags.DEFINE_string(
+    "workdir", None, "Folder of the run (default: runs/NAME); a run that is there is continued."
+)
+flags.mark_flags_as_required(["config"])
+
+
+def main(_: Sequence[str]) -> None:
+    """Asks, scores and prints."""
+    from rrl.eval.evaluate import run
+
+    run(_CONFIG.value, _WORKDIR.value or f"runs/{_CONFIG.value.name}")
+
+
+if __name__ == "__main__":
+    launcher.run(main)

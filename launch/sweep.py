@@ -1,0 +1,54 @@
+"""Varies one field of an evaluation: `python launch/sweep.py --config=configs/eval.py:… --vary=rollout.top_k --values=1-10`.
+
+`--vary` names a field of the config (rollout.top_k, recipe.environment.max_searches, method.steps) or an argument of the config
+file (retriever, method, policy). It ends in a table and a plot, sweep.md, sweep.csv and sweep.png, and continues where it was
+broken off.
+"""
+
+import pathlib
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from absl import flags
+
+from rrl.train import launcher
+
+_CONFIG = flags.DEFINE_string("config", "configs/eval.py", "Config file of launch/eval.py, with arguments.")
+_VARY = flags.DEFINE_string("vary", None, "The field, or the config file's argument, that is varied.")
+_VALUES = flags.DEFINE_string("values", None, "Its values, such as 1,2,5 or 1-10 or scann,bm25.")
+_SET = flags.DEFINE_multi_string(
+    "set", [], "A field that all have, such as rollout.rows=32; may be repeated."
+)
+_OUT = flags.DEFINE_string(
+    "out", None, "Folder for the runs, the table and the plot (default: runs/sweep-FIELD)."
+)
+flags.mark_flags_as_required(["vary", "values"])
+
+
+def main(_: Sequence[str]) -> None:
+    """Evaluates at each value, compares and prints."""
+    from rrl.eval.evaluate import run
+    from rrl.eval.sweep import sweep, values_of
+    from rrl.train.compare import with_arguments
+
+    name, values = _VARY.value or "", values_of(_VALUES.value or "")
+
+    def config_at(value: str) -> Any:
+        if "." in name:
+            return launcher.load_config(_CONFIG.value, [*_SET.value, f"{name}={value}"])
+        return launcher.load_config(with_arguments(_CONFIG.value, f"{name}={value}"), _SET.value)
+
+    configs = {value: config_at(value) for value in values}
+    command = ["python", "launch/sweep.py", *sys.argv[1:]]
+
+    def evaluate(name: str, value: str, folder: pathlib.Path) -> None:
+        print(f"{name}={value}", file=sys.stderr, flush=True)
+        run(configs[value], folder, command)
+
+    out = _OUT.value or f"runs/sweep-{name}"
+    print(f"\n{sweep(name, values, evaluate, out)}\n{out}/sweep.png")
+
+
+if __name__ == "__main__":
+    launcher.run(main)

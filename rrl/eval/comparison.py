@@ -1,0 +1,283 @@
+"""Finished evaluations beside each other: metrics with intervals, paired tests against the first, and what makes them unlike."""
+
+import csv
+import dataclasses
+import io
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float
+
+from rrl.data.questions import Question, load_questions
+from rrl.errors import UserError
+from rrl.eval.intervals import Paired, bootstrap, compare
+from rrl.eval.result_card import ResultCard, differences, load_card
+from rrl.eval.trajectory_files import load_trajectories
+from rrl.rollout.trajectory import Trajectory
+
+COSTS = ("searches", "turns", "tokens", "tokens_per_correct", "all_tokens_per_correct")
+"""Costs of a report that tables show."""
+RETRIEVAL = ("recall", "full_recall", "map", "hits", "mrr", "passages", "eta_re")
+"""The same of coverage."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """One finished evaluation."""
+
+    name: str
+    folder: Path
+    card: ResultCard
+    found: Mapping[str, Any]
+    """metrics.json: see `rrl.eval.scoring.report`."""
+    metrics: Mapping[str, Float[np.ndarray, "Q"]]
+    """One value a question."""
+
+    @property
+    def main(self) -> str:
+        """The metric that says right or wrong."""
+        return "acc" if "acc" in self.metrics else "em"
+
+    @property
+    def curves(self) -> Path | None:
+        """metrics.jsonl of the training run that the policy came from, where the policy lies in its workdir."""
+        file = Path(self.card.model).parent / "metrics.jsonl"
+        return file if file.is_file() else None
+
+    def questions(self) -> list[Question]:
+        """What was asked, in the order of `metrics`."""
+        return load_questions(self.folder / "questions.jsonl")
+
+    def trajectories(self, ids: Sequence[str]) -> dict[str, Trajectory]:
+        """What was done for some questions, by id, with the scores as metrics."""
+        place = {question.id: at for at, question in enumerate(self.questions())}
+        found = {}
+        for trajectory in load_trajectories(self.folder / "results.jsonl"):
+            identity = trajectory.question.id
+            if identity in ids:
+                values = {name: float(column[place[identity]]) for name, column in self.metrics.items()}
+                trajectory.metrics = values | {"em": values[self.main]}
+                found[identity] = trajectory
+        return found
+
+
+def load_run(folder: str | Path, name: str = "") -> Run:
+    """Reads what `rrl.eval.evaluate.run` left. Raises UserError for a folder that is no evaluation, or none that is finished."""
+    folder = Path(folder)
+    if not (folder / "metrics.json").is_file():
+        if (folder / "results.jsonl").is_file():
+            done = (folder / "results.jsonl").read_bytes().count(b"\n")
+            raise UserError(
+                f"run {folder}: not finished ({done} questions are answered); give its command again, which continues it"
+            )
+        raise UserError(
+            f"run {folder}: no evaluation (no metrics.json there); give a folder of launch/eval.py"
+        )
+    try:
+        found = json.loads((folder / "metrics.json").read_text(encoding="utf-8"))
+        lines = [json.loads(line) for line in (folder / "scores.jsonl").read_text().splitlines()]
+        metrics = {name: np.array([line[name] for line in lines]) for name in found["metrics"]}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(
+            f"run {folder}: its metrics.json or scores.jsonl is damaged ({error!r}); give its command again, which writes both"
+        ) from error
+    if not (folder / "card.json").is_file():
+        raise UserError(
+            f"run {folder}: no card.json there; launch/score.py keeps one with --card, and launch/eval.py always does"
+        )
+    card = load_card(folder / "card.json")
+    return Run(name or folder.name.removeprefix("eval-"), folder, card, found, metrics)
+
+
+def load_runs(folders: Sequence[str | Path]) -> list[Run]:
+    """Several runs; those whose folders are named alike are called by their paths.
+
+    Raises UserError for none, for a folder that is given twice, and as `load_run`.
+    """
+    paths = [Path(folder).resolve() for folder in folders]
+    if not paths:
+        raise UserError("no run: give the folder of one evaluation or more")
+    if repeated := [str(path) for path in paths if paths.count(path) > 1]:
+        raise UserError(f"run {repeated[0]} is given twice; give each once")
+    names = [path.name for path in paths]
+    alike = {name for name in names if names.count(name) > 1}
+    return [load_run(given, str(given) if name in alike else "") for given, name in zip(folders, names)]
+
+
+def paired(first: Run, run: Run, metric: str, level: float = 0.95, seed: int = 0) -> Paired | None:
+    """What `run` does better than `first`; None for other questions, or a metric that one of them lacks."""
+    same = first.card.questions_sha256 == run.card.questions_sha256
+    if run is first or not same or metric not in first.metrics or metric not in run.metrics:
+        return None
+    return compare(first.metrics[metric], run.metrics[metric], level=level, seed=seed)
+
+
+def remarks(runs: Sequence[Run]) -> list[str]:
+    """In what the runs cannot be compared as they stand: corpus, retriever, questions, normalisation."""
+    return differences({run.name: run.card for run in runs})
+
+
+def unlike(first: Run, run: Run) -> bool:
+    """Whether a run's row needs a mark beside the first's."""
+    return bool(differences({"first": first.card, "run": run.card}))
+
+
+def common(runs: Sequence[Run]) -> list[tuple[str, str]]:
+    """What all runs share, in words."""
+    parted = {line.partition(" differs: ")[0] for line in remarks(runs)}
+    return [(part, value) for part, value in runs[0].card.setting.items() if part not in parted]
+
+
+def records(runs: Sequence[Run], level: float = 0.95, seed: int = 0) -> list[dict[str, Any]]:
+    """One flat record a run: card, metrics with intervals, differences from the first run with p, coverage and costs."""
+    rows = []
+    for run in runs:
+        card = run.card
+        row: dict[str, Any] = {"run": run.name, "method": card.method, "model": card.model}
+        row |= {"dataset": card.dataset, "questions": card.questions, "corpus": card.corpus}
+        row |= {"passages": card.passages, "retriever": card.retriever.get("kind", ""), "top_k": card.top_k}
+        row |= {
+            "seed": card.seed,
+            "normalization": card.normalization,
+            "comparable": not unlike(runs[0], run),
+        }
+        for metric, values in run.metrics.items():
+            interval = bootstrap(values, level=level, seed=seed)
+            row |= {metric: interval.mean, f"{metric}_low": interval.low, f"{metric}_high": interval.high}
+            test = paired(runs[0], run, metric, level, seed)
+            if test is not None:
+                row |= {
+                    f"{metric}_difference": test.difference,
+                    f"{metric}_difference_low": test.low,
+                    f"{metric}_difference_high": test.high,
+                    f"{metric}_p": test.p,
+                }
+        for part in ("retrieval", "retrieval_by_answer", "cost"):
+            row |= run.found.get(part, {})
+        row |= {f"seconds_{stage}": value for stage, value in run.found.get("seconds", {}).items()}
+        rows.append(row)
+    return rows
+
+
+def as_csv(rows: Sequence[Mapping[str, Any]]) -> str:
+    """The records as a table of all their fields."""
+    fields = list(dict.fromkeys(field for row in rows for field in row))
+    stream = io.StringIO()
+    writer = csv.DictWriter(stream, fields, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return stream.getvalue()
+
+
+Cells = list[tuple[str, ...]]
+"""The rows of a table that is shown, the first of which is its head."""
+
+
+def main_table(runs: Sequence[Run], rows: Sequence[Mapping[str, Any]]) -> Cells:
+    """Each run with its metrics and intervals, the difference of the main one from the first run's, and its costs."""
+    metrics = list(dict.fromkeys(metric for run in runs for metric in run.metrics))
+    costs = [name for name in COSTS if any(name in row for row in rows)]
+    main = runs[0].main
+    against = f"{main} against the first"
+    table: Cells = [("run", "model", *metrics, *([against] if len(runs) > 1 else []), *map(_words, costs))]
+    for run, row in zip(runs, rows, strict=True):
+        cells = [run.name + (" *" if unlike(runs[0], run) else ""), run.card.model]
+        for metric in metrics:
+            cells.append(_interval(row, metric) if metric in row else "–")
+        if len(runs) > 1:
+            cells.append(_difference(row, main))
+        cells += [f"{row[name]:.2f}" if name in row else "–" for name in costs]
+        table.append(tuple(cells))
+    return table
+
+
+def coverage_table(rows: Sequence[Mapping[str, Any]]) -> Cells:
+    """How well what was found covers the gold passages; no rows where no run knows of any."""
+    names = [name for name in RETRIEVAL if any(name in row for row in rows)]
+    known = [row for row in rows if names and names[0] in row]
+    if not known:
+        return []
+    table: Cells = [("run", *map(_words, names))]
+    for row in known:
+        shown = (
+            (
+                "–"
+                if name not in row
+                else f"{row[name]:.2f}"
+                if name == "passages"
+                else f"{100 * row[name]:.1f}"
+            )
+            for name in names
+        )
+        table.append((row["run"], *shown))
+    return table
+
+
+def group_table(runs: Sequence[Run], group: str) -> Cells:
+    """The main metric by kind ("by_kind") or by hops ("by_hops"); no rows where no run has them."""
+    labels = sorted({label for run in runs for label in run.found.get(group, {})})
+    if not labels:
+        return []
+    table: Cells = [(f"{runs[0].main} {_words(group)}", *map(_words, labels))]
+    for run in runs:
+        parts = run.found.get(group, {})
+        shown = (f"{100 * parts[label][run.main]:.1f}" if label in parts else "–" for label in labels)
+        table.append((run.name, *shown))
+    counts = runs[0].found.get(group, {})
+    table.append(
+        ("questions", *(str(counts[label]["questions"]) if label in counts else "–" for label in labels))
+    )
+    return table
+
+
+def latency_table(runs: Sequence[Run]) -> Cells:
+    """Seconds a question by stage."""
+    stages = [s for s in ("answer", "search", "judge") if any(s in r.found.get("seconds", {}) for r in runs)]
+    table: Cells = [("seconds a question, many at a time", *stages)]
+    for run in runs:
+        seconds = run.found.get("seconds", {})
+        table.append((run.name, *(f"{seconds[s]:.3f}" if s in seconds else "–" for s in stages)))
+    return table if stages else []
+
+
+def tables(runs: Sequence[Run], rows: Sequence[Mapping[str, Any]]) -> list[Cells]:
+    """All tables that are shown, in order."""
+    found = [main_table(runs, rows), group_table(runs, "by_kind"), group_table(runs, "by_hops")]
+    return [table for table in (*found, coverage_table(rows), latency_table(runs)) if table]
+
+
+def as_markdown(runs: Sequence[Run], rows: Sequence[Mapping[str, Any]]) -> str:
+    """The tables, above them what all runs share, below the first what makes them unlike."""
+    lines = [f"- {part}: {value}" for part, value in common(runs)]
+    first, *others = tables(runs, rows)
+    lines += ["", "Percent, with intervals over questions.", "", *_markdown(first)]
+    if notes := remarks(runs):
+        lines += ["", "\\* not comparable with the first row as it stands:", ""]
+        lines += [f"- {note}" for note in notes]
+    for table in others:
+        lines += ["", *_markdown(table)]
+    return "\n".join(lines) + "\n"
+
+
+def _markdown(table: Cells) -> list[str]:
+    head, *body = [[cell.replace("|", "\\|").replace("*", "\\*") for cell in row] for row in table]
+    rule = ["---", *["---:"] * (len(head) - 1)]
+    return [f"| {' | '.join(row)} |" for row in (head, rule, *body)]
+
+
+def _interval(row: Mapping[str, Any], metric: str) -> str:
+    return f"{100 * row[metric]:.1f} [{100 * row[f'{metric}_low']:.1f}, {100 * row[f'{metric}_high']:.1f}]"
+
+
+def _difference(row: Mapping[str, Any], metric: str) -> str:
+    if f"{metric}_p" not in row:
+        return "–"
+    low, high = 100 * row[f"{metric}_difference_low"], 100 * row[f"{metric}_difference_high"]
+    return f"{100 * row[f'{metric}_difference']:+.1f} [{low:+.1f}, {high:+.1f}], p = {row[f'{metric}_p']:.2g}"
+
+
+def _words(name: str) -> str:
+    return name.replace("_", " ")

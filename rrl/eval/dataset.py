@@ -1,0 +1,173 @@
+"""What an evaluation asks and searches: a question file or folder of a publisher's, or the built-in world."""
+
+import dataclasses
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from rrl.data.folder import load_folder
+from rrl.data.miniwiki import KINDS, generate
+from rrl.data.passages import Passage, fingerprint, load_passages
+from rrl.data.questions import Question, load_questions
+from rrl.data.records import OnError
+from rrl.errors import UserError, at_least, one_of
+from rrl.retrieval.retriever import Retriever
+from rrl.train.tasks import (
+    HELD_OUT_SPLITS,
+    RetrieverConfig,
+    load_encoder_of,
+    load_retriever,
+    mixed_questions,
+)
+
+MINIWIKI = "miniwiki"
+HELD_OUT = ("test", "dev", "questions", "train")
+"""Which split of a folder is asked where none is named: the first of these that it has."""
+
+
+@dataclasses.dataclass(frozen=True)
+class DatasetConfig:
+    """Which questions are asked, and over which passages."""
+
+    path: str = MINIWIKI
+    """miniwiki, a question file, or a folder with question files and a corpus."""
+    corpus: str = ""
+    """Of a question file: its passages; the same file, where its questions bring theirs."""
+    truth: str = ""
+    """Of a question file without answers: the file that has them (MultiHop-RAG)."""
+    split: str = ""
+    """Of a folder: train, dev, test or questions, "" for the first of test, dev, questions, train that is there. Of the built-in
+    world: test or dev, "" for test."""
+    questions: int = 0
+    """So many of them, drawn without replacement; 0: all, of the built-in world 720."""
+    seed: int = 1
+    """Of that draw, and of the built-in world."""
+    worlds: int = 8
+    """Of the built-in world, as in training's held-out questions; so are the two below."""
+    world_size: int = 200
+    per_kind: int = 144
+    """Questions of each kind, where `questions` is 0."""
+    on_error: OnError = "refuse"
+    """What a broken record of a file does: refuse, or skip."""
+
+    def __post_init__(self) -> None:
+        at_least(0, self, "questions", "seed")
+        at_least(1, self, "worlds", "world_size", "per_kind")
+        one_of(typing.get_args(OnError), self, "on_error")
+        if self.path == MINIWIKI and self.split not in ("", *HELD_OUT_SPLITS):
+            raise UserError(
+                f"split={self.split!r} is none of the built-in world's: {', '.join(HELD_OUT_SPLITS)}"
+            )
+        if self.split and self.split not in HELD_OUT:
+            raise UserError(f"split={self.split!r} is unknown; there are {', '.join(HELD_OUT)}")
+        file = self.path != MINIWIKI and not Path(self.path).is_dir()
+        if file and not Path(self.path).is_file():
+            raise UserError(
+                f"path={self.path!r} is neither miniwiki, nor a question file, nor a folder of them; give one"
+            )
+        for field in ("corpus", "truth"):
+            if getattr(self, field) and not file:
+                raise UserError(
+                    f"{field}={getattr(self, field)!r} goes with a question file; path={self.path!r} has its own"
+                )
+        if self.split and file:
+            raise UserError(f"split={self.split!r} goes with a folder; {self.path} is one file of questions")
+
+
+@dataclasses.dataclass(frozen=True)
+class Dataset:
+    """Questions with unique ids, and what is searched for them."""
+
+    name: str
+    questions: list[Question]
+    retriever: Retriever | None = None
+    """None where nothing is searched."""
+    corpus: str = ""
+    """Name of what is searched; "" where nothing is."""
+    corpus_sha256: str = ""
+    """Its fingerprint; "" where it is not known (a search service)."""
+    passages: int = 0
+
+
+def load_dataset(
+    config: DatasetConfig,
+    retriever: RetrieverConfig,
+    searches: bool = True,
+    seconds: float = 60.0,
+    say: Callable[[str], None] = lambda text: None,
+) -> Dataset:
+    """The questions, and the retriever where the method `searches` and the retriever is not off.
+
+    `seconds` as in `rrl.train.tasks.load_retriever`. Raises UserError for a file of the wrong form, a question without a gold
+    answer (both with the line), an id that comes twice, more questions than there are, and a corpus that is needed and not given.
+    """
+    searches = searches and retriever.kind != "off"
+    encoder = load_encoder_of(retriever) if searches else None
+    name, questions, corpus, passages = _read(config, searches and not retriever.index)
+    say(f"{name}: {len(questions)} questions")
+    if not searches:
+        return Dataset(name, questions)
+    doing = f"searching {retriever.index}" if retriever.index else f"indexing with {retriever.kind}"
+    say(f"{corpus or retriever.index}: {doing}" + (f", {len(passages)} passages" if passages else ""))
+    search = load_retriever(passages, retriever, encoder, seconds)
+    if retriever.index:
+        identity = retriever.identity()["index"]
+        known = identity if isinstance(identity, Mapping) else {}
+        count = len(search.passages) if search is not None and known else 0
+        return Dataset(name, questions, search, retriever.index, str(known.get("corpus", "")), count)
+    return Dataset(name, questions, search, corpus, fingerprint(passages), len(passages))
+
+
+def _read(config: DatasetConfig, corpus: bool) -> tuple[str, list[Question], str, Sequence[Passage]]:
+    """Name, questions, name of the corpus, and its passages where they are wanted."""
+    if config.path == MINIWIKI:
+        split = config.split or "test"
+        wiki = generate(split, config.seed, config.worlds * config.world_size, config.worlds)
+        per_kind = -(-config.questions // len(KINDS)) or config.per_kind
+        items = mixed_questions(wiki, per_kind, KINDS, config.seed)
+        name = f"miniwiki {split}, seed {config.seed}"
+        return name, [item.question for item in items][: config.questions or None], name, wiki.passages
+    path = Path(config.path)
+    if path.is_dir():
+        folder = load_folder(path, config.on_error, corpus=corpus)
+        split = config.split or next(name for name in HELD_OUT if name in folder.splits)
+        if split not in folder.splits:
+            raise UserError(
+                f"data folder {path}: no file of the split {split!r}; it has {', '.join(folder.splits)}"
+            )
+        questions = _drawn(folder.splits[split], config)
+        return f"{path.name} {split}", questions, path.name, folder.passages
+    questions = _drawn(load_questions(path, config.on_error, truth=config.truth or None), config)
+    if not corpus:
+        return path.name, questions, "", []
+    if not config.corpus:
+        raise UserError(
+            f"data.corpus='': {path} is a file of questions and the method searches. Give corpus=FILE (the same file, where its "
+            "questions bring their passages), retriever.index, or retriever=off"
+        )
+    return path.name, questions, Path(config.corpus).name, load_passages(config.corpus, config.on_error)
+
+
+def _drawn(questions: list[Question], config: DatasetConfig) -> list[Question]:
+    _refuse_repeated(config.path, questions)
+    if config.questions > len(questions):
+        raise UserError(
+            f"data.questions={config.questions} must be at most {len(questions)}, which {config.path} has"
+        )
+    if not config.questions:
+        return questions
+    order = np.random.default_rng(config.seed).permutation(len(questions))[: config.questions]
+    return [questions[at] for at in np.sort(order)]
+
+
+def _refuse_repeated(path: str, questions: Sequence[Question]) -> None:
+    first: dict[str, int] = {}
+    for at, question in enumerate(questions, 1):
+        if question.id in first:
+            raise UserError(
+                f"{path}: the id {question.id!r} is there twice, as question {first[question.id]} and as question {at}; ids must "
+                "be unique, since results are kept by them"
+            )
+        first[question.id] = at

@@ -1,0 +1,387 @@
+"""One evaluation from its config: questions asked through the engine, each kept as it is answered, then judged and reported.
+
+A run's folder holds
+
+- config.json: all that decides the answers; another config is refused there;
+- questions.jsonl and results.jsonl: what was asked, and a line for each answer, in the order in which they came;
+- verdicts-*.jsonl: what a judge said;
+- timing.jsonl: how long each stretch of questions took, by stage;
+- card.json, scores.jsonl, trajectories.html, and at last metrics.json, once every question is answered.
+"""
+
+import collections
+import dataclasses
+import json
+import shlex
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from ml_collections import ConfigDict
+
+from rrl.data.questions import Question, save_questions
+from rrl.errors import UserError, at_least, at_most, one_of
+from rrl.eval.dataset import Dataset, DatasetConfig, load_dataset
+from rrl.eval.judging import PROMPTS, verdict_file, verdicts
+from rrl.eval.predictions import load_predictions
+from rrl.eval.result_card import ResultCard, questions_fingerprint, save_card, versions_here
+from rrl.eval.results import Lines, read_lines
+from rrl.eval.scoring import CUTS, Scores, as_text, matched, report, score, write_report
+from rrl.eval.trajectories_html import write_html
+from rrl.eval.trajectory_files import load_trajectories
+from rrl.eval.ways import Way, make_way
+from rrl.models.hf import folder_hash, load_language_model
+from rrl.models.weights import require_folder
+from rrl.parallel.runtime import enable_compilation_cache
+from rrl.recipes.catalogue import RECIPES, make_recipe
+from rrl.recipes.prompted.base import Settings as Prompting
+from rrl.recipes.prompted.catalogue import METHODS, make_method
+from rrl.retrieval.files import locked, replaced
+from rrl.retrieval.gold import hits_at
+from rrl.rollout.engine import Engine, EngineConfig
+from rrl.rollout.loop import PATIENCE
+from rrl.rollout.trajectory import Trajectory
+from rrl.text.metrics import exact_match
+from rrl.text.normalize import rule_named
+from rrl.text.short_answers import choice_correct
+from rrl.train.checkpoints import refuse_other_config
+from rrl.train.experiment import Clock
+from rrl.train.fields import build, fill, only
+from rrl.train.hardware import ComputeConfig, MeshConfig
+from rrl.train.judges import SECTIONS as JUDGE
+from rrl.train.judges import JudgeSettings
+from rrl.train.progress import Progress
+from rrl.train.tasks import RetrieverConfig, encoder_folder
+
+TOGETHER = 4096
+"""Questions that are handed to the engine at once: many times its rows, so that they stay busy to the end."""
+SHOWN = 100
+"""Trajectories on a run's own page."""
+
+
+@dataclasses.dataclass(frozen=True)
+class EvalConfig:
+    """How answers are sampled and scored."""
+
+    temperature: float = 0.0
+    """0 is greedy."""
+    seed: int = 0
+    """Of sampling; the bootstrap has it too."""
+    normalization: str = "squad"
+    """A name of `rrl.text.normalize.RULES`."""
+    judge_prompt: str = "tiresrag"
+    """What a judge is asked: tiresrag (Figure 13) or r2ag (Figure A.4)."""
+    level: float = 0.95
+    """Of the intervals."""
+
+    def __post_init__(self) -> None:
+        at_least(0, self, "temperature", "seed", "level")
+        at_most(2**32 - 1, self, "seed")
+        one_of(PROMPTS, self, "judge_prompt")
+        rule_named(self.normalization)
+        if not 0 < self.level < 1:
+            raise UserError(f"level={self.level} must lie between 0 and 1, such as 0.95")
+
+
+SECTIONS: Mapping[str, type] = {
+    "eval": EvalConfig,
+    "data": DatasetConfig,
+    "retriever": RetrieverConfig,
+    "rollout": EngineConfig,
+    "mesh": MeshConfig,
+    "compute": ComputeConfig,
+}
+"""The dataclass behind each section of a config that every method has."""
+
+
+def with_defaults(config: ConfigDict) -> ConfigDict:
+    """A config of this form (see configs/eval.py) with every field there is, so that each can be overridden."""
+    for name, kind in SECTIONS.items():
+        fill(config[name], kind)
+    if "judge" in config:
+        for name, kind in JUDGE.items():
+            if name not in config:
+                config[name] = ConfigDict()
+            fill(config[name], kind)
+    name = config.method.name
+    if name in METHODS:
+        for option, value in make_method(name).defaults.items():
+            if option not in config.method:
+                config.method[option] = value
+        fill(config.prompted, Prompting)
+        for field in ("temperature", "token_bytes"):  # the evaluation's, and the tokenizer's
+            del config.prompted[field]
+    elif name in RECIPES:
+        recipe = make_recipe(name)
+        fill(config.recipe, type(recipe))
+        if "environment" not in config.recipe:
+            config.recipe.environment = ConfigDict()
+        fill(config.recipe.environment, type(recipe.environment))
+    return config
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """A config, checked and typed."""
+
+    name: str
+    policy: str
+    way: Way
+    eval: EvalConfig
+    data: DatasetConfig
+    retriever: RetrieverConfig
+    rollout: EngineConfig
+    mesh: MeshConfig
+    compute: ComputeConfig
+    judge: JudgeSettings | None = None
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any]) -> "Settings":
+        """Checks a config (see configs/eval.py for its form) and that its folders are there; loads nothing yet."""
+        values = config.to_dict() if hasattr(config, "to_dict") else dict(config)
+        only([*SECTIONS, *JUDGE, "name", "policy", "method", "recipe", "prompted"], values, "config")
+        way = make_way(values["method"], values.get("recipe"), values.get("prompted"))
+        if not values["name"]:
+            raise UserError("name='' names no run; give a name, from which comes its folder")
+        require_folder("policy", values["policy"])
+        sections: dict[str, Any] = {name: build(kind, values[name], name) for name, kind in SECTIONS.items()}
+        judge = JudgeSettings.parse(values) if "judge" in values else None
+        settings = cls(name=values["name"], policy=values["policy"], way=way, judge=judge, **sections)
+        if settings.judge is not None:
+            settings.judge.check()
+        if settings.searches:
+            encoder_folder(settings.retriever)
+            settings.retriever.identity()  # its index, where it has one
+        return settings
+
+    @property
+    def searches(self) -> bool:
+        """Whether anything is searched."""
+        return self.way.searches and self.retriever.kind != "off"
+
+
+def run(config: Mapping[str, Any], workdir: str | Path, command: Sequence[str] = ()) -> dict[str, Any]:
+    """Evaluates as the config says, into `workdir`, and returns the report; metrics.json holds it too.
+
+    The same call again goes on where the last one ended, however it ended. `command` is what the result card says; by default
+    that of this process. Raises UserError for wrong input, before anything is written.
+    """
+    say, workdir = Clock(), Path(workdir)
+    settings = Settings.of(config)
+    enable_compilation_cache()
+    data = load_dataset(
+        settings.data, settings.retriever, settings.searches, settings.rollout.search_seconds, say
+    )
+    identity = identity_of(settings, data)
+    refuse_other_config(workdir, identity)
+    judge = (
+        settings.judge.load(data.questions, settings.compute, settings.mesh.make())
+        if settings.judge
+        else None
+    )
+    engine, params = _engine(settings, data, say)
+    settings.way.check(engine, data.questions)
+    workdir.mkdir(parents=True, exist_ok=True)
+    with locked(workdir, f"workdir {workdir}: another process evaluates there. Wait for that, or stop it."):
+        with replaced(workdir / "config.json") as stream:
+            stream.write(json.dumps(identity, indent=2).encode() + b"\n")
+        save_questions(workdir / "questions.jsonl", data.questions)
+        answer(settings, data, engine, params, workdir)
+        said = {}
+        if judge is not None and settings.judge is not None:
+            answers = {line["id"]: line["prediction"] for line in read_lines(workdir / "results.jsonl")}
+            file = verdict_file(workdir, settings.judge.identity() | {"prompt": settings.eval.judge_prompt})
+            began = time.perf_counter()
+            before = len(read_lines(file))
+            said = verdicts(file, judge, settings.eval.judge_prompt, data.questions, answers)
+            _timed(workdir, len(said) - before, judge=time.perf_counter() - began)
+        card = card_of(settings, data, command)
+        found = finish(workdir, card, data.questions, settings, said)
+    print(as_text(found))
+    print(f"\n{_setting(card)}\n{workdir}")
+    return found
+
+
+def identity_of(settings: Settings, data: Dataset) -> dict[str, Any]:
+    """What decides the answers: models and data by content, not by path. Scoring and judging decide none of them."""
+    encoder = encoder_folder(settings.retriever) if settings.searches else ""
+    return {
+        "way": settings.way.identity,
+        "policy": folder_hash(settings.policy),
+        "questions": questions_fingerprint(data.questions),
+        "corpus": data.corpus_sha256,
+        "retriever": settings.retriever.identity() | {"encoder": encoder and folder_hash(encoder)}
+        if settings.searches
+        else {},
+        "rollout": {
+            name: value
+            for name, value in dataclasses.asdict(settings.rollout).items()
+            if name not in PATIENCE
+        },
+        "compute": dataclasses.asdict(settings.compute),
+        "temperature": settings.eval.temperature,
+        "seed": settings.eval.seed,
+    }
+
+
+def _engine(settings: Settings, data: Dataset, say: Clock) -> tuple[Engine, Any]:
+    mesh, compute = settings.mesh.make(), settings.compute
+    device = mesh.devices.flat[0]
+    say(f"policy {settings.policy}, on {mesh.size} of {len(jax.devices())} devices ({device.device_kind})")
+    decoder, tokenizer = load_language_model(
+        settings.policy,
+        "policy",
+        chat=settings.way.chat,
+        context=settings.rollout.context,
+        dtype=jnp.dtype(compute.dtype),
+        param_dtype=jnp.dtype(compute.dtype),
+        mesh=mesh if mesh.size > 1 else None,
+        attention=compute.backend(device.platform),
+    )
+    engine = Engine(decoder, tokenizer, settings.rollout, retriever=data.retriever, mesh=mesh)
+    return engine, nnx.state(decoder)
+
+
+def answer(settings: Settings, data: Dataset, engine: Engine, params: Any, workdir: Path) -> None:
+    """Has all questions answered that results.jsonl does not hold yet; each is there as soon as it is answered."""
+    count = len(data.questions)
+    with Lines(workdir / "results.jsonl", (question.id for question in data.questions)) as lines:
+        todo = [(at, question) for at, question in enumerate(data.questions) if question.id not in lines.done]
+        right = asked = 0.0
+        with Progress(count, start=len(lines.done), label=settings.way.name.split(" ")[0]) as progress:
+
+            def keep(record: dict[str, Any]) -> None:
+                nonlocal right, asked
+                lines.append(record)
+                fields = record["question"]
+                right += _right(record["prediction"], fields["answers"], fields["choices"])
+                asked += 1
+                tokens = record["tokens"] + record["environment_tokens"]
+                progress.update(len(lines.done), {"right": f"{100 * right / asked:.1f}%"}, tokens)
+
+            for start in range(0, len(todo), TOGETHER):
+                some = todo[start : start + TOGETHER]
+                key = jax.random.key(settings.eval.seed)
+                settings.way.ask(engine, params, some, key, settings.eval.temperature, keep)
+                stats = engine.stats
+                _timed(workdir, len(some), answer=stats.seconds, search=stats.retrieval_seconds)
+
+
+def _right(prediction: str, answers: Sequence[str], choices: Sequence[str]) -> float:
+    return choice_correct(prediction, answers, choices) if choices else exact_match(prediction, answers)
+
+
+def _timed(workdir: Path, questions: int, **seconds: float) -> None:
+    with (workdir / "timing.jsonl").open("a", encoding="utf-8") as stream:
+        stream.write(json.dumps({"questions": questions} | seconds) + "\n")
+
+
+def latency(workdir: Path) -> dict[str, float]:
+    """Seconds a question by stage, over the stretches that came to an end; the engine answers many questions at a time.
+
+    "answer" is all of the rollout; searches that ran side by side with it and with each other are added up in "search".
+    """
+    lines = read_lines(workdir / "timing.jsonl")
+    found = {}
+    for stage in ("answer", "search", "judge"):
+        timed = [line for line in lines if stage in line and line["questions"]]
+        if timed:
+            found[stage] = sum(line[stage] for line in timed) / sum(line["questions"] for line in timed)
+    return found
+
+
+def card_of(settings: Settings, data: Dataset, command: Sequence[str] = ()) -> ResultCard:
+    """What the result says of itself."""
+    judge = settings.judge
+    encoder = encoder_folder(settings.retriever) if settings.searches else ""
+    retriever = settings.retriever.identity() | {"encoder": encoder and folder_hash(encoder)[:12]}
+    if isinstance(retriever.get("index"), Mapping):
+        retriever["index"] = retriever["index"]["kind"]
+    return ResultCard(
+        method=settings.way.name,
+        dataset=data.name,
+        questions=len(data.questions),
+        questions_sha256=questions_fingerprint(data.questions),
+        corpus=data.corpus,
+        corpus_sha256=data.corpus_sha256,
+        passages=data.passages,
+        retriever=retriever if data.corpus else {},
+        top_k=settings.rollout.top_k if data.corpus else 0,
+        limits=settings.way.limits | {"context": settings.rollout.context},
+        model=settings.policy,
+        model_sha256=folder_hash(settings.policy),
+        normalization=settings.eval.normalization,
+        judge=json.dumps(judge.identity() | {"prompt": settings.eval.judge_prompt}) if judge else "",
+        temperature=settings.eval.temperature,
+        seed=settings.eval.seed,
+        versions=versions_here(),
+        command=shlex.join(command or ["python", *sys.argv]),
+    )
+
+
+def finish(
+    workdir: Path,
+    card: ResultCard,
+    questions: Sequence[Question],
+    settings: Settings,
+    said: Mapping[str, bool | None],
+) -> dict[str, Any]:
+    """Scores what results.jsonl holds and writes the report."""
+    scores = scores_of(workdir, questions, card.normalization, said)
+    found: dict[str, Any] = {"normalization": card.normalization}
+    found |= report(scores, seed=settings.eval.seed, level=settings.eval.level)
+    if not card.corpus:  # nothing was looked for
+        found.pop("retrieval", None)
+    lines = read_lines(workdir / "results.jsonl")
+    ranks = [line["answer_rank"] for line in lines if line["answer_rank"] is not None]
+    if ranks and card.corpus:
+        whole = hits_at(ranks).report(CUTS)
+        found["retrieval_by_answer"] = {k: v for k, v in whole.items() if k.startswith(("hits", "mrr"))}
+    endings = collections.Counter(line["ended"] for line in lines)
+    found["ended"] = {name: often / len(lines) for name, often in endings.most_common()}
+    found["seconds"] = latency(workdir)
+    found["tags"] = settings.way.tags
+    found["card"] = dataclasses.asdict(card)
+    shown = scored_trajectories(workdir, scores)[:SHOWN]
+    write_html(shown, workdir / "trajectories.html", f"{card.method}: {card.dataset}", tags=settings.way.tags)
+    save_card(workdir / "card.json", card)
+    write_report(workdir, found, scores)
+    return found
+
+
+def scores_of(
+    workdir: Path, questions: Sequence[Question], normalization: str, said: Mapping[str, bool | None]
+) -> Scores:
+    """The scores of all questions, with a judge's verdicts where there are any.
+
+    Raises UserError for an answer that is missing, there twice, or none of theirs, with its line.
+    """
+    file = workdir / "results.jsonl"
+    predictions = load_predictions(file, "prediction")
+    if said:
+        predictions = [dataclasses.replace(p, verdict=said[p.id or ""]) for p in predictions]
+    pairs = matched(predictions, questions, str(file), str(workdir / "questions.jsonl"))
+    return score(pairs, questions, rule_named(normalization), judged=bool(said))
+
+
+def scored_trajectories(workdir: Path, scores: Scores) -> list[Trajectory]:
+    """The trajectories in the order of the questions, with their scores as metrics."""
+    by_id = {t.question.id: t for t in load_trajectories(workdir / "results.jsonl")}
+    found = []
+    for at, question in enumerate(scores.questions):
+        trajectory = by_id[question.id]
+        trajectory.metrics = {name: float(values[at]) for name, values in scores.metrics.items()}
+        if "acc" in trajectory.metrics:  # what pages of trajectories tell right from wrong by
+            trajectory.metrics["em"] = trajectory.metrics["acc"]
+        found.append(trajectory)
+    return found
+
+
+def _setting(card: ResultCard) -> str:
+    setting = card.setting | {"method": card.method, "model": f"{card.model} ({card.model_sha256[:12]})"}
+    return "\n".join(f"{name}: {value}" for name, value in setting.items())

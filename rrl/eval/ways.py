@@ -1,0 +1,332 @@
+"""How an evaluation has questions answered: by a trained recipe or by a prompted method, with the same record of each."""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+from jaxtyping import PyTree
+
+from rrl.data.passages import Passage
+from rrl.data.questions import Question
+from rrl.errors import UserError
+from rrl.recipes.base import ALONE, Recipe, uses_chat
+from rrl.recipes.card import card_of
+from rrl.recipes.catalogue import RECIPES, make_recipe
+from rrl.recipes.prompted.base import Outcome, asked
+from rrl.recipes.prompted.base import Settings as Prompting
+from rrl.recipes.prompted.catalogue import METHODS, Method, make_method
+from rrl.rollout.engine import Engine
+from rrl.rollout.episodes import Request
+from rrl.rollout.protocol import Action, Environment, Episode
+from rrl.rollout.trajectory import ENVIRONMENT, POLICY, PROMPT, Search, Trajectory
+from rrl.text.chat import chat_ids
+from rrl.text.metrics import cover_exact_match
+from rrl.train.fields import build
+from rrl.train.rollouts import refuse_long_prompts
+
+Numbered = Sequence[tuple[int, Question]]
+"""Questions with their places in the dataset, which are their sampling seeds."""
+Keep = Callable[[dict[str, Any]], None]
+"""Is given the record of each question as soon as it is answered, from inside the engine's loop: it must not touch JAX."""
+
+
+class Way(Protocol):
+    """One way to answer questions."""
+
+    @property
+    def name(self) -> str:
+        """What a result card says of it: its name, and what was set in it."""
+
+    @property
+    def searches(self) -> bool:
+        """False where nothing is ever searched."""
+
+    @property
+    def chat(self) -> bool:
+        """Whether it needs a tokenizer with a chat template."""
+
+    @property
+    def tags(self) -> dict[str, str]:
+        """As `Recipe.tags`."""
+
+    @property
+    def limits(self) -> dict[str, int]:
+        """Most searches, turns, tokens, ...: what a result card says."""
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """All that decides its answers, for JSON."""
+
+    def check(self, engine: Engine, questions: Sequence[Question]) -> None:
+        """Raises UserError for a question that cannot be asked."""
+
+    def ask(
+        self,
+        engine: Engine,
+        params: PyTree,
+        questions: Numbered,
+        key: jax.Array,
+        temperature: float,
+        keep: Keep,
+    ) -> None:
+        """Has the questions answered."""
+
+
+def make_way(
+    method: Mapping[str, Any], recipe: Mapping[str, Any] | None, prompted: Mapping[str, Any] | None
+) -> Way:
+    """The way that the sections of a config tell of.
+
+    Args:
+      method: name, and of a prompted method its options.
+      recipe: of a recipe, what is changed in it, its environment's under "environment".
+      prompted: of a prompted method, fields of `rrl.recipes.prompted.base.Settings`.
+
+    Raises UserError for an unknown name, with what there is, and as `make_recipe` and `make_method`.
+    """
+    options = dict(method)
+    name = options.pop("name")
+    if name in METHODS:
+        return Prompted(name, make_method(name, options), build(Prompting, prompted or {}, "prompted"))
+    if name not in RECIPES:
+        raise UserError(
+            f"method={name!r} is unknown; recipes are {', '.join(RECIPES)}; prompted methods {', '.join(METHODS)}"
+        )
+    fields = dict(recipe or {})
+    environment = fields.pop("environment", {})
+    return Trained(make_recipe(name, fields, environment))
+
+
+@dataclasses.dataclass(frozen=True)
+class Trained:
+    """A recipe's protocol, whose policy was trained for it (or is tried without)."""
+
+    recipe: Recipe
+
+    @property
+    def _card(self) -> dict[str, Any]:
+        return dataclasses.asdict(card_of(self.recipe, 0, 0))
+
+    @property
+    def name(self) -> str:
+        # An instruction is a page; that it was changed is told by the run's config.
+        changed = {name: value for name, value in self._card["fields"].items() if not isinstance(value, str)}
+        return _named(self._card["recipe"], changed)
+
+    @property
+    def searches(self) -> bool:
+        return True
+
+    @property
+    def chat(self) -> bool:
+        return uses_chat(self.recipe)
+
+    @property
+    def tags(self) -> dict[str, str]:
+        return self.recipe.tags
+
+    @property
+    def limits(self) -> dict[str, int]:
+        fields: Any = self.recipe.environment
+        values = {field.name: getattr(fields, field.name) for field in dataclasses.fields(fields)}
+        return {name: value for name, value in values.items() if type(value) is int}
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        recipe: Any = self.recipe
+        return {"recipe": self._card["recipe"]} | dataclasses.asdict(recipe)
+
+    def check(self, engine: Engine, questions: Sequence[Question]) -> None:
+        refuse_long_prompts(engine, self.recipe, [_shown(question) for question in questions])
+
+    def ask(
+        self,
+        engine: Engine,
+        params: PyTree,
+        questions: Numbered,
+        key: jax.Array,
+        temperature: float,
+        keep: Keep,
+    ) -> None:
+        environment: Any = Noting(
+            self.recipe.environment
+        )  # whatever else a protocol has comes from the one inside
+        prompts = [chat_ids(engine.tokenizer, self.recipe.prompt(_shown(q))) for _, q in questions]
+        requests = [
+            Request(question, prompt, number, number, temperature)
+            for (number, question), prompt in zip(questions, prompts, strict=True)
+        ]
+
+        def ended(place: int, trajectory: Trajectory) -> None:
+            self.recipe.score([trajectory], ALONE)
+            keep(of_trajectory(trajectory, environment.found.pop(trajectory.question.id, ())))
+
+        engine.run(params, requests, environment, key, on_finish=ended)
+
+
+@dataclasses.dataclass(frozen=True)
+class Prompted:
+    """A prompted method."""
+
+    method_name: str
+    method: Method
+    settings: Prompting
+
+    @property
+    def name(self) -> str:
+        return _named(self.method_name, {k: v for k, v in self.method.options.items() if v != self._usual[k]})
+
+    @property
+    def _usual(self) -> dict[str, int | float]:
+        return METHODS[self.method_name].defaults
+
+    @property
+    def searches(self) -> bool:
+        return self.method.searches
+
+    @property
+    def chat(self) -> bool:
+        return True
+
+    @property
+    def tags(self) -> dict[str, str]:
+        return {}
+
+    @property
+    def limits(self) -> dict[str, int]:
+        options = {name: value for name, value in self.method.defaults.items() if type(value) is int}
+        shown = {"tokens": self.settings.tokens}
+        if self.searches:
+            shown |= {"most_passages": self.settings.most_passages}
+        if self.searches and self.settings.passage_chars:
+            shown |= {"passage_chars": self.settings.passage_chars}
+        return options | shown
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        settings = dataclasses.asdict(self.settings)
+        del settings["token_bytes"]
+        return {"method": self.method_name} | self.method.defaults | settings
+
+    def check(self, engine: Engine, questions: Sequence[Question]) -> None:
+        """A prompt that outgrows the context costs its question the answer only."""
+
+    def ask(
+        self,
+        engine: Engine,
+        params: PyTree,
+        questions: Numbered,
+        key: jax.Array,
+        temperature: float,
+        keep: Keep,
+    ) -> None:
+        settings = dataclasses.replace(self.settings, temperature=temperature, token_bytes=engine.bytes)
+        by_number = dict(questions)
+        engine.run_workflows(
+            params,
+            [self.method.flow(question, settings) for question in by_number.values()],
+            self.method.completion(settings),
+            key,
+            numbers=list(by_number),
+            on_finish=lambda number, outcome: keep(of_outcome(by_number[number], outcome)),
+        )
+
+
+class Noting:
+    """An environment that answers as the one inside it does, and notes what each question has found, by its id."""
+
+    def __init__(self, inner: Environment) -> None:
+        self._inner = inner
+        self.found: dict[str, list[Passage]] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def observe(self, episode: Episode, passages: Sequence[Passage] | None) -> Action:
+        """Notes the passages."""
+        self.found.setdefault(episode.question.id, []).extend(passages or ())
+        return self._inner.observe(episode, passages)
+
+
+def of_trajectory(trajectory: Trajectory, found: Sequence[Passage]) -> dict[str, Any]:
+    """The record of a finished episode, scored, whose searches found these passages."""
+    roles = trajectory.roles
+    counts = {role: int((roles == role).sum()) for role in (PROMPT, POLICY, ENVIRONMENT)}
+    turns = len(np.unique(trajectory.turns[roles == POLICY]))
+    return _record(
+        trajectory.question,
+        trajectory.answer,
+        trajectory.ended,
+        trajectory.segments,
+        trajectory.searches,
+        found,
+        turns,
+        counts,
+    )
+
+
+def of_outcome(question: Question, outcome: Outcome) -> dict[str, Any]:
+    """The record of what came of a prompted method: what it asked its model later stands where an environment would speak."""
+    segments: list[tuple[int, str]] = []
+    for said in outcome.written:
+        for role, text in said.trajectory.segments:
+            segments.append((ENVIRONMENT if role == PROMPT and segments else role, text))
+    searches = [
+        Search(turn, query, tuple(p.title for p in passages or ()), failed=passages is None)
+        for turn, (query, passages) in enumerate(outcome.searches)
+    ]
+    found = [passage for _, passages in outcome.searches for passage in passages or ()]
+    counts = {PROMPT: outcome.tokens_read, POLICY: outcome.tokens, ENVIRONMENT: 0}
+    turns = len(outcome.written)
+    return _record(question, outcome.answer, outcome.ended, segments, searches, found, turns, counts)
+
+
+def _record(
+    question: Question,
+    answer: str,
+    ended: str,
+    segments: Sequence[tuple[int, str]],
+    searches: Sequence[Search],
+    found: Sequence[Passage],
+    turns: int,
+    tokens: Mapping[int, int],
+) -> dict[str, Any]:
+    """A line of results.jsonl: a prediction (`rrl.eval.predictions`) and a trajectory (`rrl.eval.trajectory_files`) in one."""
+    return {
+        "id": question.id,
+        "prediction": answer,
+        "question": dataclasses.asdict(question),
+        "segments": list(segments),
+        "searches": [dataclasses.asdict(search) for search in searches],
+        "answer": answer,
+        "ended": ended,
+        "rewards": {},
+        "metrics": {},
+        "turns": turns,
+        "tokens": tokens[POLICY],
+        "prompt_tokens": tokens[PROMPT],
+        "environment_tokens": tokens[ENVIRONMENT],
+        "answer_rank": _answer_rank(question, found),
+    }
+
+
+def _answer_rank(question: Question, found: Sequence[Passage]) -> int | None:
+    """Rank, counted from 1 among texts that differ, of the first passage that holds a gold answer; 0 where none does.
+
+    None where gold passages are known, which tell more, and for a multiple choice, whose answers are letters.
+    """
+    if question.gold or question.choices:
+        return None
+    texts = dict.fromkeys(passage.text for passage in found)
+    return next((at for at, text in enumerate(texts, 1) if cover_exact_match(text, question.answers)), 0)
+
+
+def _shown(question: Question) -> Question:
+    """The question as a recipe asks it: its choices belong to its text."""
+    return dataclasses.replace(question, text=asked(question)) if question.choices else question
+
+
+def _named(name: str, changed: Mapping[str, Any]) -> str:
+    return name + (f" ({', '.join(f'{key}={value}' for key, value in changed.items())})" if changed else "")
