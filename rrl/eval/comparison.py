@@ -138,7 +138,11 @@ def records(runs: Sequence[Run], level: float = 0.95, seed: int = 0) -> list[dic
         card = run.card
         row: dict[str, Any] = {"run": run.name, "method": card.method, "model": card.model}
         row |= {"dataset": card.dataset, "questions": card.questions, "corpus": card.corpus}
-        row |= {"passages": card.passages, "retriever": card.retriever.get("kind", ""), "top_k": card.top_k}
+        row |= {
+            "corpus_passages": card.passages,
+            "retriever": card.retriever.get("kind", ""),
+            "top_k": card.top_k,
+        }
         row |= {
             "seed": card.seed,
             "normalization": card.normalization,

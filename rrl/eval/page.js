@@ -4,6 +4,7 @@ const slots = [...document.querySelectorAll(".slot")];
 const links = [...document.querySelectorAll("#list a")];
 const form = document.querySelector("#filters");
 let current = -1;
+let opened = false;
 
 function matching() {
   const fields = [...form.querySelectorAll("select")].filter((box) => box.value);
@@ -20,9 +21,16 @@ function show(at) {
   document.querySelector("main").scrollTop = 0;
   document.querySelector("#none").hidden = at >= 0;
   if (at >= 0) {
-    links[at].scrollIntoView({ block: "nearest" });
-    history.replaceState(null, "", "#t" + at);
+    reveal(links[at]);
+    if (opened) history.replaceState(null, "", "#t" + at);
   }
+}
+
+// Scrolls the list alone: it may stand below a report that is being read.
+function reveal(link) {
+  const list = link.parentElement;
+  const top = link.offsetTop - list.offsetTop;
+  list.scrollTop = Math.min(Math.max(list.scrollTop, top + link.offsetHeight - list.clientHeight), top);
 }
 
 function filter() {
@@ -54,3 +62,4 @@ document.addEventListener("keydown", (event) => {
 });
 current = Math.min(Math.max(parseInt(location.hash.slice(2)) || 0, 0), slots.length - 1);
 filter();
+opened = true;

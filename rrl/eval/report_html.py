@@ -137,14 +137,16 @@ def _slot(at: int, question: Question, side: Sequence[Trajectory], runs: Sequenc
 
 def _table(table: Cells) -> str:
     head, *body = table
+    left = [at for at, name in enumerate(head) if at == 0 or name == "model"]
 
-    def cell(text: str, at: int) -> str:
-        plain = at > 0 and any(letter.isalpha() for letter in text) and "p =" not in text
-        return f"<td{' class=text' if plain else ''}>{_text(text)}</td>" if at else f"<th>{_text(text)}</th>"
+    def row(cells: Sequence[str], tag: str) -> str:
+        return "".join(
+            f"<{tag}{' class=left' if at in left else ''}>{_text(text)}</{tag}>"
+            for at, text in enumerate(cells)
+        )
 
-    top = "".join(f"<th>{_text(text)}</th>" for text in head)
-    rows = "".join(f"<tr>{''.join(cell(text, at) for at, text in enumerate(row))}</tr>" for row in body)
-    return f"<div class='scroll'><table class='results'><thead><tr>{top}</tr></thead><tbody>{rows}</tbody></table></div>"
+    rows = "".join(f"<tr>{row(cells, 'td')}</tr>" for cells in body)
+    return f"<div class='scroll'><table class='results'><thead><tr>{row(head, 'th')}</tr></thead><tbody>{rows}</tbody></table></div>"
 
 
 def _card(run: Run) -> str:
