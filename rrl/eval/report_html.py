@@ -146,7 +146,8 @@ def _table(table: Cells) -> str:
         )
 
     rows = "".join(f"<tr>{row(cells, 'td')}</tr>" for cells in body)
-    return f"<div class='scroll'><table class='results'><thead><tr>{row(head, 'th')}</tr></thead><tbody>{rows}</tbody></table></div>"
+    top = f"<thead><tr>{row(head, 'th')}</tr></thead>"
+    return f"<div class='scroll'><table class='results'>{top}<tbody>{rows}</tbody></table></div>"
 
 
 def _card(run: Run) -> str:

@@ -26,13 +26,16 @@ CUTS = (2, 5, 10)
 
 
 FACTS = (
-    ("retrieval", "retrieval", 100),
-    ("retrieval_by_answer", "first passage that holds the answer", 100),
     ("cost", "cost", 1),
     ("ended", "ended by, percent", 100),
     ("seconds", "seconds a question, many at a time", 1),
 )
 """Groups of figures of a report: name, in words, and what they are multiplied by where they are shown."""
+COVERAGE = (
+    ("retrieval", "gold passages, percent"),
+    ("retrieval_by_answer", "first passage with an answer, percent"),
+)
+"""Groups with figures at several ranks, and in words."""
 READ = ("prompt_tokens", "environment_tokens")
 """Counts of tokens that the model read and did not write."""
 
@@ -231,12 +234,13 @@ def as_text(found: Mapping[str, Any]) -> str:
                 for label, of in found[group].items()
             ]
             lines += ["", *table([(title, "questions", *names), *body])]
+    for name, words in COVERAGE:
+        if facts := found.get(name):
+            lines += ["", *_coverage(facts, words)]
     for name, words, scale in FACTS:
         if facts := found.get(name):
-            shown = (
-                f"{key} {value * (1 if key == 'passages' else scale):.{3 if name == 'seconds' else 2}f}"
-                for key, value in facts.items()
-            )
+            decimals = 3 if name == "seconds" else 2
+            shown = (f"{key} {value * scale:.{decimals}f}" for key, value in facts.items())
             lines += ["", f"{words}: {'   '.join(shown)}"]
     for name, of in found.get("against", {}).items():
         lines += [
@@ -252,6 +256,19 @@ def as_text(found: Mapping[str, Any]) -> str:
         if found.get(key):
             lines += ["", f"{found[key]} {words}"]
     return "\n".join(lines)
+
+
+def _coverage(facts: Mapping[str, float], title: str) -> list[str]:
+    """A row a metric, a column a rank; and what has no rank."""
+    names = [name for name in facts if f"{name}@{CUTS[0]}" in facts]
+    body = [
+        (name, *(f"{100 * facts[name + cut]:.1f}" for cut in ("", *(f"@{k}" for k in CUTS))))
+        for name in names
+    ]
+    lines = table([(title, "all", *(f"@{k}" for k in CUTS)), *body])
+    if "passages" in facts:
+        lines.append(f"different passages {facts['passages']:.2f}   eta_re {100 * facts['eta_re']:.2f}")
+    return lines
 
 
 def write_report(folder: str | Path, found: Mapping[str, Any], scores: Scores) -> None:

@@ -1,0 +1,60 @@
+"""Folders of finished evaluations, without a model: what a script answered to a few questions."""
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+from rrl.data.questions import Question, save_questions
+from rrl.eval.evaluate import scores_of
+from rrl.eval.result_card import ResultCard, questions_fingerprint, save_card, versions_here
+from rrl.eval.scoring import report, write_report
+from rrl.eval.ways import of_trajectory
+from rrl.rollout.trajectory import Search
+from tests.eval.fakes import fake
+
+QUESTIONS = [
+    Question("a", "Where is <Oslo>?", ("Norway",), "one_hop", ("Oslo",)),
+    Question("b", "Who founded it?", ("Ada Berg",), "two_hop", ("Oslo", "Ada Berg")),
+    Question("c", "When?", ("1947",), "two_hop", ("Ada Berg",)),
+    Question("d", "Is it?", ("yes",), "one_hop", ("Oslo",)),
+]
+
+
+def finished(folder: Path, answers: Mapping[str, str], **card: object) -> Path:
+    """Writes a run whose answers these are, "wrong" where there is none; `card` changes its result card."""
+    folder.mkdir(parents=True)
+    save_questions(folder / "questions.jsonl", QUESTIONS)
+    with (folder / "results.jsonl").open("w") as stream:
+        for question in reversed(QUESTIONS):
+            said = answers.get(question.id, "wrong")
+            searches = [Search(0, "capital", ("Oslo", "Rome"))]
+            parts = [
+                "<search> capital </search>",
+                "\n<observation>\nOslo\n</observation>\n",
+                f"<answer> {said} </answer>",
+            ]
+            trajectory = fake(question, parts, searches, answer=said)
+            stream.write(json.dumps(of_trajectory(trajectory, [])) + "\n")
+    made = ResultCard(
+        method=folder.name,
+        dataset="four",
+        questions=4,
+        questions_sha256=questions_fingerprint(QUESTIONS),
+        corpus="wiki",
+        corpus_sha256="c" * 64,
+        passages=100,
+        retriever={"kind": "bm25"},
+        top_k=2,
+        limits={"max_searches": 4},
+        model="models/x",
+        model_sha256="d" * 64,
+        normalization="squad",
+        versions=versions_here(),
+        command="python launch/eval.py",
+    )
+    save_card(folder / "card.json", dataclasses.replace(made, **card))
+    scores = scores_of(folder, QUESTIONS, "squad", {})
+    found = report(scores) | {"tags": {"search": "search", "answer": "answer"}, "seconds": {"answer": 0.5}}
+    write_report(folder, found, scores)
+    return folder

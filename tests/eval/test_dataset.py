@@ -1,0 +1,87 @@
+"""What an evaluation asks: the built-in world as training holds it out, publishers' files, and what is wrong, by name."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from rrl.data.questions import Question, save_questions
+from rrl.errors import UserError
+from rrl.eval.dataset import DatasetConfig, load_dataset
+from rrl.train.tasks import DataConfig, RetrieverConfig, load_corpora
+from tests.shared_data import shared
+
+OFF, BM25 = RetrieverConfig(kind="off"), RetrieverConfig(kind="bm25")
+
+
+def test_the_built_in_world_asks_what_training_holds_out() -> None:
+    few = DataConfig(seed=1, train_worlds=1, train_per_kind=1, held_out_worlds=2, held_out_per_kind=6)
+    _, held_out = load_corpora(few, BM25)
+    found = load_dataset(DatasetConfig(worlds=2, per_kind=6), BM25)
+    assert found.questions == held_out.questions and len(found.questions) == 30
+    assert (found.name, found.corpus, found.passages) == ("miniwiki test, seed 1", found.name, 400)
+    assert len(found.corpus_sha256) == 64
+    assert len(load_dataset(DatasetConfig(worlds=2, questions=12), OFF).questions) == 12
+    closed = load_dataset(DatasetConfig(worlds=2, per_kind=1), BM25, searches=False)
+    assert closed.retriever is None and closed.corpus == ""
+
+
+def test_a_musique_file_has_hops_and_searches_the_passages_that_it_brings() -> None:
+    file = str(shared("musique/train_100.json.gz"))
+    found = load_dataset(DatasetConfig(path=file, corpus=file, questions=30, seed=3), BM25)
+    assert len(found.questions) == 30 and {question.hops for question in found.questions} <= {2, 3, 4}
+    again = load_dataset(DatasetConfig(path=file, questions=30, seed=3), OFF)
+    assert again.questions == found.questions
+    (hits,) = found.retriever.search([found.questions[0].text], 5)
+    assert len(hits) == 5 and found.corpus == "train_100.json.gz"
+
+
+def test_the_split_of_a_folder_is_chosen(tmp_path: Path) -> None:
+    (tmp_path / "corpus.jsonl").write_text(json.dumps({"id": "0", "title": "T", "text": "x"}) + "\n")
+    for split in ("train", "dev"):
+        save_questions(tmp_path / f"{split}.jsonl", [Question("q", f"{split}?", ("x",))])
+    folder = str(tmp_path)
+    assert load_dataset(DatasetConfig(folder), BM25).questions[0].text == "dev?"
+    assert load_dataset(DatasetConfig(folder, split="train"), BM25).questions[0].text == "train?"
+    with pytest.raises(UserError, match="no file of the split 'test'; it has dev, train"):
+        load_dataset(DatasetConfig(folder, split="test"), OFF)
+
+
+@pytest.mark.parametrize(
+    ("lines", "fields", "words"),
+    [
+        ([{"id": 1, "question": "?", "answer": " "}], {}, "line 1: no gold answer"),
+        ([{"contents": "a passage"}], {}, "line 1: question or text"),
+        (
+            [{"id": 1, "question": "?", "answer": "x"}] * 2,
+            {},
+            "the id '1' is there twice, as question 1 and as",
+        ),
+        ([{"question": "?", "answer": "x"}], {"questions": 2}, "data.questions=2 must be at most 1"),
+        (
+            [{"question": "?", "answer": "x"}],
+            {},
+            "is a file of questions and the method searches. Give corpus=FILE",
+        ),
+        ([{"question": "?", "answer": "x"}], {"split": "dev"}, "split='dev' goes with a folder"),
+    ],
+)
+def test_wrong_files_are_refused_by_name(tmp_path: Path, lines: list, fields: dict, words: str) -> None:
+    file = tmp_path / "dev.jsonl"
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with pytest.raises(UserError, match=words):
+        load_dataset(DatasetConfig(str(file), **fields), BM25)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"path": "/none"}, "path='/none' is neither miniwiki, nor a question file"),
+        ({"split": "train"}, "split='train' is none of the built-in world's: dev, test"),
+        ({"corpus": "x"}, "corpus='x' goes with a question file"),
+        ({"questions": -1}, "questions=-1 must be at least 0"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused(fields: dict, words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        DatasetConfig(**fields)

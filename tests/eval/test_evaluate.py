@@ -1,0 +1,134 @@
+"""An evaluation of the shipped models: killed anywhere it continues to what it would have been, and nothing half-written."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from rrl.errors import UserError
+from rrl.eval import evaluate
+from rrl.eval.comparison import load_run
+from rrl.eval.results import Lines, read_lines
+from rrl.train.launcher import load_config
+
+SMALL = ("rollout.rows=8", "data.worlds=1")
+
+
+def config(arg: str, *fields: str):
+    return load_config(f"configs/eval.py:{arg}", [*SMALL, *fields])
+
+
+def answers(folder: Path) -> dict[str, str]:
+    return {line["id"]: line["segments"][-1][1] for line in read_lines(folder / "results.jsonl")}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arg", ["method=rsearch", "method=iter_retgen,policy=assets/miniwiki-reader"])
+def test_a_killed_run_goes_on_to_the_same_answers(
+    tmp_path: Path, arg: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    sampled = config(f"{arg},questions=20,temperature=1.0", "rollout.context=1024")
+    evaluate.run(sampled, tmp_path / "whole")
+    append, written = Lines.append, []
+
+    def killed(lines: Lines, record: dict) -> None:
+        append(lines, record)
+        written.append(record["id"])
+        if len(written) == 7:
+            raise RuntimeError("killed")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Lines, "append", killed)
+        with pytest.raises(RuntimeError, match="killed"):
+            evaluate.run(sampled, tmp_path / "parts")
+    with pytest.raises(UserError, match=r"not finished \(7 questions are answered\)"):
+        load_run(tmp_path / "parts")
+    file = tmp_path / "parts/results.jsonl"
+    file.write_bytes(file.read_bytes() + b'{"id": "half a line')
+    evaluate.run(sampled, tmp_path / "parts")
+    assert (
+        answers(tmp_path / "parts") == answers(tmp_path / "whole") and len(answers(tmp_path / "whole")) == 20
+    )
+    whole, parts = (json.loads((tmp_path / name / "metrics.json").read_text()) for name in ("whole", "parts"))
+    for part in ("metrics", "by_kind", "retrieval", "cost", "ended"):
+        assert whole[part] == parts[part]
+    assert "20 questions, percent" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_a_run_says_how_it_came_about_and_is_judged_later_without_being_asked_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    evaluate.run(config("method=rsearch,questions=10"), tmp_path, ["python", "x"])
+    run = load_run(tmp_path)
+    card = run.card
+    assert card.method == "rsearch" and card.dataset == "miniwiki test, seed 1" and card.questions == 10
+    assert card.passages == 200 and card.top_k == 2 and card.retriever["kind"] == "scann"
+    assert card.limits == {"max_searches": 4, "turn_tokens": 128, "observation_tokens": 256, "context": 1024}
+    assert card.command == "python x" and card.judge == "" and len(card.model_sha256) == 64
+    assert run.found["seconds"]["answer"] > 0 and set(run.found["ended"]) <= {
+        "answer",
+        "no_action",
+        "turn_limit",
+        "search_limit",
+        "context_limit",
+    }
+    assert {"tokens", "prompt_tokens", "environment_tokens", "searches", "turns"} <= set(run.found["cost"])
+    assert (tmp_path / "trajectories.html").stat().st_size > 10_000
+
+    monkeypatch.setattr(evaluate, "answer", lambda settings, data, engine, params, workdir: None)
+    evaluate.run(config("method=rsearch,questions=10,judge=oracle,normalization=triviaqa"), tmp_path)
+    judged = load_run(tmp_path)
+    # The oracle's verdict is cover exact match.
+    assert judged.metrics["judge"].tolist() == judged.metrics["cem"].tolist()
+    assert json.loads(judged.card.judge) == {"kind": "oracle", "prompt": "tiresrag"}
+    assert judged.card.normalization == "triviaqa"
+
+    monkeypatch.undo()
+    with pytest.raises(UserError, match=r"holds a run of another config .*rollout\.top_k: 2 there, 3 now"):
+        evaluate.run(config("method=rsearch,questions=10,top_k=3"), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("arg", "fields", "words"),
+    [
+        ("method=nope", [], "method='nope' is unknown; recipes are"),
+        ("method=react", ["method.steps=0"], "react.steps=0 must be a whole number above 0"),
+        ("policy=/none", [], "policy='/none' is no Hugging Face folder"),
+        ("dataset=/none,policy=assets/miniwiki-policy", [], "data.path='/none' is neither miniwiki"),
+        ("normalization=squat", [], "normalization='squat' is unknown"),
+        ("judge_prompt=x", [], "eval.judge_prompt='x' is unknown; choose one of tiresrag, r2ag"),
+        ("judge=/none", [], "judge.folder='/none' is no Hugging Face folder"),
+        ("retriever=exact", ["retriever.encoder="], "retriever.kind=exact needs retriever.encoder"),
+        ("temperature=-1", [], "eval.temperature=-1.0 must be at least 0"),
+        ("questions=20", ["rollout.context=5000"], "context of 5000 tokens is more than the model's"),
+    ],
+)
+def test_wrong_input_is_named_before_anything_is_written(
+    tmp_path: Path, arg: str, fields: list[str], words: str
+) -> None:
+    with pytest.raises(UserError, match=words):
+        evaluate.run(config(arg, *fields), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_field_or_argument_that_is_not_there_is_named() -> None:
+    for call, words in (
+        (lambda: config("method=react,metod=x"), "unknown config argument 'metod'. Did you mean 'method'"),
+        (
+            lambda: config("method=react", "method.rounds=2"),
+            "has no field 'rounds'; its fields are name, steps",
+        ),
+        (lambda: config("method=react", "method.steps=x"), "config.method.steps='x' must be a whole number"),
+        (lambda: config("dataset=dev.jsonl"), "policy='': the shipped policy knows the built-in world only"),
+        (lambda: config("judge=oracle,judge_model=x"), "judge_model='x' names a service's model"),
+    ):
+        with pytest.raises(UserError, match=words):
+            call()
+
+
+def test_seconds_are_taken_over_the_stretches_that_ended(tmp_path: Path) -> None:
+    lines = [{"questions": 10, "answer": 5.0, "search": 1.0}, {"questions": 30, "answer": 5.0, "search": 1.0}]
+    lines.append({"questions": 0, "judge": 3.0})
+    (tmp_path / "timing.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert evaluate.latency(tmp_path) == {"answer": 0.25, "search": 0.05}

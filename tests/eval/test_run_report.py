@@ -1,0 +1,157 @@
+"""Reports say what is better by how much, and hide neither what differs nor what is missing."""
+
+import csv
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from rrl.errors import UserError
+from rrl.eval.comparison import load_runs, paired, records
+from rrl.eval.report_html import told_most
+from rrl.eval.run_report import write_run_report
+from rrl.eval.sweep import plot_sweep, sweep, values_of
+from tests.eval.runs import QUESTIONS, finished
+from tests.eval.test_trajectories_html import Balanced
+
+RIGHT = {question.id: question.answers[0] for question in QUESTIONS}
+HOSTILE = "</script><script>alert(1)</script>"
+
+
+class Page(Balanced):
+    VOID = Balanced.VOID | {"img"}
+
+
+def test_the_table_has_intervals_tests_and_costs(tmp_path: Path) -> None:
+    runs = [finished(tmp_path / "first", {"a": "Norway"}), finished(tmp_path / "second", RIGHT)]
+    text = write_run_report(runs, tmp_path / "out")
+    rows = list(csv.DictReader((tmp_path / "out/report.csv").open()))
+    assert [float(row["em"]) for row in rows] == [0.25, 1.0]
+    assert float(rows[1]["em_difference"]) == 0.75
+    assert float(rows[1]["em_p"]) == 0.25  # McNemar: three coins
+    assert rows[0]["em_p"] == "" and float(rows[0]["em_low"]) <= 0.25 <= float(rows[0]["em_high"])
+    assert [float(row["recall"]) for row in rows] == [0.625, 0.625]
+    assert "| second | models/x | 100.0 [100.0, 100.0] |" in text and "p = 0.25" in text
+    assert "- corpus: wiki (100 passages, cccccccccccc)" in text and "differs" not in text
+    assert "| em by kind | one hop | two hop |" in text and "| first | 50.0 | 0.0 |" in text
+
+
+def test_other_corpora_are_told_and_other_questions_not_tested(tmp_path: Path) -> None:
+    first = finished(tmp_path / "first", RIGHT)
+    other = finished(tmp_path / "other", {}, corpus_sha256="e" * 64, questions_sha256="f" * 64)
+    text = write_run_report([first, other], tmp_path / "out")
+    assert "| other \\* |" in text and "not comparable with the first row as it stands" in text
+    assert (
+        "- corpus differs: first: wiki (100 passages, cccccccccccc); other: wiki (100 passages, eeeeeeeeeeee)"
+        in text
+    )
+    assert "not comparable with the first row" in (tmp_path / "out/report.html").read_text()
+    runs = load_runs([first, other])
+    assert paired(*runs, "em") is None and "em_p" not in records(runs)[1]
+
+
+def test_the_page_is_whole_safe_and_shows_disagreements_first(tmp_path: Path) -> None:
+    runs = [finished(tmp_path / HOSTILE[2:8], RIGHT), finished(tmp_path / "other", RIGHT | {"c": HOSTILE})]
+    training = tmp_path / "training"
+    training.mkdir()
+    (training / "metrics.jsonl").write_text(
+        "".join(json.dumps({"step": s, "eval/em": s / 9}) + "\n" for s in range(3))
+    )
+    write_run_report([*runs, training], tmp_path / "out", title=HOSTILE)
+    text = (tmp_path / "out/report.html").read_text()
+    parser = Page()
+    parser.feed(text)
+    parser.close()
+    assert not parser.open and text.count("<script>") == 1 and "alert(1)</script>" not in text
+    assert [attrs["src"][:22] for tag, attrs in parser.tags if tag == "img"] == ["data:image/png;base64,"]
+    assert (
+        "default-src 'none'" in text
+        and "//" not in text.replace("// ", "").replace("base64,", "").split("<body")[0]
+    )
+    assert [question.id for question in told_most(load_runs(runs), 2)] == ["c", "a"]
+    slots = [attrs for _, attrs in parser.tags if attrs.get("class") == "slot"]
+    assert [slot["data-agreement"] for slot in slots] == ["some right", "all right", "all right", "all right"]
+    assert text.count("<article>") == 8
+
+
+def test_what_is_no_finished_run_is_refused_and_nothing_written(tmp_path: Path) -> None:
+    run = finished(tmp_path / "run", RIGHT)
+    unfinished = finished(tmp_path / "unfinished", RIGHT)
+    (unfinished / "metrics.json").unlink()
+    damaged = finished(tmp_path / "damaged", RIGHT)
+    (damaged / "metrics.json").write_text("{")
+    cases = [
+        ([], "no run: give the folder"),
+        ([run, run], "is given twice"),
+        ([run, unfinished], r"unfinished: not finished \(4 questions are answered\)"),
+        ([run, damaged], "damaged: its metrics.json or scores.jsonl is damaged"),
+        ([run, tmp_path / "none"], "none: no evaluation"),
+    ]
+    for folders, words in cases:
+        with pytest.raises(UserError, match=words):
+            write_run_report(folders, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_run_knows_the_curves_of_its_policys_training(tmp_path: Path) -> None:
+    (tmp_path / "training").mkdir()
+    (tmp_path / "training/metrics.jsonl").write_text('{"step": 1, "eval/em": 0.5}\n')
+    run = finished(tmp_path / "run", RIGHT, model=str(tmp_path / "training/policy"))
+    write_run_report([run], tmp_path / "out")
+    assert "data:image/png" in (tmp_path / "out/report.html").read_text()
+
+
+def test_a_sweep_evaluates_each_value_and_draws_them(tmp_path: Path) -> None:
+    asked = []
+
+    def evaluate(name: str, value: str, folder: Path) -> None:
+        asked.append((name, value))
+        if not folder.exists():
+            finished(folder, dict(list(RIGHT.items())[: int(value)]), top_k=int(value))
+
+    text = sweep("rollout.top_k", ["1", "2", "4"], evaluate, tmp_path / "out")
+    assert asked == [("rollout.top_k", value) for value in ("1", "2", "4")]
+    assert "passages of a search differs: 1: 1; 2: 2; 4: 4" in text
+    rows = list(csv.DictReader((tmp_path / "out/sweep.csv").open()))
+    assert [(row["rollout.top_k"], float(row["em"])) for row in rows] == [("1", 0.25), ("2", 0.5), ("4", 1.0)]
+    assert (tmp_path / "out/sweep.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(UserError, match="two of them would have one folder"):
+        sweep("policy", ["a/b", "a_b"], evaluate, tmp_path / "out")
+
+
+def test_a_plot_has_each_metric_with_its_interval_and_each_cost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = load_runs([finished(tmp_path / name, RIGHT) for name in ("naive", "react")])
+    drawn = []
+    monkeypatch.setattr("rrl.eval.sweep.save_figure", lambda figure, _: drawn.append(figure))
+    plot_sweep("method", ["naive", "react"], runs, records(runs), tmp_path / "x.png")
+    axes = [axis for axis in drawn[0].axes if axis.axison]
+    titles = [axis.get_title(loc="left") for axis in axes]
+    assert titles[0] == "percent" and "recall of gold passages" in titles
+    assert "tokens written for each right answer" in titles
+    assert [text.get_text() for text in axes[0].get_legend().get_texts()] == ["em", "f1", "cem"]
+    assert [tick.get_text() for tick in axes[0].get_xticklabels()] == ["naive", "react"]
+
+
+@pytest.mark.parametrize(
+    ("text", "values"),
+    [("1,2,5", ["1", "2", "5"]), ("1-3,8", ["1", "2", "3", "8"]), ("scann, bm25", ["scann", "bm25"])],
+)
+def test_values_are_listed_or_spanned(text: str, values: list[str]) -> None:
+    assert values_of(text) == values
+
+
+@pytest.mark.parametrize("text", ["", "1,1", "1-3,2"])
+def test_values_that_are_none_or_twice_there_are_refused(text: str) -> None:
+    with pytest.raises(UserError, match=f"values='{text}' must list"):
+        values_of(text)
+
+
+def test_questions_of_a_run_stay_the_same(tmp_path: Path) -> None:
+    (run,) = load_runs([finished(tmp_path / "run", RIGHT)])
+    assert run.questions() == QUESTIONS
+    found = run.trajectories(["b"])
+    assert list(found) == ["b"] and found["b"].metrics["em"] == 1.0
+    assert dataclasses.asdict(run.card)["method"] == "run"

@@ -1,0 +1,124 @@
+"""The record of an answer: what was found and spent, whatever the method; and what a method says of itself."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rrl.data.passages import Passage
+from rrl.data.questions import Question
+from rrl.errors import UserError
+from rrl.eval.predictions import load_predictions
+from rrl.eval.trajectory_files import load_trajectories
+from rrl.eval.ways import Noting, make_way, of_outcome, of_trajectory
+from rrl.rollout.protocol import Episode, Stream
+from rrl.rollout.trajectory import ENVIRONMENT, POLICY, PROMPT
+from tests.eval.fakes import spouse
+from tests.recipes.prompted.scripted import FILM, PERSON, QUESTION, play
+
+
+def test_a_record_is_a_prediction_and_a_trajectory_in_one(tmp_path: Path) -> None:
+    trajectory = spouse()
+    record = of_trajectory(trajectory, [])
+    file = tmp_path / "results.jsonl"
+    file.write_text(json.dumps(record) + "\n")
+    (prediction,) = load_predictions(file, "prediction")
+    assert prediction.id == "mini-7" and prediction.answers == ("Edda Tolvik",)
+    assert prediction.titles[:2] == ("Silver Harbour", "Silver Ridge") and len(prediction.titles) == 6
+    roles = trajectory.roles
+    assert dict(prediction.counts) == {
+        "searches": 2,
+        "turns": 3,
+        "tokens": (roles == POLICY).sum(),
+        "prompt_tokens": (roles == PROMPT).sum(),
+        "environment_tokens": (roles == ENVIRONMENT).sum(),
+    }
+    (back,) = load_trajectories(file)
+    assert back.question == trajectory.question and back.segments == trajectory.segments
+    assert back.searches == trajectory.searches
+
+
+def test_what_a_prompted_method_asked_later_is_shown_as_given() -> None:
+    outcome, prompts = play(
+        "self_ask",
+        [
+            ("", "Follow up: Who directed Silver Harbour?"),
+            ("", "Ada Berg."),
+            ("", "The final answer: Oslo"),
+        ],
+    )
+    record = of_outcome(QUESTION, outcome)
+    assert record["prediction"] == "Oslo" and record["turns"] == 3 and len(prompts) == 3
+    assert record["tokens"] == outcome.tokens and record["prompt_tokens"] == outcome.tokens_read
+    assert record["searches"] == [
+        {"turn": 0, "query": "Who directed Silver Harbour?", "titles": (FILM.title,), "failed": False}
+    ]
+
+
+@pytest.mark.parametrize(("found", "rank"), [([FILM, FILM, PERSON], 2), ([PERSON], 1), ([FILM], 0), ([], 0)])
+def test_without_gold_passages_the_first_that_holds_the_answer_is_noted(
+    found: list[Passage], rank: int
+) -> None:
+    trajectory = spouse()
+    trajectory.question = QUESTION
+    assert of_trajectory(trajectory, found)["answer_rank"] == rank
+    trajectory.question = dataclasses.replace(QUESTION, gold=("T",))
+    assert of_trajectory(trajectory, found)["answer_rank"] is None
+
+
+def test_passages_are_noted_by_question_and_all_else_is_the_protocols_own() -> None:
+    stream = Stream()
+    noting = Noting(stream)
+    assert noting.stops == stream.stops and noting.turn_tokens == stream.turn_tokens
+    for passages in ([FILM], None, [PERSON]):
+        assert noting.observe(Episode(QUESTION), passages) == stream.observe(Episode(QUESTION), passages)
+    assert noting.found == {"q": [FILM, PERSON]}
+
+
+def test_methods_say_what_was_set_in_them() -> None:
+    way = make_way({"name": "react", "steps": 4}, None, {"tokens": 99})
+    assert way.name == "react (steps=4)" and way.limits == {"steps": 4, "tokens": 99, "most_passages": 15}
+    assert make_way({"name": "react", "steps": 7}, None, None).name == "react"
+    assert not make_way({"name": "direct"}, None, None).searches
+    trained = make_way({"name": "rsearch"}, {"use_evidence": False, "environment": {"max_searches": 2}}, None)
+    assert trained.name == "rsearch (use_evidence=False)"
+    assert trained.limits == {"max_searches": 2, "turn_tokens": 500, "observation_tokens": 1800}
+    assert json.dumps(trained.identity) and json.dumps(way.identity)
+    assert trained.identity["environment"]["max_searches"] == 2
+
+
+def test_a_recipe_shows_the_choices_of_a_question() -> None:
+    asked = []
+
+    class Engine:
+        tokenizer = None
+
+        def run(self, params, requests, environment, key, *, on_finish):
+            asked.extend(requests)
+
+    way = make_way({"name": "rsearch"}, {"instruction": ""}, None)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("rrl.eval.ways.chat_ids", lambda _, prompt: np.frombuffer(prompt.encode(), np.uint8))
+        question = Question("q", "Which?", ("B",), choices=("red", "blue"))
+        way.ask(Engine(), None, [(7, question)], None, 0.5, lambda record: None)
+    assert b"(B) blue" in asked[0].prompt.tobytes()
+    assert asked[0].question == question and asked[0].seed == 7 and asked[0].temperature == 0.5
+
+
+@pytest.mark.parametrize(
+    ("method", "recipe", "words"),
+    [
+        ({"name": "x"}, None, "method='x' is unknown; recipes are rsearch, .*prompted methods direct, cot"),
+        (
+            {"name": "react", "rounds": 2},
+            None,
+            "react.rounds is no option of the method; its options are steps",
+        ),
+        ({"name": "rsearch"}, {"depth": 2}, "recipe.depth is no field of rsearch"),
+    ],
+)
+def test_what_is_unknown_is_named_with_what_there_is(method: dict, recipe: dict | None, words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        make_way(method, recipe, None)
