@@ -14,9 +14,10 @@ from jaxtyping import Float
 from rrl.data.questions import Question, load_questions
 from rrl.errors import UserError
 from rrl.eval.intervals import Paired, bootstrap, compare
-from rrl.eval.result_card import ResultCard, differences, load_card
+from rrl.eval.result_card import ResultCard, card_of, differences
 from rrl.eval.trajectory_files import load_trajectories
 from rrl.rollout.trajectory import Trajectory
+from rrl.text.spans import Tag
 
 COSTS = ("searches", "turns", "tokens", "tokens_per_correct", "all_tokens_per_correct")
 """Costs of a report that tables show."""
@@ -42,10 +43,21 @@ class Run:
         return "acc" if "acc" in self.metrics else "em"
 
     @property
+    def tags(self) -> dict[Tag, str]:
+        """As `Recipe.tags`."""
+        pairs = self.found.get("tags", [])
+        return {tuple(tag) if isinstance(tag, list) else tag: kind for tag, kind in pairs}
+
+    @property
     def curves(self) -> Path | None:
         """metrics.jsonl of the training run that the policy came from, where the policy lies in its workdir."""
         file = Path(self.card.model).parent / "metrics.jsonl"
         return file if file.is_file() else None
+
+    @property
+    def readable(self) -> bool:
+        """Whether it keeps what was asked and done; a scored prediction file keeps neither."""
+        return (self.folder / "questions.jsonl").is_file() and (self.folder / "results.jsonl").is_file()
 
     def questions(self) -> list[Question]:
         """What was asked, in the order of `metrics`."""
@@ -65,7 +77,10 @@ class Run:
 
 
 def load_run(folder: str | Path, name: str = "") -> Run:
-    """Reads what `rrl.eval.evaluate.run` left. Raises UserError for a folder that is no evaluation, or none that is finished."""
+    """Reads what `rrl.eval.evaluate.run`, or launch/score.py with a card, left.
+
+    Raises UserError for a folder that is no evaluation, one that is not finished, damaged, or has no card.
+    """
     folder = Path(folder)
     if not (folder / "metrics.json").is_file():
         if (folder / "results.jsonl").is_file():
@@ -84,11 +99,14 @@ def load_run(folder: str | Path, name: str = "") -> Run:
         raise UserError(
             f"run {folder}: its metrics.json or scores.jsonl is damaged ({error!r}); give its command again, which writes both"
         ) from error
-    if not (folder / "card.json").is_file():
+    if "card" not in found:
         raise UserError(
-            f"run {folder}: no card.json there; launch/score.py keeps one with --card, and launch/eval.py always does"
+            f"run {folder}: its metrics.json has no result card; launch/score.py keeps one with --card, launch/eval.py always"
         )
-    card = load_card(folder / "card.json")
+    try:
+        card = card_of(found["card"])
+    except UserError as error:
+        raise UserError(f"run {folder}: metrics.json, card: {error}") from error
     return Run(name or folder.name.removeprefix("eval-"), folder, card, found, metrics)
 
 

@@ -172,6 +172,8 @@ def run(config: Mapping[str, Any], workdir: str | Path, command: Sequence[str] =
     that of this process. Raises UserError for wrong input, before anything is written.
     """
     say, workdir = Clock(), Path(workdir)
+    if jax.process_count() > 1:
+        raise UserError("an evaluation runs in one process, over all devices of its host: start it once")
     settings = Settings.of(config)
     enable_compilation_cache()
     data = load_dataset(
@@ -345,7 +347,9 @@ def finish(
     endings = collections.Counter(line["ended"] for line in lines)
     found["ended"] = {name: often / len(lines) for name, often in endings.most_common()}
     found["seconds"] = latency(workdir)
-    found["tags"] = settings.way.tags
+    found["tags"] = list(
+        settings.way.tags.items()
+    )  # a tag may be a pair of markers, which is no name in JSON
     found["card"] = dataclasses.asdict(card)
     shown = scored_trajectories(workdir, scores)[:SHOWN]
     write_html(shown, workdir / "trajectories.html", f"{card.method}: {card.dataset}", tags=settings.way.tags)

@@ -74,17 +74,26 @@ script-src 'unsafe-inline'; img-src data:">
 
 
 def told_most(runs: Sequence[Run], count: int) -> list[Question]:
-    """The questions that all runs were asked, those first on which their main metrics differ most; at most `count`."""
-    by_run = [dict(zip((q.id for q in run.questions()), run.metrics[run.main])) for run in runs]
-    asked = [q for q in runs[0].questions() if all(q.id in values for values in by_run)]
-    spread = np.array([np.ptp([values[q.id] for values in by_run]) for q in asked])
+    """The questions that all runs were asked, those first on which their main metrics differ most; at most `count`.
+
+    None where a run does not keep what it did.
+    """
+    if not all(run.readable for run in runs):
+        return []
+    by_run = [
+        dict(zip(((q.id, q.text) for q in run.questions()), run.metrics[run.main], strict=True))
+        for run in runs
+    ]
+    asked = [q for q in runs[0].questions() if all((q.id, q.text) in values for values in by_run)]
+    spread = np.array([np.ptp([values[q.id, q.text] for values in by_run]) for q in asked])
     return [asked[at] for at in np.argsort(-spread, kind="stable")[:count]]
 
 
 def _browser(runs: Sequence[Run], count: int) -> str:
     questions = told_most(runs, count)
     if not questions:
-        return "<section><p class='quiet'>No question was asked in all runs: nothing to show side by side.</p></section>"
+        why = "no question was asked in all runs, or one of them keeps no trajectories"
+        return f"<section><p class='quiet'>Nothing to show side by side: {why}.</p></section>"
     ids = {question.id for question in questions}
     done = [run.trajectories(list(ids)) for run in runs]
     sides = [[trajectories[question.id] for trajectories in done] for question in questions]
@@ -126,7 +135,7 @@ def _link(at: int, question: Question, side: Sequence[Trajectory]) -> str:
 def _slot(at: int, question: Question, side: Sequence[Trajectory], runs: Sequence[Run]) -> str:
     said = [question.text, question.id, *question.answers, *(trajectory.answer for trajectory in side)]
     columns = "".join(
-        f"<div><h3>{_text(run.name)}</h3>{article(trajectory, tags=run.found.get('tags', {}))}</div>"
+        f"<div><h3>{_text(run.name)}</h3>{article(trajectory, tags=run.tags)}</div>"
         for run, trajectory in zip(runs, side, strict=True)
     )
     return (

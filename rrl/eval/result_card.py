@@ -1,7 +1,7 @@
 """What a result must say of itself to be compared: corpus, retriever, limits, model, judge, seed, versions, command.
 
 Two results over other passages, or with another retriever, are not two rows of one table, unless the table says so:
-`results_table` always does.
+`launch/report.py` always does (`differences`).
 """
 
 import dataclasses
@@ -16,7 +16,6 @@ from typing import Any
 
 from rrl.data.questions import Question
 from rrl.errors import UserError, at_least
-from rrl.eval.summary import table
 from rrl.retrieval.files import replaced
 
 PACKAGES = ("jax", "flax", "numpy", "transformers", "scann", "bm25s")
@@ -172,32 +171,6 @@ def differences(cards: Mapping[str, ResultCard]) -> list[str]:
                 + "; ".join(f"{', '.join(who)}: {shown[key]}" for key, who in groups.items())
             )
     return lines
-
-
-def results_table(rows: Mapping[str, tuple[ResultCard, Mapping[str, float]]]) -> str:
-    """Metrics (fractions, shown in percent) of several results by name, under what they have in common and what they don't.
-
-    Rows of another corpus, retriever, k, questions or normalisation than the first carry a mark, and lines below the table say
-    what differs. Raises UserError for no rows.
-    """
-    if not rows:
-        raise UserError("a table of results needs one row or more")
-    cards = {name: card for name, (card, _) in rows.items()}
-    first = next(iter(cards.values()))
-    remarks = differences(cards)
-    metrics = list(dict.fromkeys(metric for _, values in rows.values() for metric in values))
-    body = [("", "model", "limits", "seed", *metrics)]
-    for name, (card, values) in rows.items():
-        other = differences({"first": first, name: card})
-        limits = " ".join(f"{key}={value}" for key, value in card.limits.items())
-        shown = (f"{100 * values[metric]:.1f}" if metric in values else "–" for metric in metrics)
-        body.append((name + (" *" if other else ""), card.model, limits, str(card.seed), *shown))
-    parted = {line.partition(" differs: ")[0] for line in remarks}
-    common = [f"{part}: {value}" for part, value in first.setting.items() if part not in parted]
-    lines = [*common, "", *table(body)]
-    if remarks:
-        lines += ["", "* not comparable with the first row as it stands:", *(f"  {line}" for line in remarks)]
-    return "\n".join(lines)
 
 
 def _plain(value: Any) -> Any:

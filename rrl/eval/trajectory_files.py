@@ -25,13 +25,16 @@ def save_trajectories(path: str | Path, trajectories: Iterable[Trajectory]) -> N
             record = {
                 "question": dataclasses.asdict(trajectory.question),
                 "segments": trajectory.segments,
-                "searches": [
-                    {name: getattr(search, name) for name in ("turn", "query", "titles", "failed")}
-                    for search in trajectory.searches
-                ],
+                "searches": searches_as_json(trajectory.searches),
                 **{name: getattr(trajectory, name) for name in ("answer", "ended", "rewards", "metrics")},
             }
             stream.write(json.dumps(record, ensure_ascii=False) + "\n")
+
+
+def searches_as_json(searches: Iterable[Search]) -> list[dict[str, Any]]:
+    """Searches without the text of what they found."""
+    names = ("turn", "query", "titles", "failed")
+    return [{name: getattr(search, name) for name in names} for search in searches]
 
 
 def load_trajectories(

@@ -8,9 +8,9 @@ import jax
 import numpy as np
 from jaxtyping import PyTree
 
-from rrl.data.passages import Passage
 from rrl.data.questions import Question
 from rrl.errors import UserError
+from rrl.eval.trajectory_files import searches_as_json
 from rrl.recipes.base import ALONE, Recipe, uses_chat
 from rrl.recipes.card import card_of
 from rrl.recipes.catalogue import RECIPES, make_recipe
@@ -19,10 +19,10 @@ from rrl.recipes.prompted.base import Settings as Prompting
 from rrl.recipes.prompted.catalogue import METHODS, Method, make_method
 from rrl.rollout.engine import Engine
 from rrl.rollout.episodes import Request
-from rrl.rollout.protocol import Action, Environment, Episode
 from rrl.rollout.trajectory import ENVIRONMENT, POLICY, PROMPT, Search, Trajectory
 from rrl.text.chat import chat_ids
 from rrl.text.metrics import cover_exact_match
+from rrl.text.spans import Tag
 from rrl.train.fields import build
 from rrl.train.rollouts import refuse_long_prompts
 
@@ -48,7 +48,7 @@ class Way(Protocol):
         """Whether it needs a tokenizer with a chat template."""
 
     @property
-    def tags(self) -> dict[str, str]:
+    def tags(self) -> dict[Tag, str]:
         """As `Recipe.tags`."""
 
     @property
@@ -124,7 +124,7 @@ class Trained:
         return uses_chat(self.recipe)
 
     @property
-    def tags(self) -> dict[str, str]:
+    def tags(self) -> dict[Tag, str]:
         return self.recipe.tags
 
     @property
@@ -150,9 +150,6 @@ class Trained:
         temperature: float,
         keep: Keep,
     ) -> None:
-        environment: Any = Noting(
-            self.recipe.environment
-        )  # whatever else a protocol has comes from the one inside
         prompts = [chat_ids(engine.tokenizer, self.recipe.prompt(_shown(q))) for _, q in questions]
         requests = [
             Request(question, prompt, number, number, temperature)
@@ -161,9 +158,9 @@ class Trained:
 
         def ended(place: int, trajectory: Trajectory) -> None:
             self.recipe.score([trajectory], ALONE)
-            keep(of_trajectory(trajectory, environment.found.pop(trajectory.question.id, ())))
+            keep(of_trajectory(trajectory))
 
-        engine.run(params, requests, environment, key, on_finish=ended)
+        engine.run(params, requests, self.recipe.environment, key, on_finish=ended)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -191,7 +188,7 @@ class Prompted:
         return True
 
     @property
-    def tags(self) -> dict[str, str]:
+    def tags(self) -> dict[Tag, str]:
         return {}
 
     @property
@@ -234,24 +231,8 @@ class Prompted:
         )
 
 
-class Noting:
-    """An environment that answers as the one inside it does, and notes what each question has found, by its id."""
-
-    def __init__(self, inner: Environment) -> None:
-        self._inner = inner
-        self.found: dict[str, list[Passage]] = {}
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
-
-    def observe(self, episode: Episode, passages: Sequence[Passage] | None) -> Action:
-        """Notes the passages."""
-        self.found.setdefault(episode.question.id, []).extend(passages or ())
-        return self._inner.observe(episode, passages)
-
-
-def of_trajectory(trajectory: Trajectory, found: Sequence[Passage]) -> dict[str, Any]:
-    """The record of a finished episode, scored, whose searches found these passages."""
+def of_trajectory(trajectory: Trajectory) -> dict[str, Any]:
+    """The record of a finished episode, scored."""
     roles = trajectory.roles
     counts = {role: int((roles == role).sum()) for role in (PROMPT, POLICY, ENVIRONMENT)}
     turns = len(np.unique(trajectory.turns[roles == POLICY]))
@@ -261,7 +242,6 @@ def of_trajectory(trajectory: Trajectory, found: Sequence[Passage]) -> dict[str,
         trajectory.ended,
         trajectory.segments,
         trajectory.searches,
-        found,
         turns,
         counts,
     )
@@ -274,13 +254,12 @@ def of_outcome(question: Question, outcome: Outcome) -> dict[str, Any]:
         for role, text in said.trajectory.segments:
             segments.append((ENVIRONMENT if role == PROMPT and segments else role, text))
     searches = [
-        Search(turn, query, tuple(p.title for p in passages or ()), failed=passages is None)
+        Search(turn, query, tuple(p.title for p in passages or ()), passages is None, passages or ())
         for turn, (query, passages) in enumerate(outcome.searches)
     ]
-    found = [passage for _, passages in outcome.searches for passage in passages or ()]
     counts = {PROMPT: outcome.tokens_read, POLICY: outcome.tokens, ENVIRONMENT: 0}
     turns = len(outcome.written)
-    return _record(question, outcome.answer, outcome.ended, segments, searches, found, turns, counts)
+    return _record(question, outcome.answer, outcome.ended, segments, searches, turns, counts)
 
 
 def _record(
@@ -289,7 +268,6 @@ def _record(
     ended: str,
     segments: Sequence[tuple[int, str]],
     searches: Sequence[Search],
-    found: Sequence[Passage],
     turns: int,
     tokens: Mapping[int, int],
 ) -> dict[str, Any]:
@@ -299,7 +277,7 @@ def _record(
         "prediction": answer,
         "question": dataclasses.asdict(question),
         "segments": list(segments),
-        "searches": [dataclasses.asdict(search) for search in searches],
+        "searches": searches_as_json(searches),
         "answer": answer,
         "ended": ended,
         "rewards": {},
@@ -308,18 +286,18 @@ def _record(
         "tokens": tokens[POLICY],
         "prompt_tokens": tokens[PROMPT],
         "environment_tokens": tokens[ENVIRONMENT],
-        "answer_rank": _answer_rank(question, found),
+        "answer_rank": _answer_rank(question, searches),
     }
 
 
-def _answer_rank(question: Question, found: Sequence[Passage]) -> int | None:
+def _answer_rank(question: Question, searches: Sequence[Search]) -> int | None:
     """Rank, counted from 1 among texts that differ, of the first passage that holds a gold answer; 0 where none does.
 
     None where gold passages are known, which tell more, and for a multiple choice, whose answers are letters.
     """
     if question.gold or question.choices:
         return None
-    texts = dict.fromkeys(passage.text for passage in found)
+    texts = dict.fromkeys(passage.text for search in searches for passage in search.passages)
     return next((at for at, text in enumerate(texts, 1) if cover_exact_match(text, question.answers)), 0)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rrl.data.questions import Question, save_questions
 from rrl.eval.evaluate import scores_of
-from rrl.eval.result_card import ResultCard, questions_fingerprint, save_card, versions_here
+from rrl.eval.result_card import ResultCard, questions_fingerprint, versions_here
 from rrl.eval.scoring import report, write_report
 from rrl.eval.ways import of_trajectory
 from rrl.rollout.trajectory import Search
@@ -35,7 +35,7 @@ def finished(folder: Path, answers: Mapping[str, str], **card: object) -> Path:
                 f"<answer> {said} </answer>",
             ]
             trajectory = fake(question, parts, searches, answer=said)
-            stream.write(json.dumps(of_trajectory(trajectory, [])) + "\n")
+            stream.write(json.dumps(of_trajectory(trajectory)) + "\n")
     made = ResultCard(
         method=folder.name,
         dataset="four",
@@ -53,8 +53,11 @@ def finished(folder: Path, answers: Mapping[str, str], **card: object) -> Path:
         versions=versions_here(),
         command="python launch/eval.py",
     )
-    save_card(folder / "card.json", dataclasses.replace(made, **card))
     scores = scores_of(folder, QUESTIONS, "squad", {})
-    found = report(scores) | {"tags": {"search": "search", "answer": "answer"}, "seconds": {"answer": 0.5}}
+    found = report(scores) | {
+        "tags": [["search", "search"], [["<answer>", "</answer>"], "answer"]],
+        "seconds": {"answer": 0.5},
+        "card": dataclasses.asdict(dataclasses.replace(made, **card)),
+    }
     write_report(folder, found, scores)
     return folder

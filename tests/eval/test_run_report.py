@@ -81,7 +81,10 @@ def test_what_is_no_finished_run_is_refused_and_nothing_written(tmp_path: Path) 
     (unfinished / "metrics.json").unlink()
     damaged = finished(tmp_path / "damaged", RIGHT)
     (damaged / "metrics.json").write_text("{")
+    bare = finished(tmp_path / "bare", RIGHT)
+    (bare / "metrics.json").write_text('{"metrics": {}}')
     cases = [
+        ([bare], "bare: its metrics.json has no result card"),
         ([], "no run: give the folder"),
         ([run, run], "is given twice"),
         ([run, unfinished], r"unfinished: not finished \(4 questions are answered\)"),
@@ -92,6 +95,14 @@ def test_what_is_no_finished_run_is_refused_and_nothing_written(tmp_path: Path) 
         with pytest.raises(UserError, match=words):
             write_run_report(folders, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_scored_predictions_stand_in_the_table_without_trajectories(tmp_path: Path) -> None:
+    run, scored = (finished(tmp_path / name, RIGHT) for name in ("run", "scored"))
+    (scored / "questions.jsonl").unlink()
+    (scored / "results.jsonl").unlink()
+    assert "| scored | models/x | 100.0" in write_run_report([run, scored], tmp_path / "out")
+    assert "Nothing to show side by side" in (tmp_path / "out/report.html").read_text()
 
 
 def test_a_run_knows_the_curves_of_its_policys_training(tmp_path: Path) -> None:

@@ -12,16 +12,15 @@ from rrl.data.questions import Question
 from rrl.errors import UserError
 from rrl.eval.predictions import load_predictions
 from rrl.eval.trajectory_files import load_trajectories
-from rrl.eval.ways import Noting, make_way, of_outcome, of_trajectory
-from rrl.rollout.protocol import Episode, Stream
-from rrl.rollout.trajectory import ENVIRONMENT, POLICY, PROMPT
+from rrl.eval.ways import make_way, of_outcome, of_trajectory
+from rrl.rollout.trajectory import ENVIRONMENT, POLICY, PROMPT, Search
 from tests.eval.fakes import spouse
 from tests.recipes.prompted.scripted import FILM, PERSON, QUESTION, play
 
 
 def test_a_record_is_a_prediction_and_a_trajectory_in_one(tmp_path: Path) -> None:
     trajectory = spouse()
-    record = of_trajectory(trajectory, [])
+    record = of_trajectory(trajectory)
     file = tmp_path / "results.jsonl"
     file.write_text(json.dumps(record) + "\n")
     (prediction,) = load_predictions(file, "prediction")
@@ -63,18 +62,10 @@ def test_without_gold_passages_the_first_that_holds_the_answer_is_noted(
 ) -> None:
     trajectory = spouse()
     trajectory.question = QUESTION
-    assert of_trajectory(trajectory, found)["answer_rank"] == rank
+    trajectory.searches = [Search(0, "x", (), True), Search(1, "y", (), False, tuple(found))]
+    assert of_trajectory(trajectory)["answer_rank"] == rank
     trajectory.question = dataclasses.replace(QUESTION, gold=("T",))
-    assert of_trajectory(trajectory, found)["answer_rank"] is None
-
-
-def test_passages_are_noted_by_question_and_all_else_is_the_protocols_own() -> None:
-    stream = Stream()
-    noting = Noting(stream)
-    assert noting.stops == stream.stops and noting.turn_tokens == stream.turn_tokens
-    for passages in ([FILM], None, [PERSON]):
-        assert noting.observe(Episode(QUESTION), passages) == stream.observe(Episode(QUESTION), passages)
-    assert noting.found == {"q": [FILM, PERSON]}
+    assert of_trajectory(trajectory)["answer_rank"] is None
 
 
 def test_methods_say_what_was_set_in_them() -> None:
