@@ -6,10 +6,10 @@ from typing import Any
 
 from rrl.errors import UserError
 from rrl.recipes.base import Recipe
-from rrl.recipes.r2ag import R2AG
 from rrl.recipes.r1_searcher import R1Searcher
-from rrl.recipes.research import ReSearch
+from rrl.recipes.r2ag import R2AG
 from rrl.recipes.r3rag import R3Rag
+from rrl.recipes.research import ReSearch
 from rrl.recipes.rsearch import RSearch
 from rrl.recipes.search_r1 import SearchR1
 from rrl.recipes.tiresrag import TiresRag
