@@ -19,10 +19,13 @@ from ml_collections import ConfigDict
 
 from rrl.train.config_parts import begin, is_smoke, parse_run, shorten
 
+ARGUMENTS: dict[str, Any] = {"reader": "", "prompt": ("auto", "bare", "paper")}
+"""Those beside the arguments of every run."""
+
 
 def get_config(arg: str = "") -> ConfigDict:
     """The config of `--config=configs/rsearch_grpo.py:ARG`."""
-    args = parse_run(arg, reader="", prompt=("auto", "bare", "paper"))
+    args = parse_run(arg, **ARGUMENTS)
     # They import jax: after the arguments were found right.
     from rrl.recipes.card import read_card
     from rrl.train.experiment import with_defaults
