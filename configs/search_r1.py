@@ -52,15 +52,18 @@ def get_config(arg: str = "") -> ConfigDict:
         publish(config, args, recipe)
     if ppo:
         config.objective.update({"kl_estimator": "k1", "kl_in": "reward", "whiten": True})
-        if tiny:
-            config.objective.kl_coef = 0.01
         config.critic = {
-            "warmup_steps": min(6, config.train.steps // 4) if tiny else 0,
+            "warmup_steps": min(2, config.train.steps // 4) if tiny else 0,
             "minibatches": 1 if tiny else 2,
         }
+        if tiny:  # as configs/rsearch_ppo.py has it
+            config.objective.kl_coef = 0.05
+            config.train.update({"questions": 128, "samples": 1})
+            if args.steps is None:
+                config.train.update({"steps": 54, "eval_every": 27})
         config.critic_optim = {
             "name": "adamw",
-            "lr": 1e-3 if tiny else 1e-5,
+            "lr": 3e-4 if tiny else 1e-5,
             "warmup_ratio": 0.0 if tiny else 0.05,
             "b2": 0.999,
             "clip_norm": 1.0,

@@ -44,7 +44,9 @@ def test_search_r1_with_ppo_has_a_critic_and_the_kl_in_the_reward():
     assert (objective.kl_coef, objective.kl_estimator, objective.kl_in) == (0.001, "k1", "reward")
     assert objective.whiten and run.train.samples == 1
     assert run.train.questions // objective.minibatches == 256
-    assert tiny.train.critic.warmup_steps == 6 and tiny.train.objective.drop_spread is None
+    assert tiny.train.critic.warmup_steps == 2 and tiny.train.objective.drop_spread is None
+    assert (tiny.train.steps, tiny.train.questions, tiny.train.samples) == (54, 128, 1)
+    assert tiny.train.critic.optim == settings("rsearch_ppo").train.critic.optim
     assert not any(name in config("search_r1") for name in CRITIC)
 
 
