@@ -36,7 +36,7 @@ from rrl.train.judges import SECTIONS as JUDGE
 from rrl.train.judges import JudgeSettings
 from rrl.train.rollouts import refuse_long_prompts
 from rrl.train.strong import PolicyFolder, Service, Strong
-from rrl.train.tasks import Corpus, DataConfig, RetrieverConfig, load_corpora
+from rrl.train.tasks import Corpus, DataConfig, RetrieverConfig, encoder_folder, load_corpora
 
 
 class Demonstrating(Recipe, Protocol):
@@ -136,12 +136,19 @@ class Settings:
             )
         if judge is not None:
             judge.check()
+        sections: dict[str, Any] = {
+            section: build(kind, values.get(section, {}), section) for section, kind in SECTIONS.items()
+        }
+        encoder_folder(sections["retriever"])
+        path = sections["data"].path
+        if path != "miniwiki" and not (path and pathlib.Path(path).is_dir()):
+            raise UserError(f"data={path!r} is no folder; give one, or miniwiki for the built-in world")
         return cls(
             model=model,
             endpoint=None if model else build(EndpointConfig, endpoint, "endpoint"),
             recipe=recipe,
             judge=judge if recipe.judged else None,
-            **{section: build(kind, values.get(section, {}), section) for section, kind in SECTIONS.items()},
+            **sections,
         )
 
     def identity(self) -> dict[str, Any]:

@@ -166,6 +166,8 @@ def test_every_step_is_a_fresh_prompt_of_question_and_past_steps():
 
 def test_documents_that_were_shown_are_left_out_and_the_rest_stays():
     assert after((ASK, [FILM]), (ASK_MORE, [FILM, BOOK])) == after((ASK, [FILM]), (ASK_MORE, [BOOK]))
+    later = after((ASK, [FILM]), (ASK_MORE, [BOOK]), (ASK_MORE, [FILM]))
+    assert later.prompt.count("(Title: Silver Harbour)") == 1  # two steps before
     nothing_new = after((ASK, [FILM, FILM]), (ASK_MORE, [FILM]))
     assert nothing_new.prompt.endswith("Silver Harbour film\nThe retrieval documents: ")
     assert nothing_new.prompt.count("(Title:") == 1

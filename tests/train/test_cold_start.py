@@ -239,6 +239,8 @@ def test_of_a_question_the_first_are_kept_and_none_twice():
         ),
         (lambda c: c.recipe.update({"judge_answers": True}), "give the section judge"),
         (lambda c: c.sampling.update({"temperatures": ()}), "sampling.temperatures"),
+        (lambda c: c.data.update({"path": "nowhere"}), "data='nowhere' is no folder"),
+        (lambda c: c.retriever.update({"encoder": "nowhere"}), "retriever.encoder"),
         (lambda c: c.sampling.update({"block": 0}), "sampling.block=0 must be at least 1"),
     ],
 )
