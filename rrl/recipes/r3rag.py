@@ -200,11 +200,9 @@ class R3Rag:
         ]
 
     def demonstrate(self, item: MiniQuestion, retrieve: Retrieve) -> Shown:
-        """A scripted expert: say what is needed, ask for each fact in a step of its own, state what was read, answer."""
-        plan = item.plan
-        steps = max(self.environment.max_steps, len(plan.hops) + 1)  # its last step is never cut off
-        environment = dataclasses.replace(self.environment, max_steps=steps)
-        episode = Episode(item.question)
+        """A scripted expert: say what is needed, ask for each fact in a step of its own, state what was read, answer. It takes as
+        many steps as it needs, whatever the limit."""
+        plan, episode = item.plan, Episode(item.question)
         segments: Shown = []
         analysis = f"To find : {plan.facts}"
         for hop in plan.hops:
@@ -212,7 +210,7 @@ class R3Rag:
             passages = tuple(retrieve(hop.query))
             titles = tuple(passage.title for passage in passages)
             episode.searches.append(Search(episode.turn, hop.query, titles, passages=passages))
-            segments += [episode.said[-1], environment.again(episode)]
+            segments += [episode.said[-1], self.environment.again(episode)]
             episode.turn += 1
             analysis = f"The {hop.query} is {hop.value}."
         if plan.conclusion:
