@@ -11,6 +11,7 @@ from rrl.rewards.cases import (
     VALIDATION_SYSTEM,
     Correctness,
     Relevance,
+    ShortAnswer,
     Sufficiency,
     Thinking,
     Told,
@@ -155,3 +156,22 @@ def test_correctness_is_true_or_false(text, score):
 )
 def test_validation_is_read_in_its_form(text, score):
     assert Validation(QUESTION, "x").read(text) == score
+
+
+@pytest.mark.parametrize(
+    ("reply", "em", "f1"),
+    [
+        ('["It was her", "M. Velikov"]', 1.0, 1.0),  # the best of several
+        ('Short: ["Marta Danes"]', 0.0, 0.5),
+        ("[]", 0.0, 0.0),
+        ('<think>["Marta Velikov"]</think>["Ivo Danes"]', 0.0, 0.0),
+        ("Marta Velikov", None, None),
+        ('["Marta Velikov"', None, None),
+    ],
+)
+def test_short_answers_are_scored_by_the_forms_that_were_listed(reply, em, f1):
+    long = "It was Marta Velikov who directed it."
+    cases = [ShortAnswer(QUESTION, long, name) for name in ("em", "f1")]
+    assert cases[0].prompt == cases[1].prompt  # asked once
+    assert QUESTION.text in cases[0].prompt.said and long in cases[0].prompt.said
+    assert [case.read(reply) for case in cases] == [em, f1]

@@ -7,7 +7,7 @@ from rrl.data.passages import Passage
 from rrl.data.questions import Question
 from rrl.errors import UserError
 from rrl.recipes.tiresrag import TiresRag
-from rrl.rewards.cases import Correctness, Relevance, Sufficiency, Thinking, Told, Validation
+from rrl.rewards.cases import Correctness, Relevance, ShortAnswer, Sufficiency, Thinking, Told, Validation
 from rrl.rewards.oracle import Oracle, grounded
 from rrl.rollout.trajectory import ENVIRONMENT, POLICY
 
@@ -98,3 +98,9 @@ def test_an_answer_is_right_where_it_covers_the_gold_one():
 def test_a_question_without_gold_passages_is_refused():
     with pytest.raises(UserError, match=r"question 'q' names no gold passages.*judge\.kind=model"):
         Oracle().grade([Sufficiency(Question("q", "Who?", ("x",)), told())])
+
+
+def test_the_oracle_takes_a_short_answer_as_it_stands():
+    assert grade(ShortAnswer(QUESTION, "Ivo Danes", "em")) == 1
+    assert grade(ShortAnswer(QUESTION, "It is Ivo Danes", "em")) == 0
+    assert grade(ShortAnswer(QUESTION, "Ivo Tolvik", "f1")) == 0.5
