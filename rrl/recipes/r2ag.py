@@ -13,6 +13,7 @@ from rrl.data.questions import Question
 from rrl.errors import UserError, at_least, one_of
 from rrl.recipes.base import Retrieve, Scoring, Shown
 from rrl.recipes.outcome import OutcomeRecipe, answer_metrics
+from rrl.recipes.prompted.base import asked
 from rrl.recipes.rsearch import READER_TEMPLATE
 from rrl.retrieval.gold import hits_of
 from rrl.rewards.retrieval_tree import (
@@ -132,9 +133,8 @@ class Expanding:
             return Finish(CUT)
         proposal = read_proposal(text)
         base, predicted = self.asked(episode.question, proposal)
-        first, *others = (*base, *predicted, "")
-        if first:
-            return SearchFor(first, tuple(others[:-1]))
+        if queries := base + predicted:
+            return SearchFor(queries[0], queries[1:])
         return Finish(STOP if proposal.stop else "no_action")
 
     def observe(self, episode: Episode, *found: Sequence[Passage] | None) -> Action:
@@ -302,8 +302,8 @@ class R2AG(OutcomeRecipe):
         while True:
             stated, wanted = _known(item, {title_key(passage.title) for passage in kept})
             thought = "\n".join(filter(None, [f"To find : {item.plan.facts}", " ".join(stated)]))
-            asked = [hop.query for hop in wanted] or [STOP_RETRIEVAL]
-            boxes = [(THINK, thought), *((BASE, query) for query in asked), (PREDICTED, NONE)]
+            queries = [hop.query for hop in wanted] or [STOP_RETRIEVAL]
+            boxes = [(THINK, thought), *((BASE, query) for query in queries), (PREDICTED, NONE)]
             segments.append("\n".join(boxed(tag, text) for tag, text in boxes))
             found = [(hop, list(retrieve(hop.query))) for hop in wanted]
             hits = [bool(some) and title_key(some[0].title) == title_key(hop.title) for hop, some in found]
@@ -327,7 +327,7 @@ def generator_prompt(question: Question, documents: Sequence[Passage]) -> Prompt
     """What the generator reads: all documents of the tree and the question. The paper does not print its own prompt."""
     before, after = READER_TEMPLATE.split("{evidence}")
     shown = render(documents) or "(none)"
-    return Prompt(before, body=shown, after=after.format(query=question.text))
+    return Prompt(before, body=shown, after=after.format(query=asked(question)))
 
 
 def _best(searches: Sequence[Search]) -> list[str]:

@@ -12,7 +12,7 @@ from rrl.errors import UserError
 from rrl.recipes.base import ALONE, Scoring, curriculum_of, uses_chat
 from rrl.recipes.card import card_of, read_card, write_card
 from rrl.recipes.catalogue import make_recipe
-from rrl.recipes.r2ag import INSTRUCTION, R2AG, Expanding
+from rrl.recipes.r2ag import INSTRUCTION, R2AG, Expanding, generator_prompt
 from rrl.recipes.rsearch import RSearch
 from rrl.rewards.retrieval_tree import Weights, read_proposal
 from rrl.rollout.curriculum import Shuffled
@@ -204,6 +204,12 @@ def test_a_whole_tree_is_measured_by_what_it_found_and_by_what_the_generator_ans
     # the last expansion stopped too early: it earns 0, the second what it found
     assert found.turn_rewards == {0: 0.02, 1: pytest.approx(0.2 + 0.1 + 0.02), 2: 0}
     assert found.rewards["total"] == pytest.approx(sum(found.turn_rewards.values()))
+
+
+def test_the_generator_sees_the_choices_of_a_multiple_choice():
+    # SPEC.md 4: LongBench-v2
+    said = generator_prompt(Question("q", "Which?", ("B",), choices=("one", "two")), [A]).said
+    assert said.index("(Title: A)") < said.index("Which?\n(A) one\n(B) two")
 
 
 def test_training_asks_no_generator():

@@ -7,15 +7,18 @@ import jax
 import numpy as np
 import pytest
 
+from rrl.data.passages import Passage
 from rrl.data.questions import Question
 from rrl.data.tokenizer import load_tokenizer
 from rrl.errors import UserError
 from rrl.recipes.base import Scoring
+from rrl.recipes.r2ag import R2AG, Expanding
 from rrl.recipes.rsearch import RSearch
 from rrl.rl.optim import OptimConfig
 from rrl.rl.refill import Refill
 from rrl.rollout.curriculum import Shuffled
-from rrl.rollout.engine import RolloutStats
+from rrl.rollout.engine import EngineConfig, RolloutStats
+from rrl.rollout.forest import Node
 from rrl.train import rollouts
 from rrl.train.objective import ObjectiveConfig
 from rrl.train.rl_config import RLConfig
@@ -156,6 +159,26 @@ def test_each_sample_of_a_question_has_a_temperature_of_its_own():
 
     assert ask(temperatures) == [(i // 4, i, temperatures[i % 4]) for i in range(8)]
     assert ask(0.5) == [(i // 4, i, 0.5) for i in range(8)]
+
+
+def test_documents_that_leave_no_room_for_a_turn_give_way():
+    class Stub:
+        tokenizer, stats = load_tokenizer("assets/miniwiki-tokenizer"), RolloutStats()
+        config = EngineConfig(context=100)
+
+        def run(self, params, requests, *_, **__):
+            self.prompts = [request.prompt for request in requests]
+            return []
+
+    engine, recipe = Stub(), R2AG(environment=Expanding(opening="bare", turn_tokens=40))
+    documents = [Passage(name, name, "far too long " * 20) for name in ("A", "B")]
+    short, long = (Node.of(Question("q", "Who?", ("x",)), 0, some) for some in ([], documents))
+    run_questions(engine, None, recipe, [short, long], key=jax.random.key(0))
+    assert (
+        len(engine.prompts[0]) < 20 and len(engine.prompts[1]) == 59
+    )  # 100 less the turn and the last token
+    said = [engine.tokenizer.decode(ids) for ids in engine.prompts]
+    assert all("Who?" in text for text in said) and "(Title: A)" not in said[1]
 
 
 def test_a_step_samples_at_its_temperatures(monkeypatch):
