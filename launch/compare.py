@@ -19,6 +19,9 @@ _COLD_START = flags.DEFINE_string(
 )
 _OUT = flags.DEFINE_string("out", "runs/compare", "Folder for the runs, the plot and the table.")
 _ARMS = flags.DEFINE_list("arms", ["GRPO", "SFT continued", "rewards permuted", "search off"], "Arms to run.")
+_METRIC = flags.DEFINE_string(
+    "metric", "em", "What the table tells: a held-out metric, such as full_recall (R2AG)."
+)
 _SEEDS = flags.DEFINE_list("seeds", ["0", "1", "2", "3"], "Seeds to run.")
 
 
@@ -31,7 +34,7 @@ def main(_: Sequence[str]) -> None:
         raise UserError(f"--seeds={','.join(_SEEDS.value)} must be whole numbers, separated by commas")
     seeds = [int(seed) for seed in _SEEDS.value]
     try:
-        print(compare(_CONFIG.value, _COLD_START.value, _OUT.value, _ARMS.value, seeds))
+        print(compare(_CONFIG.value, _COLD_START.value, _OUT.value, _ARMS.value, seeds, _METRIC.value))
     except subprocess.CalledProcessError as error:
         if error.returncode == REFUSED:  # the run has printed its error
             sys.exit(REFUSED)

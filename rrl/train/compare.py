@@ -27,6 +27,9 @@ ARMS = {GRPO: "", SFT: "", "rewards permuted": "control=permuted", "search off":
 """Config argument of each arm; supervised training goes on with the cold start's own command instead."""
 TAKEN = {"config": ("seed", "control"), "cold_start": ("seed", "minutes")}
 """Config arguments that the comparison sets itself."""
+TITLES = {"em": "exact match", "f1": "F1", "full_recall": "full recall", "map": "mAP"}
+SHORT = {"em": "EM"}
+"""What metrics are called, in plots and in the table."""
 REFUSED = 2
 """Exit code of a launcher for wrong input; nothing was written."""
 
@@ -67,7 +70,12 @@ def cells(root: pathlib.Path, arms: Sequence[str], seeds: Sequence[int]) -> list
 
 
 def compare(
-    config: str, cold_start: str, root: str | pathlib.Path, arms: Sequence[str], seeds: Sequence[int]
+    config: str,
+    cold_start: str,
+    root: str | pathlib.Path,
+    arms: Sequence[str],
+    seeds: Sequence[int],
+    metric: str = "em",
 ) -> str:
     """Runs what is missing and returns the table; `root` gets a folder a run, compare.png, .txt and .jsonl.
 
@@ -75,7 +83,8 @@ def compare(
     with seeds of its own: the last one to end shows all.
 
     `config` is a config file with arguments, without seed and control; `cold_start` the one that made its policy, with
-    init=POLICY: the supervised arm goes on with it for as long as GRPO took with the same seed.
+    init=POLICY: the supervised arm goes on with it for as long as GRPO took with the same seed. `metric` is what the table
+    tells, a share that the recipe measures on held-out questions (R2AG: "full_recall").
 
     Raises UserError for a run that a signal stopped and for a workdir that another config made; CalledProcessError for
     a run that failed, which has said why.
@@ -98,13 +107,13 @@ def compare(
     runs = {
         arm: [_curve(c, plan) for c in plan if c.arm == arm] for arm in dict.fromkeys(c.arm for c in plan)
     }
-    panels = {"eval/em": "held-out exact match", "eval/f1": "held-out F1"}
+    panels = {f"eval/{name}": f"held-out {TITLES.get(name, name)}" for name in (metric, "f1")}
     plot_spread(runs, root / "compare.png", panels, x="minutes", title=f"{config}: arms over seeds")
     with (root / "compare.jsonl").open("w", encoding="utf-8") as out:
         for cell in plan:
             for line in _curve(cell, plan):
                 out.write(json.dumps({"arm": cell.arm, "seed": cell.seed} | line) + "\n")
-    text = "\n".join(rows(plan))
+    text = "\n".join(rows(plan, metric))
     (root / "compare.txt").write_text(text + "\n", encoding="utf-8")
     return text
 
@@ -224,12 +233,15 @@ def _train(config: str, workdir: pathlib.Path, *more: str) -> list[str]:
     return ["launch/train.py", f"--config={with_arguments(config, *more)}", f"--workdir={workdir}"]
 
 
-def rows(plan: Sequence[Cell]) -> list[str]:
-    """Held-out exact match before and after, by arm: mean over seeds, and each seed's gain, in points."""
-    lines: list[tuple[str, ...]] = [("", "seeds", "EM before", "EM after", "gain", "by seed", "minutes")]
+def rows(plan: Sequence[Cell], metric: str = "em") -> list[str]:
+    """A held-out metric before and after, by arm: mean over seeds, and each seed's gain, in points."""
+    title = SHORT.get(metric, TITLES.get(metric, metric))
+    lines: list[tuple[str, ...]] = [
+        ("", "seeds", f"{title} before", f"{title} after", "gain", "by seed", "minutes")
+    ]
     for arm in dict.fromkeys(cell.arm for cell in plan):
         these = [cell for cell in plan if cell.arm == arm]
-        ends = [_ends(cell) if arm != SFT else _sft_ends(cell, plan) for cell in these]
+        ends = [_ends(cell, metric) if arm != SFT else _sft_ends(cell, plan, metric) for cell in these]
         before, after, minutes = (np.array(column) for column in zip(*ends, strict=True))
         gains = 100 * (after - before)
         lines.append(
@@ -246,23 +258,27 @@ def rows(plan: Sequence[Cell]) -> list[str]:
     return table(lines)
 
 
-def _ends(cell: Cell) -> tuple[float, float, float]:
+def _ends(cell: Cell, metric: str = "em") -> tuple[float, float, float]:
     found = [line for line in read_metrics(cell.metrics) if "eval/em" in line]
     if not found:
         raise UserError(
             f"{cell.metrics} holds no evaluation; delete {cell.workdir} and run the comparison again"
         )
-    return found[0]["eval/em"], found[-1]["eval/em"], found[-1]["minutes"]
+    name = f"eval/{metric}"
+    if name not in found[0]:
+        told = sorted(key.removeprefix("eval/") for key in found[0] if key.count("/") == 1)
+        raise UserError(f"metric={metric!r} is not in {cell.metrics}; there are {', '.join(told)}")
+    return found[0][name], found[-1][name], found[-1]["minutes"]
 
 
-def _sft_ends(cell: Cell, plan: Sequence[Cell]) -> tuple[float, float, float]:
+def _sft_ends(cell: Cell, plan: Sequence[Cell], metric: str) -> tuple[float, float, float]:
     """The start and the minutes are those of GRPO with the same seed."""
-    before, _, minutes = _grpo_of(cell, plan)
-    return before, _ends(cell)[1], minutes
+    before, _, minutes = _grpo_of(cell, plan, metric)
+    return before, _ends(cell, metric)[1], minutes
 
 
-def _grpo_of(cell: Cell, plan: Sequence[Cell]) -> tuple[float, float, float]:
-    return next(_ends(c) for c in plan if c.arm == GRPO and c.seed == cell.seed)
+def _grpo_of(cell: Cell, plan: Sequence[Cell], metric: str = "em") -> tuple[float, float, float]:
+    return next(_ends(c, metric) for c in plan if c.arm == GRPO and c.seed == cell.seed)
 
 
 def _curve(cell: Cell, plan: Sequence[Cell]) -> list[dict[str, Any]]:

@@ -206,6 +206,14 @@ def test_a_whole_tree_is_measured_by_what_it_found_and_by_what_the_generator_ans
     assert found.rewards["total"] == pytest.approx(sum(found.turn_rewards.values()))
 
 
+def test_what_one_expansion_found_is_not_new_to_the_next_and_counts_for_the_stop():
+    found = scored(
+        QUESTION, (asking("a"), [A]), (asking("a", "b"), [A], [B]), (asking("stop retrieval"),), ended="stop"
+    )
+    assert (found.rewards["multi_hit"], found.rewards["joint_hit"]) == (2, 1)
+    assert found.turn_rewards[2] == pytest.approx(0.3 + 0.02)
+
+
 def test_the_generator_sees_the_choices_of_a_multiple_choice():
     # SPEC.md 4: LongBench-v2
     said = generator_prompt(Question("q", "Which?", ("B",), choices=("one", "two")), [A]).said

@@ -32,6 +32,19 @@ def test_supervised_training_goes_on_as_long_as_grpo_took(tmp_path):
     assert second[1].startswith("--config=configs/x.py:size=tiny,steps=0,prompt=bare,policy=")
 
 
+def test_the_table_tells_the_metric_that_is_asked_for(tmp_path):
+    (cell,) = cells(tmp_path, ["GRPO"], [0])
+    finish(cell, 0.1, 0.2, 1.0)
+    lines = [json.loads(line) for line in cell.metrics.read_text().splitlines()]
+    lines[0]["eval/full_recall"], lines[2]["eval/full_recall"] = 0.5, 0.75
+    cell.metrics.write_text("\n".join(map(json.dumps, lines)))
+    head, _, row = rows([cell], "full_recall")
+    assert "full recall before" in head and row.split()[2:5] == ["50.0", "75.0", "+25.0"]
+    assert rows([cell])[2].split()[2:5] == ["10.0", "20.0", "+10.0"]
+    with pytest.raises(UserError, match=r"metric='recall' is not in .*; there are em, f1, full_recall"):
+        rows([cell], "recall")
+
+
 def test_the_supervised_arm_needs_grpo_before_it(tmp_path):
     for arms in (["SFT continued"], ["SFT continued", "GRPO"]):
         with pytest.raises(UserError, match="'GRPO' before it"):
