@@ -9,7 +9,8 @@
     python launch/train.py --config=configs/r2ag.py:size=7b,data=FOLDER,policy=FOLDER,reader=FOLDER,encoder=FOLDER
 
 size=tiny is the built-in world (`miniwiki`), whose questions take at most 4 documents; `reader` is the generator, which answers
-from the documents that were found. The measure is full recall.
+from the documents that were found. The measure is full recall: the cold start's is 80 % (100 questions over 200 passages,
+after 180 of its 260 steps). These settings are not tuned, and no result of a whole run is known yet.
 
 size=3b and size=7b hold the paper's settings (appendix B.2): trees of 128 prompts a step x 12 outputs of at most 4,096 tokens,
 at most 5 expansions, top-1 documents in training, clip 0.2/0.28, no KL, AdamW at 1e-6, 80 steps; evaluated at temperature 0.6
@@ -52,7 +53,13 @@ def get_config(arg: str = "") -> ConfigDict:
     config.reader = args.reader or ("assets/miniwiki-reader" if tiny else POLICIES["7b"])
     queries = args.hops if args.t == "most" else max(1, args.hops // 2)
     # In the built-in world forests of fewer trees, so that a short run sees all levels of several.
-    config.recipe = {"name": "r2ag", "trees": 160 if tiny else 0}
+    config.recipe = {
+        "name": "r2ag",
+        "trees": 160 if tiny else 0,
+        # Paid as printed, a small policy learns to ask again for what it knows: in 12 small updates from 16 % of the held-out
+        # searches to 31 %.
+        "pay_known": not tiny,
+    }
     config.recipe.environment = {
         "opening": {"auto": "bare" if tiny else "instruct"}.get(args.prompt, args.prompt),
         "expansions": 5,
