@@ -26,6 +26,7 @@ def get_config(arg: str = "") -> ConfigDict:
         method="rsearch",
         dataset="miniwiki",
         policy="",
+        reader="",
         retriever="",
         encoder="",
         index="",
@@ -65,6 +66,7 @@ def get_config(arg: str = "") -> ConfigDict:
     # Each argument has a workdir of its own.
     config.name = "-".join(["eval", *re.findall(r"[\w.=]+", arg)])
     config.policy = policy
+    config.reader = args.reader
     config.method = {"name": args.method}
     if args.method in RECIPES:
         own = card is not None and card.recipe == args.method  # as it was trained
@@ -97,6 +99,11 @@ def get_config(arg: str = "") -> ConfigDict:
         "feed_tokens": 256 if tiny else 2048,
         # Five is what the papers evaluate with; a policy of ours goes on with what it was trained with.
         "top_k": args.top_k or (card.top_k if card else 2 if tiny else 5),
+    }
+    config.reader_rollout = {
+        "rows": 32 if tiny else 128,
+        "context": 512 if tiny else 8192,
+        "feed_tokens": 512 if tiny else 2048,
     }
     config.mesh = {}
     config.compute = {}

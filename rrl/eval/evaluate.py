@@ -34,7 +34,7 @@ from rrl.eval.results import Lines, read_lines
 from rrl.eval.scoring import CUTS, Scores, as_text, matched, report, score, write_report
 from rrl.eval.trajectories_html import write_html
 from rrl.eval.trajectory_files import load_trajectories
-from rrl.eval.ways import Way, make_way
+from rrl.eval.ways import Trained, Way, make_way
 from rrl.models.hf import folder_hash, load_language_model
 from rrl.models.weights import require_folder
 from rrl.parallel.runtime import enable_compilation_cache
@@ -43,6 +43,7 @@ from rrl.recipes.prompted.base import Settings as Prompting
 from rrl.recipes.prompted.catalogue import METHODS, make_method
 from rrl.retrieval.files import locked, replaced
 from rrl.retrieval.gold import hits_at
+from rrl.rewards.reader import Reader
 from rrl.rollout.engine import Engine, EngineConfig
 from rrl.rollout.loop import PATIENCE
 from rrl.rollout.trajectory import Trajectory
@@ -58,8 +59,6 @@ from rrl.train.judges import JudgeSettings
 from rrl.train.progress import Progress
 from rrl.train.tasks import RetrieverConfig, encoder_folder
 
-TOGETHER = 4096
-"""Questions that are handed to the engine at once: many times its rows, so that they stay busy to the end."""
 SHOWN = 100
 """Trajectories on a run's own page."""
 
@@ -93,6 +92,7 @@ SECTIONS: Mapping[str, type] = {
     "data": DatasetConfig,
     "retriever": RetrieverConfig,
     "rollout": EngineConfig,
+    "reader_rollout": EngineConfig,
     "mesh": MeshConfig,
     "compute": ComputeConfig,
 }
@@ -136,22 +136,30 @@ class Settings:
     data: DatasetConfig
     retriever: RetrieverConfig
     rollout: EngineConfig
+    reader_rollout: EngineConfig
     mesh: MeshConfig
     compute: ComputeConfig
+    reader: str = ""
+    """Folder of the model that answers from what a recipe has found."""
     judge: JudgeSettings | None = None
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> "Settings":
         """Checks a config (see configs/eval.py for its form) and that its folders are there; loads nothing yet."""
         values = config.to_dict() if hasattr(config, "to_dict") else dict(config)
-        only([*SECTIONS, *JUDGE, "name", "policy", "method", "recipe", "prompted"], values, "config")
-        way = make_way(values["method"], values.get("recipe"), values.get("prompted"))
+        names = ("name", "policy", "reader", "method", "recipe", "prompted")
+        only([*SECTIONS, *JUDGE, *names], values, "config")
+        reader = values.get("reader", "")
+        way = make_way(values["method"], values.get("recipe"), values.get("prompted"), reader)
         if not values["name"]:
             raise UserError("name='' names no run; give a name, from which comes its folder")
         require_folder("policy", values["policy"])
+        if reader:
+            require_folder("reader", reader)
         sections: dict[str, Any] = {name: build(kind, values[name], name) for name, kind in SECTIONS.items()}
         judge = JudgeSettings.parse(values) if "judge" in values else None
-        settings = cls(name=values["name"], policy=values["policy"], way=way, judge=judge, **sections)
+        folders = {"policy": values["policy"], "reader": reader}
+        settings = cls(name=values["name"], way=way, judge=judge, **folders, **sections)
         if settings.judge is not None:
             settings.judge.check()
         if settings.searches:
@@ -193,7 +201,7 @@ def run(config: Mapping[str, Any], workdir: str | Path, command: Sequence[str] =
         with replaced(workdir / "config.json") as stream:
             stream.write(json.dumps(identity, indent=2).encode() + b"\n")
         save_questions(workdir / "questions.jsonl", data.questions)
-        answer(settings, data, engine, params, workdir)
+        answer(settings, _with_reader(settings), data, engine, params, workdir)
         said = {}
         if judge is not None and settings.judge is not None:
             answers = {line["id"]: line["prediction"] for line in read_lines(workdir / "results.jsonl")}
@@ -249,7 +257,21 @@ def _engine(settings: Settings, data: Dataset, say: Clock) -> tuple[Engine, Any]
     return engine, nnx.state(decoder)
 
 
-def answer(settings: Settings, data: Dataset, engine: Engine, params: Any, workdir: Path) -> None:
+def _with_reader(settings: Settings) -> Way:
+    """The way, with the model loaded that answers for it, where it has one."""
+    if not (settings.reader and isinstance(settings.way, Trained)):
+        return settings.way
+    frozen = load_language_model(
+        settings.reader,
+        "reader",
+        context=settings.reader_rollout.context,
+        dtype=jnp.dtype(settings.compute.dtype),
+        param_dtype=jnp.dtype(settings.compute.dtype),
+    )
+    return dataclasses.replace(settings.way, reader=Reader(*frozen, settings.reader_rollout).answers)
+
+
+def answer(settings: Settings, way: Way, data: Dataset, engine: Engine, params: Any, workdir: Path) -> None:
     """Has all questions answered that results.jsonl does not hold yet; each is there as soon as it is answered."""
     count = len(data.questions)
     with Lines(workdir / "results.jsonl", (question.id for question in data.questions)) as lines:
@@ -266,10 +288,10 @@ def answer(settings: Settings, data: Dataset, engine: Engine, params: Any, workd
                 tokens = record["tokens"] + record["environment_tokens"]
                 progress.update(len(lines.done), {"right": f"{100 * right / asked:.1f}%"}, tokens)
 
-            for start in range(0, len(todo), TOGETHER):
-                some = todo[start : start + TOGETHER]
+            for start in range(0, len(todo), way.together):
+                some = todo[start : start + way.together]
                 key = jax.random.key(settings.eval.seed)
-                settings.way.ask(engine, params, some, key, settings.eval.temperature, keep)
+                way.ask(engine, params, some, key, settings.eval.temperature, keep)
                 stats = engine.stats
                 _timed(workdir, len(some), answer=stats.seconds, search=stats.retrieval_seconds)
 

@@ -11,25 +11,32 @@ from jaxtyping import PyTree
 from rrl.data.questions import Question
 from rrl.errors import UserError
 from rrl.eval.trajectory_files import searches_as_json
-from rrl.recipes.base import ALONE, Recipe, uses_chat
+from rrl.models.weights import folder_hash
+from rrl.recipes.base import ALONE, Recipe, Scoring, uses_chat
 from rrl.recipes.card import card_of
 from rrl.recipes.catalogue import RECIPES, make_recipe
 from rrl.recipes.prompted.base import Outcome, asked
 from rrl.recipes.prompted.base import Settings as Prompting
 from rrl.recipes.prompted.catalogue import METHODS, Method, make_method
+from rrl.rewards.judge import Answers
 from rrl.rollout.engine import Engine
 from rrl.rollout.episodes import Request
 from rrl.rollout.trajectory import ENVIRONMENT, POLICY, PROMPT, Search, Trajectory
-from rrl.text.chat import chat_ids
 from rrl.text.metrics import cover_exact_match
 from rrl.text.spans import Tag
 from rrl.train.fields import build
-from rrl.train.rollouts import refuse_long_prompts
+from rrl.train.rollouts import opening_ids, refuse_long_prompts
 
 Numbered = Sequence[tuple[int, Question]]
 """Questions with their places in the dataset, which are their sampling seeds."""
 Keep = Callable[[dict[str, Any]], None]
 """Is given the record of each question as soon as it is answered, from inside the engine's loop: it must not touch JAX."""
+
+
+TOGETHER = 4096
+"""Questions that are handed to the engine at once: many times its rows, so that they stay busy to the end."""
+READ_TOGETHER = 256
+"""The same where another model answers when all of them have ended: a kill loses no more."""
 
 
 class Way(Protocol):
@@ -38,6 +45,10 @@ class Way(Protocol):
     @property
     def name(self) -> str:
         """What a result card says of it: its name, and what was set in it."""
+
+    @property
+    def together(self) -> int:
+        """Questions that are to be handed to `ask` at once."""
 
     @property
     def searches(self) -> bool:
@@ -75,7 +86,10 @@ class Way(Protocol):
 
 
 def make_way(
-    method: Mapping[str, Any], recipe: Mapping[str, Any] | None, prompted: Mapping[str, Any] | None
+    method: Mapping[str, Any],
+    recipe: Mapping[str, Any] | None,
+    prompted: Mapping[str, Any] | None,
+    reader: str = "",
 ) -> Way:
     """The way that the sections of a config tell of.
 
@@ -83,12 +97,17 @@ def make_way(
       method: name, and of a prompted method its options.
       recipe: of a recipe, what is changed in it, its environment's under "environment".
       prompted: of a prompted method, fields of `rrl.recipes.prompted.base.Settings`.
+      reader: of a recipe, the folder of the model that answers from what was found.
 
-    Raises UserError for an unknown name, with what there is, and as `make_recipe` and `make_method`.
+    Raises UserError for an unknown name, with what there is, for a reader that is no use, and as `make_recipe` and `make_method`.
     """
     options = dict(method)
     name = options.pop("name")
     if name in METHODS:
+        if reader:
+            raise UserError(
+                f"reader={reader!r} goes with a recipe that leaves the answer to another model; {name} answers by itself"
+            )
         return Prompted(name, make_method(name, options), build(Prompting, prompted or {}, "prompted"))
     if name not in RECIPES:
         raise UserError(
@@ -96,7 +115,7 @@ def make_way(
         )
     fields = dict(recipe or {})
     environment = fields.pop("environment", {})
-    return Trained(make_recipe(name, fields, environment))
+    return Trained(make_recipe(name, fields, environment), reader)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,6 +123,14 @@ class Trained:
     """A recipe's protocol, whose policy was trained for it (or is tried without)."""
 
     recipe: Recipe
+    reader_name: str = ""
+    """Folder of the model that answers from what was found, for recipes that leave that to another (R2AG)."""
+    reader: Answers | None = None
+    """That model."""
+
+    @property
+    def together(self) -> int:
+        return TOGETHER if self.reader is None else READ_TOGETHER
 
     @property
     def _card(self) -> dict[str, Any]:
@@ -113,7 +140,9 @@ class Trained:
     def name(self) -> str:
         # An instruction is a page; that it was changed is told by the run's config.
         changed = {name: value for name, value in self._card["fields"].items() if not isinstance(value, str)}
-        return _named(self._card["recipe"], changed)
+        return _named(
+            self._card["recipe"], changed | ({"reader": self.reader_name} if self.reader_name else {})
+        )
 
     @property
     def searches(self) -> bool:
@@ -136,7 +165,8 @@ class Trained:
     @property
     def identity(self) -> dict[str, Any]:
         recipe: Any = self.recipe
-        return {"recipe": self._card["recipe"]} | dataclasses.asdict(recipe)
+        reader = folder_hash(self.reader_name) if self.reader_name else ""
+        return {"recipe": self._card["recipe"], "reader": reader} | dataclasses.asdict(recipe)
 
     def check(self, engine: Engine, questions: Sequence[Question]) -> None:
         refuse_long_prompts(engine, self.recipe, [_shown(question) for question in questions])
@@ -150,7 +180,7 @@ class Trained:
         temperature: float,
         keep: Keep,
     ) -> None:
-        prompts = [chat_ids(engine.tokenizer, self.recipe.prompt(_shown(q))) for _, q in questions]
+        prompts = [opening_ids(engine, self.recipe, _shown(question)) for _, question in questions]
         requests = [
             Request(question, prompt, number, number, temperature)
             for (number, question), prompt in zip(questions, prompts, strict=True)
@@ -160,7 +190,14 @@ class Trained:
             self.recipe.score([trajectory], ALONE)
             keep(of_trajectory(trajectory))
 
-        engine.run(params, requests, self.recipe.environment, key, on_finish=ended)
+        if self.reader is None:
+            engine.run(params, requests, self.recipe.environment, key, on_finish=ended)
+            return
+        # A model that is asked cannot be asked from inside the loop.
+        trajectories = engine.run(params, requests, self.recipe.environment, key)
+        self.recipe.score(trajectories, Scoring(self.reader))
+        for trajectory in trajectories:
+            keep(of_trajectory(trajectory))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,6 +207,7 @@ class Prompted:
     method_name: str
     method: Method
     settings: Prompting
+    together = TOGETHER
 
     @property
     def name(self) -> str:

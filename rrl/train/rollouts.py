@@ -43,7 +43,7 @@ def run_questions(
     requests = [
         Request(question, prompt, group * samples + sample, group, temperatures[sample])
         for group, question in enumerate(questions)
-        for prompt in [_opening(engine, recipe, question)]
+        for prompt in [opening_ids(engine, recipe, question)]
         for sample in range(samples)
     ]
     trajectories = engine.run(
@@ -53,7 +53,7 @@ def run_questions(
     return trajectories
 
 
-def _opening(engine: Engine, recipe: Recipe, question: Question) -> Int[np.ndarray, "T"]:
+def opening_ids(engine: Engine, recipe: Recipe, question: Question) -> Int[np.ndarray, "T"]:
     """Token ids of what opens an episode. The body of a prompt gives way where a turn would not fit behind it."""
     prompt = recipe.prompt(question)
     if isinstance(prompt, str) or not prompt.body:

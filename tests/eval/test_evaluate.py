@@ -9,6 +9,8 @@ from rrl.errors import UserError
 from rrl.eval import evaluate
 from rrl.eval.comparison import load_run
 from rrl.eval.results import Lines, read_lines
+from rrl.recipes.catalogue import RECIPES
+from rrl.recipes.prompted.catalogue import METHODS
 from rrl.train.launcher import load_config
 
 SMALL = ("rollout.rows=8", "data.worlds=1")
@@ -76,7 +78,7 @@ def test_a_run_says_how_it_came_about_and_is_judged_later_without_being_asked_ag
     assert {"tokens", "prompt_tokens", "environment_tokens", "searches", "turns"} <= set(run.found["cost"])
     assert (tmp_path / "trajectories.html").stat().st_size > 10_000
 
-    monkeypatch.setattr(evaluate, "answer", lambda settings, data, engine, params, workdir: None)
+    monkeypatch.setattr(evaluate, "answer", lambda *_: None)
     evaluate.run(config("method=rsearch,questions=10,judge=oracle,normalization=triviaqa"), tmp_path)
     judged = load_run(tmp_path)
     # The oracle's verdict is cover exact match.
@@ -94,6 +96,8 @@ def test_a_run_says_how_it_came_about_and_is_judged_later_without_being_asked_ag
     [
         ("method=nope", [], "method='nope' is unknown; recipes are"),
         ("method=react", ["method.steps=0"], "react.steps=0 must be a whole number above 0"),
+        ("reader=/none", [], "reader='/none' is no Hugging Face folder"),
+        ("method=cot,reader=x", [], "reader='x' goes with a recipe .*; cot answers by itself"),
         ("policy=/none", [], "policy='/none' is no Hugging Face folder"),
         ("dataset=/none,policy=assets/miniwiki-policy", [], "data.path='/none' is neither miniwiki"),
         ("normalization=squat", [], "normalization='squat' is unknown"),
@@ -132,3 +136,10 @@ def test_seconds_are_taken_over_the_stretches_that_ended(tmp_path: Path) -> None
     lines.append({"questions": 0, "judge": 3.0})
     (tmp_path / "timing.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert evaluate.latency(tmp_path) == {"answer": 0.25, "search": 0.05}
+
+
+@pytest.mark.parametrize("name", [*RECIPES, *METHODS])
+def test_every_recipe_and_method_is_a_config_away(name: str) -> None:
+    settings = evaluate.Settings.of(config(f"method={name}"))
+    assert json.loads(json.dumps(settings.way.identity)) and settings.way.limits
+    assert settings.way.name == name and settings.searches == (name not in ("direct", "cot"))

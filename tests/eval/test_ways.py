@@ -91,11 +91,44 @@ def test_a_recipe_shows_the_choices_of_a_question() -> None:
 
     way = make_way({"name": "rsearch"}, {"instruction": ""}, None)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("rrl.eval.ways.chat_ids", lambda _, prompt: np.frombuffer(prompt.encode(), np.uint8))
+        patch.setattr(
+            "rrl.train.rollouts.chat_ids", lambda _, prompt: np.frombuffer(prompt.encode(), np.uint8)
+        )
         question = Question("q", "Which?", ("B",), choices=("red", "blue"))
         way.ask(Engine(), None, [(7, question)], None, 0.5, lambda record: None)
     assert b"(B) blue" in asked[0].prompt.tobytes()
     assert asked[0].question == question and asked[0].seed == 7 and asked[0].temperature == 0.5
+
+
+def test_a_recipe_whose_reader_answers_is_kept_when_it_has() -> None:
+    """R2AG's generator answers from the documents of a whole tree (Table 3)."""
+
+    class Engine:
+        tokenizer = None
+
+        def run(self, params, requests, environment, key):
+            (request,) = requests
+            trajectory = spouse()
+            trajectory.question = request.question
+            trajectory.searches = [Search(0, "x", (PERSON.title,), False, (PERSON,))]
+            return [trajectory]
+
+    asked: list = []
+
+    def reader(prompts):
+        asked.extend(prompts)
+        return ["Oslo"] * len(prompts)
+
+    way = make_way({"name": "r2ag"}, None, None, "models/generator")
+    assert way.name == "r2ag (reader=models/generator)"
+    kept: list[dict] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("rrl.eval.ways.opening_ids", lambda *_: np.zeros(3, np.int32))
+        question = dataclasses.replace(QUESTION, gold=(PERSON.title,))
+        read = dataclasses.replace(way, reader=reader)
+        read.ask(Engine(), None, [(0, question)], None, 0.0, kept.append)
+    assert kept[0]["prediction"] == "Oslo" and len(asked) == 1
+    assert read.together < way.together
 
 
 @pytest.mark.parametrize(
