@@ -7,7 +7,7 @@
     python launch/train.py --config=configs/r1_searcher.py:size=7b,stage=1,data=FOLDER,policy=FOLDER,encoder=FOLDER
 
 A base model starts with stage 1, whose policy is stage 2's start. The cold-started policy of the built-in world (size=tiny,
-settings found for R-Search there) knows how to search, so that stage 2 is the default.
+settings found for R-Search there, not tuned for this recipe) knows how to search, so that stage 2 is the default.
 
 size=3b and size=7b hold the published settings: at most 8 searches, top-k 3, 64 questions x 16 samples at temperature 1, updates
 of 256 trajectories, lr 2e-6; stage 1 on 350 questions, stage 2 on 8,148, one epoch each. SPEC.md names no coefficient of the KL:
