@@ -5,7 +5,7 @@
     python launch/sft.py --config=configs/miniwiki_cold_start.py:recipe=r3rag --workdir=runs/r3rag_cold_start
     python launch/sft.py --config=configs/miniwiki_cold_start.py:recipe=r2ag --workdir=runs/r2ag_cold_start
 
-About 3 minutes on 2 quiet cores. The model is written to WORKDIR/model, or to out=FOLDER.
+About 2 minutes on 2 quiet cores. The model is written to WORKDIR/model, or to out=FOLDER.
 `demonstrations=N` takes another number of them. `minutes=M` trains for so long instead, at a lower constant rate, and keeps
 the parameters with the least held-out loss: the control that goes on with supervised training for as long as
 reinforcement learning took.

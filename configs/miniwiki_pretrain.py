@@ -3,7 +3,7 @@
     python launch/sft.py --config=configs/miniwiki_pretrain.py --workdir=runs/pretrain
 
 `curriculum=PASSAGES:STEPS;PASSAGES:STEPS` bounds the passages of an example for the first steps.
-About 14 minutes on 2 quiet cores. The model is written to WORKDIR/model, or to out=FOLDER.
+About 11 minutes on 2 quiet cores. The model is written to WORKDIR/model, or to out=FOLDER.
 """
 
 from ml_collections import ConfigDict

@@ -1,4 +1,4 @@
-"""R1-Searcher with REINFORCE++: a baseline of the papers (SPEC.md 5 and 6).
+"""R1-Searcher with REINFORCE++: a baseline of the papers.
 
     python launch/sft.py --config=configs/miniwiki_cold_start.py:recipe=r1_searcher --workdir=runs/r1_searcher_cold_start
     python launch/train.py --config=configs/r1_searcher.py                       # built-in world, from that start: stage 2
@@ -10,8 +10,8 @@ A base model starts with stage 1, whose policy is stage 2's start. The cold-star
 settings found for R-Search there, not tuned for this recipe) knows how to search, so that stage 2 is the default.
 
 size=3b and size=7b hold the published settings: at most 8 searches, top-k 3, 64 questions x 16 samples at temperature 1, updates
-of 256 trajectories, lr 2e-6; stage 1 on 350 questions, stage 2 on 8,148, one epoch each. SPEC.md names no coefficient of the KL:
-0.001 here, as for the other recipes, in the reward of each token. The paper ran Qwen2.5-7B (base) and Llama-3.1-8B-Instruct
+of 256 trajectories, lr 2e-6; stage 1 on 350 questions, stage 2 on 8,148, one epoch each. For the KL in the
+reward of each token we take 0.001, as for the other recipes. The paper ran Qwen2.5-7B (base) and Llama-3.1-8B-Instruct
 (prompt=instruct); the retriever is BGE-large-en-v1.5 over KILT's Wikipedia.
 """
 

@@ -36,7 +36,7 @@ def get_config(arg: str = "") -> ConfigDict:
         "assets/miniwiki-policy" if tiny else f"models/Qwen2.5-{args.size.upper()}-Instruct"
     )
     card = read_card(policy)
-    ours = tiny and card is not None and card.context <= 1024
+    ours = tiny and card is not None and 0 < card.context <= 1024
 
     def sized(cold_started: Any, ordinary: Any, paper: Any) -> Any:
         return cold_started if ours else ordinary if tiny else paper

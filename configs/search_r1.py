@@ -1,4 +1,4 @@
-"""Search-R1 with GRPO, or with PPO: a baseline of the papers (SPEC.md 5 and 6).
+"""Search-R1 with GRPO, or with PPO: a baseline of the papers.
 
     python launch/sft.py --config=configs/miniwiki_cold_start.py:recipe=search_r1 --workdir=runs/search_r1_cold_start
     python launch/train.py --config=configs/search_r1.py                            # built-in world, from that start

@@ -17,6 +17,7 @@ _CONFIG = config_flags.DEFINE_config_file(
 )
 _WORKDIR = flags.DEFINE_string("workdir", None, "Folder of the run (default: runs/NAME).")
 _SHOWN = flags.DEFINE_integer("shown", 60, "Trees on the page.", lower_bound=1)
+flags.register_validator("workdir", lambda folder: folder != "", message="--workdir must name a folder")
 flags.mark_flags_as_required(["config"])
 
 

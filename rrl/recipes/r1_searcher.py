@@ -1,6 +1,6 @@
 """R1-Searcher (Song et al., 2025, arXiv 2503.05592): searches inside one long thought; rewards in two stages; REINFORCE++.
 
-A baseline of the papers (SPEC.md 5 and 6). "Released" is the authors' code.
+A baseline of the papers. "Released" is the authors' code.
 """
 
 import dataclasses
@@ -60,7 +60,7 @@ class R1Searcher(OutcomeRecipe):
     format_reward: float = 0.5
     """Stage 1."""
     malformed_penalty: float = 2.0
-    """Stage 2; the published one is that of base models (SPEC.md 6)."""
+    """Stage 2; the published one is that of base models."""
     longest_answer: int = 10
     """Words of an answer in the right form (released)."""
     advantage: str = "reward"

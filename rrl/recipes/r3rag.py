@@ -51,7 +51,7 @@ class R3Rag:
     judge_answers: bool = True
     """Eq. 2: an answer that does not match is right too where a judge says so."""
     correct_scale: float = 1.6
-    """lambda of Eq. 6 where the answer is right: 1 + gamma_correct (appendix C, SPEC.md 6)."""
+    """lambda of Eq. 6 where the answer is right: 1 + gamma_correct (appendix C)."""
     incorrect_scale: float = 0.8
     """Where it is wrong: 1 + gamma_incorrect."""
     unanswered_scale: float = 0.9

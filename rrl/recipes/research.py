@@ -1,6 +1,6 @@
 r"""ReSearch (Chen et al., 2025, arXiv 2503.19470): think, search, read, answer in \boxed{}; F1, and a little for the form alone.
 
-A baseline of the papers (SPEC.md 5 and 6).
+A baseline of the papers.
 """
 
 import dataclasses
@@ -46,7 +46,7 @@ class Resulting(Stream):
 
 @dataclasses.dataclass(frozen=True)
 class ReSearch(OutcomeRecipe):
-    r"""Protocol and reward of the paper: 0 in the wrong form, 0.1 where F1 is 0 but the form is right, else F1 (SPEC.md 6).
+    r"""Protocol and reward of the paper: 0 in the wrong form, 0.1 where F1 is 0 but the form is right, else F1.
 
     The form is right where thoughts are in closed boxes, at least one of them; every turn but the last ends in one search; the
     last has the one answer, with \boxed{} in it; and the policy writes no result itself.

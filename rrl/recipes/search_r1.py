@@ -1,6 +1,6 @@
 """Search-R1 (Jin et al., 2025, arXiv 2503.09516): think, search, read, answer; exact match, and v0.3's reward for the form.
 
-A baseline of the papers (SPEC.md 5 and 6). "Released" is the authors' code.
+A baseline of the papers. "Released" is the authors' code.
 """
 
 import dataclasses

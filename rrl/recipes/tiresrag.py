@@ -153,7 +153,7 @@ class TiresRag:
         return self.thinking_weight > 0 or self.penalty_weight > 0
 
     def prompt(self, question: Question) -> Prompt:
-        """The thought is opened for the policy (SPEC.md 6)."""
+        """The thought is opened for the policy."""
         if self.opening == "base":
             text = f"{BASE_PROMPT}\n\nQuestion:{question.text}\n\n"
             return Prompt(text, prefill="<think>", chat=False)
@@ -283,7 +283,7 @@ class TiresRag:
 
 
 def answer_reward(answer: str, gold: Sequence[str]) -> float:
-    """Eq. 1: token F1, where yes and no count as a whole and punctuation parts words (SPEC.md 6)."""
+    """Eq. 1: token F1, where yes and no count as a whole and punctuation parts words."""
     return token_f1(answer, gold, RULE)
 
 

@@ -82,7 +82,7 @@ def expansion_rewards(
     cut: bool = False,
     weights: Weights = Weights(),
 ) -> dict[str, float]:
-    """Eq. 5 and its zeroing rules (B.2; SPEC.md 4 and 6).
+    """Eq. 5 and its zeroing rules (B.2).
 
     A gold document that is hit twice counts once, in R_MH and in R_AP, base queries first. R_JH is earned by a stop signal
     once all gold is there, found before or by this very expansion.

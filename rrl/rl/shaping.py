@@ -75,8 +75,8 @@ def saturated(
 ) -> Bool[np.ndarray, "N"]:
     """True where the answers of a trajectory's group are all at most `low` or all at least `high`: TIRESRAG-R1's filter.
 
-    A group stays iff its largest answer F1 is above `low` and its smallest below `high` (4.4; Algorithm 1, line 14, as
-    SPEC.md reads it).
+    A group stays iff its largest answer F1 is above `low` and its smallest below `high` (4.4; Algorithm 1, line
+    14).
     """
     _, index = np.unique(groups, return_inverse=True)
     best = np.full(index.max(initial=-1) + 1, -np.inf)

@@ -31,7 +31,7 @@ State = tuple[PyTree, PyTree]
 
 @dataclasses.dataclass(frozen=True)
 class CriticConfig:
-    """PPO's critic; defaults are R-Search's (SPEC.md 6: gamma = lambda = 1)."""
+    """PPO's critic; defaults are R-Search's (gamma = lambda = 1)."""
 
     optim: OptimConfig
     discount: float = 1.0

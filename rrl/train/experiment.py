@@ -294,7 +294,10 @@ def run(config: Mapping[str, Any], workdir: str | pathlib.Path) -> Outcome:
     enable_compilation_cache()
     loaded = load(settings, say)
     refuse_long_prompts(loaded.engine, settings.recipe, [*loaded.task.train, *loaded.task.held_out])
-    write_model_files(workdir, loaded.decoder.config, loaded.tokenizer, _card(settings), settings.policy)
+
+    def ready() -> None:
+        write_model_files(workdir, loaded.decoder.config, loaded.tokenizer, _card(settings), settings.policy)
+
     say(f"compiling on first use (the update stays in the compilation cache): {programs_of(settings)}")
     outcome = train(
         settings.train,
@@ -306,6 +309,7 @@ def run(config: Mapping[str, Any], workdir: str | pathlib.Path) -> Outcome:
         scoring=Scoring(loaded.reader.answers if loaded.reader else None, loaded.judge),
         identity=identity,
         value_model=loaded.value_model,
+        ready=ready,
     )
     report(settings, loaded, outcome, workdir, say)
     if outcome.stopped == "signal":

@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -72,16 +72,19 @@ def train(
     scoring: Scoring = ALONE,
     identity: Mapping[str, Any] | None = None,
     value_model: ValueModel | None = None,
+    ready: Callable[[], None] = lambda: None,
 ) -> Outcome:
     """Trains `decoder` in place, continuing what the workdir holds; the start is the frozen reference.
 
     `value_model` is where the critic starts (with `config.critic`). With `average_last` the decoder ends as the mean of the
-    last updates' parameters.
+    last updates' parameters. `ready` is called once nothing in the settings and questions was found wrong, before anything is
+    written.
 
     Raises UserError when the workdir belongs to another config.
     """
     learner = Learner(config, decoder, engine.mesh, value_model)
     curriculum = curriculum_of(recipe, task.train, config.questions, config.seed)
+    ready()
 
     def measure(step: int) -> tuple[dict[str, float], list[Trajectory]]:
         """Evaluates the start (step 0, which the reference is) or what was learned, unless that has been done."""

@@ -15,9 +15,10 @@ from rrl.recipes.card import card_of, write_card
 from rrl.recipes.rsearch import RSearch
 from rrl.rl.advantages import ESTIMATORS
 from rrl.rl.optim import OptimConfig
-from rrl.train.experiment import SECTIONS, Settings, identity_of, shown_with_sources
+from rrl.train.experiment import SECTIONS, Settings, identity_of, run, shown_with_sources
 from rrl.train.fields import DERIVED, fill
 from tests.eval.fakes import many
+from tests.train import made
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -326,3 +327,13 @@ def test_the_page_tells_held_out_from_training_and_from_what_was_left_out():
 def test_a_run_without_training_or_evaluation_shows_nothing():
     outcome = types.SimpleNamespace(sampled=[], left_out=np.zeros(0, bool), evaluated=[])
     assert shown_with_sources(outcome) == []
+
+
+def test_what_is_found_wrong_after_loading_leaves_nothing_behind(tmp_path, monkeypatch):
+    monkeypatch.chdir(made.ROOT)
+    made.save_random_policy(tmp_path / "policy")
+    wrong = made.shrink_run(made.config("search_r1", f"steps=1,policy={tmp_path / 'policy'}"))
+    wrong.optim.frozen = ("nope",)
+    with pytest.raises(UserError, match="nope"):
+        run(wrong, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
