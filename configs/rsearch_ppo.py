@@ -5,7 +5,7 @@
     python launch/train.py --config=configs/rsearch_ppo.py:size=7b,data=FOLDER,policy=FOLDER,reader=FOLDER,encoder=FOLDER
 
 Everything but the objective, the critic and, in the built-in world, the numbers of questions and updates is that of
-`configs/rsearch_grpo.py`, whose arguments it takes. There 54 updates took 25 minutes of one core that other work shared. size=3b and
+`configs/rsearch_grpo.py`, whose arguments it takes. There 54 updates took 25 minutes of one shared core. size=3b and
 size=7b hold the paper's PPO (Table 4; released values where it is silent): k1 in the reward at 0.001, gamma = lambda = 1,
 critic at 1e-5. The critic starts from the policy's weights with an output of 0.
 """
