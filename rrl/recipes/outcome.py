@@ -1,4 +1,4 @@
-"""What recipes share that reward the outcome of a trajectory with one number, and ask nobody about it."""
+"""What recipes share that learn from every group, by the total of its rewards."""
 
 import dataclasses
 from collections.abc import Sequence

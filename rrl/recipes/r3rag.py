@@ -7,17 +7,13 @@ followed, and called "released" here. The protocol is in `rrl.recipes.r3rag_step
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 
-import numpy as np
-from jaxtyping import Bool, Float
-
 from rrl.data.miniwiki.questions import MiniQuestion
 from rrl.data.questions import Question
 from rrl.errors import UserError, at_least, one_of
 from rrl.recipes.base import Retrieve, Scoring, Shown
-from rrl.recipes.outcome import answer_metrics
+from rrl.recipes.outcome import OutcomeRecipe, answer_metrics
 from rrl.recipes.r3rag_steps import ANSWER, QUERY, Step, Steps, parse_step
 from rrl.rewards.cases import Case, Correctness, Relevance, ShortAnswer
-from rrl.rl.advantages import ESTIMATORS
 from rrl.rollout.protocol import Episode
 from rrl.rollout.trajectory import POLICY, Search, Trajectory
 from rrl.text.chat import Prompt
@@ -37,8 +33,9 @@ FIGURE_2 = 2.0
 
 
 @dataclasses.dataclass(frozen=True)
-class R3Rag:
-    """Protocol of 3.1; rewards of Eqs. 2-6. Table 2's ablations are single fields."""
+class R3Rag(OutcomeRecipe):
+    """Protocol of 3.1; rewards of Eqs. 2-6. All trajectories are kept, right or wrong (appendix A), and a critic gives the
+    advantages. Table 2's ablations are single fields."""
 
     use_process: bool = True
     """Eq. 3, the documents' relevance. False is "- Process Reward" (Table 2)."""
@@ -62,14 +59,12 @@ class R3Rag:
     """Of a step that breaks the format (Eq. 5). Released: -0.9."""
     short_answers: bool = True
     """EM and F1 are taken of the short forms that a judge extracts from the answer (4.1), where there is a judge."""
-    advantage: str = "grpo"
-    """How totals become advantages where no critic gives them: see `rrl.rl.advantages.ESTIMATORS`. The paper has a critic."""
     environment: Steps = dataclasses.field(default_factory=Steps)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         one_of(MATCHES, self, "match")
         one_of(LAST_STEPS, self, "last_step")
-        one_of(ESTIMATORS, self, "advantage")
         at_least(0, self, "correct_scale", "incorrect_scale", "unanswered_scale")
         if self.malformed_reward > 0:
             raise UserError(f"malformed_reward={self.malformed_reward} must be at most 0")
@@ -166,15 +161,6 @@ class R3Rag:
         elif outcome == MALFORMED:
             steps.append(self.malformed_reward)
         return steps
-
-    def left_out(self, trajectories: Sequence[Trajectory]) -> Bool[np.ndarray, "N"]:
-        """None: all are kept, right or wrong (appendix A)."""
-        return np.zeros(len(trajectories), bool)
-
-    def advantages(self, trajectories: Sequence[Trajectory]) -> Float[np.ndarray, "N"]:
-        """Of whole trajectories, for a run without the paper's critic."""
-        totals = np.array([t.rewards["total"] for t in trajectories], np.float64)
-        return ESTIMATORS[self.advantage](totals, np.array([t.group for t in trajectories]))
 
     # -- the cold start (3.2) ----------------------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ import functools
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +32,8 @@ FINGERPRINTED = ("config.json", "model.safetensors", "tokenizer.json", SETTINGS_
 
 SMALLEST_BUCKET = 16
 
-BATCH = 256
-"""Passages that are embedded at once."""
+CPU_BATCH, BATCH = 64, 256
+"""Passages that are embedded at once on a CPU, and elsewhere."""
 
 AHEAD = 2
 """Batches that are handed to the device before the first is taken back."""
@@ -88,7 +88,9 @@ class TextEncoder:
         tokens = self.tokenize_queries(queries)
         return np.asarray(self._embed(tokens, _bucket(len(tokens))), np.float32)[: len(tokens)]
 
-    def embed_passages(self, passages: Sequence[Passage], batch: int = BATCH) -> Float[np.ndarray, "N E"]:
+    def embed_passages(
+        self, passages: Sequence[Passage], batch: int | None = None
+    ) -> Float[np.ndarray, "N E"]:
         """Embeddings float32 of "prefix title text", in the passages' order; those that were cut are logged."""
         ids, cut = self.tokenize_passages(passages)
         if cut:
@@ -101,21 +103,22 @@ class TextEncoder:
         texts = (f"{self.settings.passage_prefix}{passage.title} {passage.text}" for passage in passages)
         return self._encode_ids(texts, self.settings.passage_tokens)
 
-    def embed_tokens(self, ids: Sequence[Sequence[int]], batch: int = BATCH) -> Float[np.ndarray, "N E"]:
+    def embed_tokens(
+        self, ids: Sequence[Sequence[int]], batch: int | None = None
+    ) -> Float[np.ndarray, "N E"]:
         """Embeddings float32 of token ids, in their order.
 
-        Rows of similar length are batched together, in widths of powers of two, and what is left of a width in the next
-        power of two of rows. The next batch is prepared while the device works on the last.
+        The longest are batched first, each batch as wide as its longest needs, so that little is padded and few programs
+        compile. The next batch is prepared while the device works on the last.
         """
+        batch = batch or (CPU_BATCH if jax.default_backend() == "cpu" else BATCH)
         embeddings = np.empty((len(ids), self.dim), np.float32)
         waiting: collections.deque[tuple[np.ndarray, jax.Array]] = collections.deque()
-        for width, rows in length_buckets([len(row) for row in ids], self.settings.passage_tokens):
-            for start in range(0, len(rows), batch):
-                chosen = rows[start : start + batch]
-                tokens = pad([ids[row] for row in chosen], width, self.tokenizer.pad_token_id)
-                waiting.append((chosen, self._embed(tokens, min(batch, _bucket(len(tokens))))))
-                if len(waiting) > AHEAD:
-                    _take(embeddings, *waiting.popleft())
+        for width, rows in length_batches([len(row) for row in ids], self.settings.passage_tokens, batch):
+            tokens = pad([ids[row] for row in rows], width, self.tokenizer.pad_token_id)
+            waiting.append((rows, self._embed(tokens, min(batch, _bucket(len(rows))))))
+            if len(waiting) > AHEAD:
+                _take(embeddings, *waiting.popleft())
         while waiting:
             _take(embeddings, *waiting.popleft())
         return embeddings
@@ -175,16 +178,20 @@ def pad(rows: Sequence[Sequence[int]], width: int, pad_id: int) -> Int[np.ndarra
     return tokens
 
 
-def length_buckets(lengths: Sequence[int], limit: int) -> list[tuple[int, Int[np.ndarray, "n"]]]:
-    """(width, rows whose length fits it and no smaller width); widths are powers of two up to the limit."""
-    sizes = np.asarray(lengths)
-    buckets, low, width = [], 0, min(SMALLEST_BUCKET, limit)
-    while low < limit:
-        rows = np.flatnonzero((sizes > low) & (sizes <= width)) if low else np.flatnonzero(sizes <= width)
-        if len(rows):
-            buckets.append((width, rows))
-        low, width = width, min(2 * width, limit)
-    return buckets
+def length_batches(
+    lengths: Sequence[int], limit: int, batch: int
+) -> Iterator[tuple[int, Int[np.ndarray, "n"]]]:
+    """(width, rows), the longest rows first and only the last batch with fewer than `batch`; four widths an octave."""
+    order = np.argsort(lengths, kind="stable")[::-1]
+    for start in range(0, len(order), batch):
+        rows = order[start : start + batch]
+        yield min(_width(int(lengths[rows[0]])), limit), rows
+
+
+def _width(length: int) -> int:
+    """The next multiple of a fourth of the octave, and of 8."""
+    step = max(8, (1 << max(0, length - 1).bit_length()) // 8)
+    return max(SMALLEST_BUCKET, -(-length // step) * step)
 
 
 def load_text_encoder(folder: str | Path, settings: Mapping[str, Any] | None = None) -> TextEncoder:

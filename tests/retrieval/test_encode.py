@@ -19,7 +19,7 @@ from rrl.retrieval.build import build_index
 from rrl.retrieval.encode import (
     TextEncoder,
     folder_fingerprint,
-    length_buckets,
+    length_batches,
     load_text_encoder,
     save_text_encoder,
     token_cutter,
@@ -73,13 +73,18 @@ def test_a_tokenizer_without_special_tokens_is_only_cut() -> None:
     assert token_cutter(tokenizer(special=False))(["oslo rain sun", ""], 2) == ([[6, 8], []], 1)
 
 
-def test_length_buckets_hold_every_row_once_in_the_smallest_width() -> None:
-    lengths = [0, 1, 16, 17, 32, 33, 50, 50]
-    buckets = length_buckets(lengths, 50)
-    assert [width for width, _ in buckets] == [16, 32, 50]
-    assert sorted(row for _, rows in buckets for row in rows) == list(range(8))
-    for width, rows in buckets:
-        assert all(width / 2 < max(lengths[row], 9) <= width for row in rows)
+def test_batches_hold_every_row_once_the_longest_first_in_little_more_than_its_length() -> None:
+    lengths = [0, 1, 16, 17, 32, 33, 50, 50, 65, 81, 97]
+    assert [(width, [lengths[row] for row in rows]) for width, rows in length_batches(lengths, 100, 2)] == [
+        (100, [97, 81]),
+        (80, [65, 50]),
+        (56, [50, 33]),
+        (32, [32, 17]),
+        (16, [16, 1]),
+        (16, [0]),
+    ]
+    widths = {width for length in range(513) for width, _ in length_batches([length], 512, 4)}
+    assert len(widths) == 19 and widths > {16, 24, 64, 80, 128, 512}
 
 
 @pytest.mark.parametrize("batch", [4, 64])

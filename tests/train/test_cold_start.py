@@ -3,10 +3,8 @@
 import collections
 import contextlib
 import http.server
-import importlib.util
 import json
 import os
-import pathlib
 import re
 import signal
 import threading
@@ -14,14 +12,10 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from flax import nnx
 
 from rrl.data.miniwiki import KINDS, generate
 from rrl.data.tokenizer import load_tokenizer
 from rrl.errors import UserError
-from rrl.models.config import DecoderConfig
-from rrl.models.decoder import Decoder
-from rrl.models.hf import save_decoder
 from rrl.recipes.card import read_card
 from rrl.recipes.r3rag import R3Rag
 from rrl.recipes.r3rag_steps import Step, Steps
@@ -34,15 +28,12 @@ from rrl.train.demonstrations import demonstrations
 from rrl.train.pairs import PairsConfig, load_pairs
 from rrl.train.strong import Service
 from rrl.train.tasks import mixed_questions
-
-ROOT = pathlib.Path(__file__).parents[2]
+from tests.train import made
+from tests.train.made import ROOT, save_random_policy, shrink_cold_start
 
 
 def config(arg="", name="r3rag_cold_start"):
-    spec = importlib.util.spec_from_file_location(name, ROOT / "configs" / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.get_config(arg)
+    return made.config(name, arg)
 
 
 class Strong:
@@ -343,32 +334,11 @@ def test_training_on_pairs_has_the_papers_settings():
 @pytest.mark.slow
 def test_from_the_experts_demonstrations_to_pairs_of_a_policys_own_and_a_step_of_ppo(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
-    tokenizer = load_tokenizer("assets/miniwiki-tokenizer")
-    shape = DecoderConfig.from_hf(
-        {
-            "model_type": "qwen2",
-            "vocab_size": len(tokenizer),
-            "hidden_size": 16,
-            "num_hidden_layers": 1,
-            "num_attention_heads": 2,
-            "num_key_value_heads": 1,
-            "intermediate_size": 32,
-            "rope_theta": 10000.0,
-            "rms_norm_eps": 1e-6,
-            "tie_word_embeddings": True,
-            "max_position_embeddings": 1024,
-            "eos_token_id": tokenizer.eos_token_id,
-            "pad_token_id": tokenizer.pad_token_id,
-        }
-    )
-    save_decoder(tmp_path / "random", Decoder(shape, rngs=nnx.Rngs(0)), tokenizer)
+    save_random_policy(tmp_path / "random")
     cold = config(
         f"recipe=r3rag,init={tmp_path}/random,retriever=bm25,steps=1,demonstrations=5", "miniwiki_cold_start"
     )
-    cold.data.update({"train_worlds": 1, "held_out_worlds": 1})
-    cold.data.demonstrations.held_out = 5
-    cold.train.rows = 2
-    assert stages.run(cold, tmp_path / "cold").stopped == "done"
+    assert stages.run(shrink_cold_start(cold), tmp_path / "cold").stopped == "done"
 
     data = config(f"model={tmp_path}/cold/model,retriever=bm25,questions=3")
     data.data.update({"train_worlds": 1, "train_per_kind": 1})

@@ -1,34 +1,24 @@
 """R2AG's config: the paper's settings, and a run from cold start to drawn trees that resumes exactly, forest and all."""
 
-import importlib.util
 import json
 import os
-import pathlib
 import subprocess
 import sys
 
 import pytest
-from flax import nnx
 
-from rrl.data.tokenizer import load_tokenizer
-from rrl.models.config import DecoderConfig
-from rrl.models.decoder import Decoder
-from rrl.models.hf import save_decoder
 from rrl.recipes.card import read_card
 from rrl.recipes.r2ag import R2AG, Expanding
 from rrl.train import experiment, rl, stages
 from rrl.train.checkpoints import saved_metadata
 from rrl.train.experiment import Settings
 from rrl.train.metrics import read_metrics
-
-ROOT = pathlib.Path(__file__).parents[2]
+from tests.train import made
+from tests.train.made import ROOT, save_random_policy, shrink_cold_start
 
 
 def config(arg="", name="r2ag"):
-    spec = importlib.util.spec_from_file_location(name, ROOT / "configs" / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.get_config(arg)
+    return made.config(name, arg)
 
 
 @pytest.mark.parametrize("size", ["3b", "7b"])
@@ -64,32 +54,11 @@ def test_inference_is_set_by_arguments(arg, base, predicted, k):
 @pytest.mark.slow
 def test_a_run_from_cold_start_to_trees_that_died_grows_the_same_forest(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
-    tokenizer = load_tokenizer("assets/miniwiki-tokenizer")
-    shape = DecoderConfig.from_hf(
-        {
-            "model_type": "qwen2",
-            "vocab_size": len(tokenizer),
-            "hidden_size": 16,
-            "num_hidden_layers": 1,
-            "num_attention_heads": 2,
-            "num_key_value_heads": 1,
-            "intermediate_size": 32,
-            "rope_theta": 10000.0,
-            "rms_norm_eps": 1e-6,
-            "tie_word_embeddings": True,
-            "max_position_embeddings": 1024,
-            "eos_token_id": tokenizer.eos_token_id,
-            "pad_token_id": tokenizer.pad_token_id,
-        }
-    )
-    save_decoder(tmp_path / "random", Decoder(shape, rngs=nnx.Rngs(0)), tokenizer)
+    save_random_policy(tmp_path / "random")
     cold = config(
         f"recipe=r2ag,init={tmp_path}/random,retriever=bm25,steps=1,demonstrations=5", "miniwiki_cold_start"
     )
-    cold.data.update({"train_worlds": 1, "held_out_worlds": 1})
-    cold.data.demonstrations.held_out = 5
-    cold.train.rows = 2
-    assert stages.run(cold, tmp_path / "cold").stopped == "done"
+    assert stages.run(shrink_cold_start(cold), tmp_path / "cold").stopped == "done"
 
     def run(workdir, die_after=None):
         run = config(f"policy={tmp_path}/cold/model,retriever=bm25,steps=4")
