@@ -38,6 +38,7 @@ from rrl.eval.ways import Trained, Way, make_way
 from rrl.models.hf import folder_hash, load_language_model
 from rrl.models.weights import require_folder
 from rrl.parallel.runtime import enable_compilation_cache
+from rrl.recipes.card import require_policy
 from rrl.recipes.catalogue import RECIPES, make_recipe
 from rrl.recipes.prompted.base import Settings as Prompting
 from rrl.recipes.prompted.catalogue import METHODS, make_method
@@ -153,7 +154,7 @@ class Settings:
         way = make_way(values["method"], values.get("recipe"), values.get("prompted"), reader)
         if not values["name"]:
             raise UserError("name='' names no run; give a name, from which comes its folder")
-        require_folder("policy", values["policy"])
+        require_policy(values["policy"])
         if reader:
             require_folder("reader", reader)
         sections: dict[str, Any] = {name: build(kind, values[name], name) for name, kind in SECTIONS.items()}

@@ -3,14 +3,19 @@
 import dataclasses
 import json
 import pathlib
+import re
 from collections.abc import Mapping
 from typing import Any
 
 from rrl.errors import UserError
+from rrl.models.weights import require_folder
 from rrl.recipes.base import Recipe
 from rrl.recipes.catalogue import RECIPES, make_recipe
 
 FILE = "rrl_recipe.json"
+
+_COLD_START = re.compile(rf"(?P<workdir>runs/(?P<recipe>{'|'.join(RECIPES)})_cold_start)/model")
+"""Where the configs of the built-in world look for their start."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,6 +53,20 @@ def card_of(recipe: Any, context: int, top_k: int) -> Card:
     """The card of a recipe of the catalogue."""
     name = next(name for name, kind in RECIPES.items() if type(recipe) is kind)
     return Card(name, _changed(recipe), _changed(recipe.environment), context, top_k)
+
+
+def require_policy(folder: str | pathlib.Path) -> None:
+    """Raises UserError for a policy that is no model folder; of a cold start that has not been made yet, it says how to."""
+    try:
+        require_folder("policy", folder)
+    except UserError as error:
+        made = _COLD_START.fullmatch(str(folder))
+        if made is None:
+            raise
+        raise UserError(
+            f"policy={str(folder)!r} is not there yet. Make it by python launch/sft.py "
+            f"--config=configs/miniwiki_cold_start.py:recipe={made['recipe']} --workdir={made['workdir']}, or give policy=FOLDER"
+        ) from error
 
 
 def write_card(folder: str | pathlib.Path, card: Card) -> None:

@@ -213,7 +213,7 @@ def commands(cell: Cell, config: str, cold_start: str, minutes: float) -> list[l
     longer = with_arguments(cold_start, f"seed={cell.seed + 1}", f"minutes={max(minutes, 0.01):.2f}")
     return [
         ["launch/sft.py", f"--config={longer}", f"--workdir={folder}"],
-        _train(config, cell.workdir, "steps=0", "prompt=bare", f"policy={folder / 'model'}"),
+        _train(config, cell.workdir, "steps=0", f"policy={folder / 'model'}"),
     ]
 
 

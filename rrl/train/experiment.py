@@ -30,7 +30,7 @@ from rrl.parallel.mesh import data_shards
 from rrl.parallel.rules import shard
 from rrl.parallel.runtime import enable_compilation_cache
 from rrl.recipes.base import Recipe, Scoring, uses_chat
-from rrl.recipes.card import Card, card_of, write_card
+from rrl.recipes.card import Card, card_of, require_policy, write_card
 from rrl.recipes.catalogue import make_recipe
 from rrl.rewards.judge import Judge
 from rrl.rewards.reader import Reader
@@ -115,7 +115,7 @@ class Settings:
         settings = cls.parse(config)
         if not settings.name:
             raise UserError("name='' names no run; give a name, from which comes its folder")
-        require_folder("policy", settings.policy)
+        require_policy(settings.policy)
         if settings.reader:
             require_folder("reader", settings.reader)
         if settings.judge is not None:
@@ -360,8 +360,13 @@ def _sizes(rollout: EngineConfig) -> dict[str, Any]:
 
 
 def report(settings: Settings, loaded: Loaded, outcome: Outcome, workdir: pathlib.Path, say: Clock) -> None:
-    """Writes the policy, curves, trajectories and (of a finished run) the summary, and prints the last."""
+    """Writes the policy, curves, trajectories and (of a finished run) the summary, and prints the last.
+
+    All processes hold parts of the policy; the rest is the first one's work.
+    """
     save_decoder(workdir / "policy", loaded.decoder, loaded.tokenizer)
+    if jax.process_index() != 0:
+        return
     write_card(workdir / "policy", _card(settings))
     rows = read_metrics(workdir / "metrics.jsonl")
     plot_training(rows, workdir / "curves.png", settings.name, settings.train.eval_temperature)

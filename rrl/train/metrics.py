@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Mapping
 from typing import Any
 
+import jax
 import numpy as np
 from tensorboardX import SummaryWriter
 
@@ -16,6 +17,10 @@ class MetricsWriter:
     """Appends the metrics of each step to `workdir/metrics.jsonl` and to TensorBoard.
 
     A run resumed at step S drops what a former life wrote of later steps, so that the file reads as one uninterrupted run.
+    Of several processes, which share the workdir and have the same metrics, the first writes.
+
+    Attributes:
+      past: the lines up to step S, in every process.
     """
 
     def __init__(
@@ -24,17 +29,23 @@ class MetricsWriter:
         """Opens the files; lines of steps after `resume_step` (completed updates) are removed."""
         folder = pathlib.Path(workdir)
         folder.mkdir(parents=True, exist_ok=True)
-        self.path = folder / "metrics.jsonl"
-        _truncate(self.path, resume_step)
-        self._file = self.path.open("a", encoding="utf-8")
-        self._board = (
-            SummaryWriter(str(folder / "tensorboard"), purge_step=resume_step + 1, flush_secs=10)
-            if tensorboard
-            else None
+        path = folder / "metrics.jsonl"
+        self.past = (
+            [line for line in read_metrics(path) if line["step"] <= resume_step] if path.exists() else []
         )
+        self._file = self._board = None
+        if jax.process_index() == 0:
+            _write_anew(path, self.past)
+            self._file = path.open("a", encoding="utf-8")
+            if tensorboard:
+                self._board = SummaryWriter(
+                    str(folder / "tensorboard"), purge_step=resume_step + 1, flush_secs=10
+                )
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Writes scalars of a step (the number of completed updates). A value that is not finite is written as null."""
+        if self._file is None:
+            return
         plain = {name: _plain(value) for name, value in metrics.items()}
         self._file.write(json.dumps({"step": step} | plain, allow_nan=False) + "\n")
         self._file.flush()
@@ -45,7 +56,8 @@ class MetricsWriter:
 
     def close(self) -> None:
         """Flushes and closes both."""
-        self._file.close()
+        if self._file is not None:
+            self._file.close()
         if self._board is not None:
             self._board.close()
 
@@ -74,11 +86,8 @@ def _plain(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _truncate(path: pathlib.Path, last_step: int) -> None:
-    if not path.exists():
-        return
-    kept = [json.dumps(line) + "\n" for line in read_metrics(path) if line["step"] <= last_step]
+def _write_anew(path: pathlib.Path, lines: list[dict[str, Any]]) -> None:
     # A kill between two writes must not lose the past: write beside, then replace.
     with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=path.parent, delete=False) as beside:
-        beside.writelines(kept)
+        beside.writelines(json.dumps(line) + "\n" for line in lines)
     os.replace(beside.name, path)

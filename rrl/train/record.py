@@ -12,7 +12,7 @@ from rrl.train.checkpoints import Checkpoints
 from rrl.train.dump import dump_batch
 from rrl.train.guard import Guard
 from rrl.train.learner import Learner, Lesson
-from rrl.train.metrics import MetricsWriter, read_metrics
+from rrl.train.metrics import MetricsWriter
 from rrl.train.progress import Progress
 from rrl.train.rl_config import MAY_DIFFER, RLConfig
 
@@ -51,8 +51,7 @@ class Record:
             elif config.guard.action == "stop":
                 self.save(0)  # what a run goes back to that collapses before its first checkpoint
             self.writer = stack.enter_context(MetricsWriter(workdir, self.step))
-            lines = read_metrics(self.writer.path)
-            self.evaluations = {line["step"]: line for line in lines if "eval/em" in line}
+            self.evaluations = {line["step"]: line for line in self.writer.past if "eval/em" in line}
             self.progress = stack.enter_context(Progress(config.steps, self.step, "train"))
             self._open = stack.pop_all()
 

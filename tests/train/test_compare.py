@@ -29,7 +29,7 @@ def test_supervised_training_goes_on_as_long_as_grpo_took(tmp_path):
     plan = cells(tmp_path, ["GRPO", "SFT continued"], [0])
     first, second = commands(plan[1], "configs/x.py:size=tiny", "configs/cold.py:init=P", 8.5)
     assert "--config=configs/cold.py:init=P,seed=1,minutes=8.50" in first
-    assert second[1].startswith("--config=configs/x.py:size=tiny,steps=0,prompt=bare,policy=")
+    assert second[1].startswith("--config=configs/x.py:size=tiny,steps=0,policy=")
 
 
 def test_the_table_tells_the_metric_that_is_asked_for(tmp_path):
@@ -74,7 +74,7 @@ def test_arguments_are_added_to_a_config_flag():
 def test_an_argument_that_is_given_already_is_replaced(tmp_path):
     assert with_arguments("a.py:steps=2,quick", "steps=0", "quick") == "a.py:steps=0,quick"
     _, evaluation = commands(cells(tmp_path, ["GRPO", "SFT continued"], [0])[1], "x.py:steps=2", "c.py", 1.0)
-    assert evaluation[1].startswith("--config=x.py:steps=0,prompt=bare,policy=")
+    assert evaluation[1].startswith("--config=x.py:steps=0,policy=")
 
 
 @pytest.mark.parametrize(("arms", "seeds"), [([], [0]), (["GRPO"], []), (["GRPO"], [1, 1])])

@@ -15,6 +15,20 @@ def test_a_resumed_run_drops_what_came_after_its_checkpoint(tmp_path):
     assert [line["step"] for line in lines] == [1, 2, 3, 4] and lines[-1]["loss"] == 40.0
 
 
+def test_of_several_processes_the_first_writes_and_all_know_the_past(tmp_path, monkeypatch):
+    with MetricsWriter(tmp_path, tensorboard=False) as writer:
+        for step in range(1, 4):
+            writer.write(step, {"loss": float(step)})
+    before = (tmp_path / "metrics.jsonl").read_bytes()
+    with monkeypatch.context() as second:
+        second.setattr("jax.process_index", lambda: 1)
+        with MetricsWriter(tmp_path, resume_step=2) as writer:
+            writer.write(3, {"loss": 30.0})
+    assert [line["step"] for line in writer.past] == [1, 2]
+    assert (tmp_path / "metrics.jsonl").read_bytes() == before
+    assert [file.name for file in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
 def test_a_line_cut_short_by_a_kill_is_dropped(tmp_path):
     with MetricsWriter(tmp_path, tensorboard=False) as writer:
         writer.write(1, {"loss": 1.0})

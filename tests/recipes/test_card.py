@@ -1,0 +1,21 @@
+"""What a policy folder says of its recipe, and what is said of one that is not there."""
+
+import pytest
+
+from rrl.errors import UserError
+from rrl.recipes.card import require_policy
+
+
+@pytest.mark.parametrize("recipe", ["r3rag", "r2ag", "tiresrag"])
+def test_a_cold_start_that_is_not_there_yet_is_told_how_to_make(recipe: str) -> None:
+    with pytest.raises(
+        UserError,
+        match=rf"sft\.py .*:recipe={recipe} --workdir=runs/{recipe}_cold_start, or give policy=FOLDER",
+    ):
+        require_policy(f"runs/{recipe}_cold_start/model")
+
+
+def test_another_folder_is_no_cold_start() -> None:
+    for folder in ("runs/other_cold_start/model", "/none", ""):
+        with pytest.raises(UserError, match=r"is no Hugging Face folder"):
+            require_policy(folder)
