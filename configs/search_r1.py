@@ -11,8 +11,8 @@ recipe.
 
 size=3b and size=7b hold the published settings: 4 turns, top-k 3, 500 tokens a turn and an observation, 4,096 of
 context, batch 512, mini-batches of 256 trajectories, lr 1e-6 with a warm-up of 28.5 %, KL 0.001 (k3 in the loss for GRPO, k1
-in the reward for PPO), 5 samples a question for GRPO and one for PPO, critic at 1e-5, clip 0.2, temperature 1, 500 steps. The
-policy is Qwen2.5-Instruct or -Base; the retriever E5 over Wikipedia of 2018.
+in the reward for PPO), 5 samples a question for GRPO and one for PPO, critic at 1e-5 with a warm-up of 1.5 %, clip 0.2,
+temperature 1, 500 steps. The policy is Qwen2.5-Instruct or -Base; the retriever E5 over Wikipedia of 2018.
 """
 
 import types
@@ -65,7 +65,7 @@ def get_config(arg: str = "") -> ConfigDict:
         config.critic_optim = {
             "name": "adamw",
             "lr": 3e-4 if tiny else 1e-5,
-            "warmup_ratio": 0.0 if tiny else 0.05,
+            "warmup_ratio": 0.0 if tiny else 0.015,
             "b2": 0.999,
             "clip_norm": 1.0,
             "frozen": ("^embedding$",) if tiny else (),
