@@ -43,10 +43,6 @@ def get_config(arg: str = "") -> ConfigDict:
         judge_prompt="tiresrag",
     )
     refuse_unused_encoder(args)
-    if args.judge_model and not args.judge.startswith("http"):
-        raise UserError(
-            f"config argument judge_model={args.judge_model!r} names a service's model: give judge=http://... too"
-        )
     # They import jax: after the arguments were found right.
     from rrl.eval.evaluate import with_defaults
     from rrl.recipes.card import read_card
@@ -107,6 +103,6 @@ def get_config(arg: str = "") -> ConfigDict:
     }
     config.mesh = {}
     config.compute = {}
-    if args.judge:
+    if args.judge or args.judge_model:
         config.update(sections_of(args.judge, args.judge_model))
     return with_defaults(config)

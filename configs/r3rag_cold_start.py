@@ -23,6 +23,7 @@ others too (Appendix A).
 from ml_collections import ConfigDict
 
 from rrl.arguments import parse
+from rrl.errors import UserError
 from rrl.train.config_parts import refuse_unused_encoder
 
 
@@ -43,6 +44,11 @@ def get_config(arg: str = "") -> ConfigDict:
         judge_model="",
     )
     refuse_unused_encoder(args)
+    if args.model_name and not args.model.startswith("http"):
+        raise UserError(
+            f"config argument model_name={args.model_name!r} names a service's model, but model={args.model!r} is a folder: give "
+            "the service's address, model=http://..., or leave model_name out"
+        )
     # They import jax: after the arguments were found right.
     from rrl.recipes.card import read_card
     from rrl.train.cold_start import with_defaults
@@ -73,7 +79,7 @@ def get_config(arg: str = "") -> ConfigDict:
         "opening": prompt,
         "document_characters": 0 if real else 512,
     }
-    if args.judge:
+    if args.judge or args.judge_model:
         config.update(sections_of(args.judge, args.judge_model))
     questions = args.questions if args.questions is not None else (0 if real else 1000)
     config.sampling = {

@@ -114,8 +114,16 @@ SECTIONS: Mapping[str, type] = {
 
 def sections_of(judge: str, model: str = "", context: int = 8192) -> dict[str, dict[str, Any]]:
     """The sections of a config for a judge that is named in one word: "oracle", a folder, or the http address of a service
-    whose `model` it is. `context`: most tokens of a model's prompt and answer."""
+    whose `model` it is. `context`: most tokens of a model's prompt and answer.
+
+    Raises UserError for a `model` beside anything else than a service.
+    """
     kind = "oracle" if judge == "oracle" else "endpoint" if judge.startswith("http") else "model"
+    if model and kind != "endpoint":
+        raise UserError(
+            f"judge_model={model!r} names a service's model, but judge={judge!r} is no service: give its address, "
+            "judge=http://..., or leave judge_model out"
+        )
     return {
         "judge": {"kind": kind, "folder": judge if kind == "model" else ""},
         "judge_endpoint": {"url": judge if kind == "endpoint" else "", "model": model},

@@ -36,13 +36,19 @@ def folder(tmp_path_factory):
 
 
 def test_one_word_names_a_judge():
-    kinds = {word: sections_of(word, "m")["judge"] for word in ("oracle", "some/folder", "https://x/v1")}
+    kinds = {word: sections_of(word)["judge"] for word in ("oracle", "some/folder", "https://x/v1")}
     assert kinds == {
         "oracle": {"kind": "oracle", "folder": ""},
         "some/folder": {"kind": "model", "folder": "some/folder"},
         "https://x/v1": {"kind": "endpoint", "folder": ""},
     }
     assert JudgeSettings.parse(sections_of("https://x/v1", "m")).endpoint.model == "m"
+
+
+@pytest.mark.parametrize("judge", ["oracle", "some/folder", ""])
+def test_a_services_model_beside_another_judge_is_refused(judge):
+    with pytest.raises(UserError, match=rf"judge_model='m' names a service's model, but judge='{judge}'"):
+        sections_of(judge, "m")
 
 
 def test_an_oracle_needs_gold_passages_of_every_question():
