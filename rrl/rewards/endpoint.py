@@ -37,6 +37,8 @@ TRANSIENT = (408, 409, 425, 429)
 """Refusals that may pass; so may all from 500 on."""
 OF_THE_PROMPT = (400, 413, 422)
 """Refusals of this prompt (too long, filtered): it gets no answer, and the others go on."""
+KEY_VARIABLE = "OPENAI_API_KEY"
+"""Where the key is looked for."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +49,7 @@ class EndpointConfig:
     """Up to the version, such as http://127.0.0.1:8000/v1."""
     model: str = ""
     """The name by which the service knows it."""
-    key_variable: str = "OPENAI_API_KEY"
+    key_variable: str = KEY_VARIABLE
     """Environment variable that holds the key; where it is not set, none is sent (a service of one's own)."""
     answer_tokens: int = 1024
     """Most tokens of an answer."""
@@ -72,6 +74,17 @@ class EndpointConfig:
             raise UserError(
                 f"url={self.url!r} must begin with http:// or https://, such as http://127.0.0.1:8000/v1"
             )
+        if "@" in self.url.split("/")[2]:  # not shown: it holds a password
+            raise UserError(
+                "url must hold no name and password, for it stands in messages and logs; put the key into the environment "
+                f"variable {KEY_VARIABLE}, or name another with key_variable"
+            )
+        name = self.key_variable  # not shown: it may be the key itself
+        if not (name.isascii() and name.isidentifier()):
+            raise UserError(
+                "key_variable must be the name of an environment variable (letters, digits and underscores) that holds the key, "
+                f"not the key itself; such as {KEY_VARIABLE}"
+            )
         if not self.model:
             raise UserError("model='' names no model; give the name by which the service knows it")
         at_least(1, self, "answer_tokens", "concurrency")
@@ -84,6 +97,15 @@ class EndpointConfig:
         """What an answer depends on, apart from its prompt."""
         found = {name: getattr(self, name) for name in ("model", "answer_tokens", "temperature")}
         return found if self.seed is None else found | {"seed": self.seed}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Reply:
+    """What a service says to a prompt."""
+
+    text: str = ""
+    cut: bool = False
+    """Whether it ended at `EndpointConfig.answer_tokens`."""
 
 
 class Endpoint:
@@ -101,6 +123,13 @@ class Endpoint:
     def answers(self, prompts: Sequence[str | Prompt]) -> list[str]:
         """The model's answer to each prompt, in their order; "" where the service refuses a prompt.
 
+        Raises as `replies`.
+        """
+        return [reply.text for reply in self.replies(prompts)]
+
+    def replies(self, prompts: Sequence[str | Prompt]) -> list[Reply]:
+        """The same, and whether an answer was cut.
+
         Equal prompts are asked once. In several processes each asks a share, and all get every answer.
 
         Raises UserError where the service refuses us (key, model, address), OSError where it does not answer in spite of
@@ -109,17 +138,17 @@ class Endpoint:
         wanted = list(dict.fromkeys(prompts))
         rank, count = jax.process_index(), jax.process_count()
         mine = wanted[rank::count]
-        found: list[str] = []
+        found: list[Reply] = []
         errors: list[Exception] = []
         stop = threading.Event()
 
-        def one(prompt: str | Prompt) -> str:
+        def one(prompt: str | Prompt) -> Reply:
             try:
                 return self._answer(prompt, stop)
             except Exception as failure:
                 errors.append(failure)
                 stop.set()  # the others shall not go on trying
-                return ""
+                return Reply()
 
         with ThreadPoolExecutor(max(1, self.config.concurrency // count)) as pool:
             try:
@@ -132,27 +161,27 @@ class Endpoint:
             raise error
         if elsewhere := [words for _, words in parts if words]:
             raise OSError(f"asking {self.config.url} failed in another process: {elsewhere[0]}")
-        known = {prompt: text for part, _ in parts for prompt, text in part.items()}
+        known = {prompt: reply for part, _ in parts for prompt, reply in part.items()}
         return [known[prompt] for prompt in prompts]
 
     # -- one prompt --------------------------------------------------------------------------------------------------
 
-    def _answer(self, prompt: str | Prompt, stop: threading.Event) -> str:
+    def _answer(self, prompt: str | Prompt, stop: threading.Event) -> Reply:
         body = self._body(prompt)
         file = self._file(body)
-        if (text := _remembered(file)) is not None:
+        if (reply := _remembered(file)) is not None:
             with self._lock:
                 self.remembered += 1
-            return text
+            return reply
         with self._lock:
             self.asked += 1
-        text = self._ask(body, stop)
-        if text is None:
+        reply = self._ask(body, stop)
+        if reply is None:
             with self._lock:
                 self.refused += 1
-            return ""
-        _remember(file, self.config.model, text)
-        return text
+            return Reply()
+        _remember(file, self.config.model, reply)
+        return reply
 
     def _body(self, prompt: str | Prompt) -> dict[str, Any]:
         if isinstance(prompt, str):
@@ -174,7 +203,7 @@ class Endpoint:
         name = hashlib.sha256(text.encode()).hexdigest()
         return self.cache / name[:2] / f"{name[2:]}.json"
 
-    def _ask(self, body: Mapping[str, Any], stop: threading.Event) -> str | None:
+    def _ask(self, body: Mapping[str, Any], stop: threading.Event) -> Reply | None:
         """Asks until there is an answer; None where the service refuses this prompt."""
         config = self.config
         why = ""
@@ -203,7 +232,7 @@ class Endpoint:
                 stop.wait(min(doubled if wait is None else wait, config.longest_pause))
         raise OSError(f"{why} (after {config.retries + 1} attempts)")
 
-    def _post(self, body: Mapping[str, Any]) -> str:
+    def _post(self, body: Mapping[str, Any]) -> Reply:
         """One attempt. Raises _Refused for a refusal, OSError or ValueError for anything else that is no answer."""
         config = self.config
         headers = {"Content-Type": "application/json"}
@@ -222,10 +251,11 @@ class Endpoint:
             text = self._clean(f"{url} answered {error.code} {error.reason}: {words}")
             raise _Refused(error.code, text, _wait(error.headers.get("Retry-After"))) from None
         try:
-            text = said["choices"][0]["message"]["content"]
-        except (KeyError, IndexError, TypeError):
+            choice = said["choices"][0]
+            text, ended = choice["message"]["content"], choice.get("finish_reason")
+        except (KeyError, IndexError, TypeError, AttributeError):
             raise ValueError("the reply has no choices[0].message.content") from None
-        return text if isinstance(text, str) else ""
+        return Reply(text if isinstance(text, str) else "", ended == "length")
 
     def _key(self) -> str:
         """The key. Raises UserError for one that no header can hold; the message does not show it."""
@@ -287,21 +317,22 @@ def _words(failure: Exception) -> str:
     return f"{type(failure).__name__}: {reason}"
 
 
-def _remembered(file: pathlib.Path) -> str | None:
+def _remembered(file: pathlib.Path) -> Reply | None:
     """A kept answer; None where there is none, or only half of one."""
     try:
-        text = json.loads(file.read_text(encoding="utf-8"))["answer"]
+        kept = json.loads(file.read_text(encoding="utf-8"))
+        text, cut = kept["answer"], kept["cut"]
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    return text if isinstance(text, str) else None
+    return Reply(text, cut) if isinstance(text, str) and isinstance(cut, bool) else None
 
 
-def _remember(file: pathlib.Path, model: str, text: str) -> None:
+def _remember(file: pathlib.Path, model: str, reply: Reply) -> None:
     """Keeps an answer, whole or not at all, whoever else writes the same one."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False, encoding="utf-8") as stream:
-            json.dump({"model": model, "answer": text}, stream)
+            json.dump({"model": model, "answer": reply.text, "cut": reply.cut}, stream)
         os.replace(stream.name, file)
     except OSError as error:
         log.warning("an answer could not be kept in %s: %s", file.parent, error)

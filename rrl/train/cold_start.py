@@ -210,6 +210,8 @@ class Report:
     """Trajectories by why they are not kept."""
     by_temperature: Mapping[str, tuple[int, int]]
     """Kept, and sampled, at each."""
+    unread: int = 0
+    """Answers of the judge that could not be read, which count as no."""
 
     def text(self) -> str:
         """The same as a table."""
@@ -223,6 +225,8 @@ class Report:
             f"  at temperature {temperature}: {kept} of {sampled} kept"
             for temperature, (kept, sampled) in self.by_temperature.items()
         ]
+        if self.unread:
+            lines.append(f"  {self.unread} answers of the judge could not be read: they count as no")
         return "\n".join(lines)
 
 
@@ -289,6 +293,7 @@ def sample_block(
                 "question": trajectory.question.text,
                 "temperature": temperatures[place % len(temperatures)],
                 "fault": fault,
+                "unread": int(trajectory.metrics.get("judge_unread", 0)),
                 "ended": trajectory.ended,
                 "answer": trajectory.answer,
                 "said": [text for role, text in trajectory.segments if role == POLICY],
@@ -309,9 +314,11 @@ def select(
     kept: collections.Counter[str] = collections.Counter()
     seen: dict[int, set[tuple[str, ...]]] = collections.defaultdict(set)
     taken: collections.Counter[int] = collections.Counter()
+    unread = 0
     for record in records:
         number, temperature, fault = record["number"], str(record["temperature"]), record["fault"]
         sampled[temperature] += 1
+        unread += record["unread"]
         if not fault:
             said = tuple(" ".join(output.split()) for _, output in record["pairs"])
             if said in seen[number]:
@@ -336,6 +343,7 @@ def select(
         pairs=len(pairs),
         fell=dict(fell.most_common()),
         by_temperature={name: (kept[name], count) for name, count in sampled.items()},
+        unread=unread,
     )
 
 

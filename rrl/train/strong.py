@@ -16,7 +16,7 @@ from rrl.retrieval.retriever import Retriever
 from rrl.rewards.endpoint import Endpoint, EndpointConfig
 from rrl.rollout.engine import Engine
 from rrl.rollout.episodes import Request
-from rrl.rollout.protocol import EOS, Action, Episode, Finish, Restart, SearchFor
+from rrl.rollout.protocol import EOS, TURN_TOKENS, Action, Episode, Finish, Restart, SearchFor
 from rrl.rollout.trajectory import POLICY, PROMPT, Search, Trajectory
 from rrl.text.chat import Prompt, chat_ids
 
@@ -95,11 +95,14 @@ class Service:
             searching: list[tuple[_Live, str]] = []
             for sample, endpoint in enumerate(self.endpoints):
                 asked = [row[sample] for row in lives if not row[sample].ended]
-                texts = endpoint.answers([live.prompt for live in asked])
-                for live, text in zip(asked, texts, strict=True):
+                replies = endpoint.replies([live.prompt for live in asked])
+                for live, reply in zip(asked, replies, strict=True):
+                    text = reply.text
                     live.said += [(PROMPT, _words(live.prompt)), (POLICY, text)]
                     live.episode.said.append(text)
-                    action = self.recipe.environment.react(live.episode, text, EOS)
+                    action = self.recipe.environment.react(
+                        live.episode, text, TURN_TOKENS if reply.cut else EOS
+                    )
                     if isinstance(action, SearchFor):
                         searching.append((live, action.query))
                     else:

@@ -15,7 +15,7 @@ import pytest
 from rrl.data.questions import Question
 from rrl.errors import UserError
 from rrl.rewards.cases import Correctness
-from rrl.rewards.endpoint import Endpoint, EndpointConfig
+from rrl.rewards.endpoint import Endpoint, EndpointConfig, Reply
 from rrl.rewards.judge import ModelJudge
 from rrl.text.chat import Prompt
 
@@ -225,6 +225,23 @@ def test_an_answer_without_text_is_an_empty_one(service):
     assert Endpoint(service.config()).answers(["a"]) == [""]
 
 
+def test_an_answer_that_was_cut_is_known_as_one_then_and_later(service):
+    def said(ended):
+        choice = {"message": {"content": "half"}, "finish_reason": ended}
+        return (200, {}, json.dumps({"choices": [choice]}))
+
+    service.script = [said("length"), said("stop")]
+    first = Endpoint(service.config(concurrency=1)).replies(["a", "b", "c"])
+    assert first == [
+        Reply("half", cut=True),
+        Reply("half"),
+        Reply("C"),
+    ]  # not every service says how it ended
+    endpoint = Endpoint(service.config())
+    assert endpoint.replies(["a", "b", "c"]) == first and endpoint.answers(["a"]) == ["half"]
+    assert len(service.requests) == 3
+
+
 def test_what_was_answered_is_never_asked_again_by_any_process(service):
     config = service.config()
     Endpoint(config).answers(["say one", "say two"])
@@ -304,6 +321,15 @@ def test_a_key_that_no_header_holds_is_refused_without_being_shown(service, monk
 def test_wrong_settings_are_named(service, more, message):
     with pytest.raises(UserError, match=message):
         service.config(**more)
+
+
+@pytest.mark.parametrize(
+    "more", [{"key_variable": KEY}, {"key_variable": ""}, {"url": f"http://me:{KEY}@127.0.0.1:9/v1"}], ids=str
+)
+def test_a_key_that_stands_where_all_can_read_it_is_refused_without_being_shown(service, more):
+    with pytest.raises(UserError, match="environment variable") as found:
+        service.config(**more)
+    assert KEY not in str(found.value)
 
 
 def test_a_judge_over_it_reads_what_it_says(service):

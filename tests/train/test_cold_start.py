@@ -44,9 +44,12 @@ class Strong:
         self.plans = {item.question.text: item for item in items}
         self.asked = collections.Counter()
         self.before = lambda text: None
+        self.cut = lambda said: False
 
     def answer(self, body):
         text = body["messages"][-1]["content"]
+        if body["model"] == "j":
+            return "Hm."
         (question,) = re.findall(r"Current Input: The question: (.*?)(?:\. The Previous Steps:|\n)", text)
         self.asked[question] += 1
         self.before(text)
@@ -72,7 +75,8 @@ def strong():
             except ConnectionError:
                 self.close_connection = True
                 return
-            data = json.dumps({"choices": [{"message": {"content": said}}]}).encode()
+            choice = {"message": {"content": said}, "finish_reason": "length" if found.cut(said) else "stop"}
+            data = json.dumps({"choices": [choice]}).encode()
             self.send_response(200)
             self.send_header("Content-Length", str(len(data)))
             self.end_headers()
@@ -90,8 +94,8 @@ def strong():
     server.server_close()
 
 
-def settings(strong, cache, **sampling):
-    made = config(f"model={strong.url},model_name=m,retriever=bm25,prompt=paper")
+def settings(strong, cache, more="", **sampling):
+    made = config(f"model={strong.url},model_name=m,retriever=bm25,prompt=paper{more}")
     made.data.update({"train_worlds": 1, "train_per_kind": 2})
     made.sampling.update({"block": 4, "questions": 10, **sampling})
     made.endpoint.update({"cache": str(cache), "retries": 0, "time_out": 5.0})
@@ -128,6 +132,23 @@ def test_the_right_and_well_formed_are_kept_and_the_report_says_why_the_rest_fel
     )
     records = [r for file in sorted((tmp_path / "run" / "blocks").iterdir()) for r in lines(file)]
     assert len(records) == 50 and all(record["said"] for record in records)
+
+
+def test_a_step_that_the_service_cuts_is_malformed_and_unread_judgements_are_told(
+    strong, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr(strong, "cut", lambda said: "The final answer:" in said)
+    report = cold_start.run(settings(strong, tmp_path / "a", temperatures=(0.1,)), tmp_path / "cut")
+    assert report.fell == {"malformed": 10} and report.unread == 0
+    assert "could not be read" not in capsys.readouterr().out
+
+    monkeypatch.setattr(strong, "cut", lambda said: False)
+    judge = f",judge={strong.url},judge_model=j"
+    made = settings(strong, tmp_path / "b", judge, temperatures=(0.4,), questions=2)
+    made.judge_endpoint.update({"cache": str(tmp_path / "b"), "retries": 0, "time_out": 5.0})
+    report = cold_start.run(made, tmp_path / "unread")
+    assert report.fell == {"incorrect": 2} and report.unread == 2
+    assert "2 answers of the judge could not be read" in capsys.readouterr().out
 
 
 def test_a_run_whose_service_breaks_down_goes_on_and_ends_as_one_that_never_stopped(strong, tmp_path):
@@ -196,7 +217,8 @@ def test_a_service_cannot_go_on_within_a_context(strong, tmp_path):
 
 def record(number, *outputs, fault="", temperature=0.1):
     pairs = [] if fault else [[f"in {i}", text] for i, text in enumerate(outputs)]
-    return {"number": number, "id": f"q{number}", "temperature": temperature, "fault": fault, "pairs": pairs}
+    told = {"temperature": temperature, "fault": fault, "unread": 0}
+    return {"number": number, "id": f"q{number}", "pairs": pairs, **told}
 
 
 def test_of_a_question_the_first_are_kept_and_none_twice():
@@ -240,6 +262,12 @@ def test_wrong_configs_are_refused(change, message):
     change(made)
     with pytest.raises(UserError, match=re.escape(message)):
         Settings.of(made)
+
+
+@pytest.mark.parametrize("arg", ["model=FOLDER,model_name=m", "judge=oracle,judge_model=m", "judge_model=m"])
+def test_a_services_name_without_a_service_is_refused(arg):
+    with pytest.raises(UserError, match="='m' names a service's model, but"):
+        config(arg)
 
 
 def test_the_paper_prompts_are_for_models_that_are_not_trained():
