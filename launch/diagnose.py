@@ -1,7 +1,8 @@
 """Where does a policy fail? `python launch/diagnose.py --trajectories=runs/NAME/trajectories.jsonl [--judge=…]`.
 
 Over-, good and underthinking, and five kinds of error, as in section 3 of TIRESRAG-R1. The judge is `oracle` (questions that
-name their gold passages), the folder of a model, or the http address of an OpenAI-compatible service.
+name their gold passages), the folder of a model, or the http address of an OpenAI-compatible service. R3-RAG's answers stand
+behind a heading: --answer="The final answer:".
 """
 
 from collections.abc import Sequence
@@ -14,7 +15,7 @@ _TRAJECTORIES = flags.DEFINE_string("trajectories", None, "trajectories.jsonl of
 _JUDGE = flags.DEFINE_string("judge", "oracle", "oracle, a model's folder, or http://… of a service.")
 _MODEL = flags.DEFINE_string("judge_model", "", "Of a service: the model's name.")
 _CONTEXT = flags.DEFINE_integer("judge_context", 8192, "Of a model: most tokens of a prompt and its answer.")
-_TAG = flags.DEFINE_string("answer", "answer", "The tag of answers.")
+_TAG = flags.DEFINE_string("answer", "answer", "The tag of answers, or their heading with its colon.")
 flags.mark_flags_as_required(["trajectories"])
 
 
@@ -29,7 +30,8 @@ def main(_: Sequence[str]) -> None:
     settings = JudgeSettings.parse(sections_of(_JUDGE.value, _MODEL.value, _CONTEXT.value))
     settings.check()
     judge = settings.load([t.question for t in trajectories], ComputeConfig(), MeshConfig().make())
-    print(report(diagnose(trajectories, judge, _TAG.value)))
+    tag = _TAG.value
+    print(report(diagnose(trajectories, judge, (tag, "") if tag.endswith(":") else tag)))
 
 
 if __name__ == "__main__":

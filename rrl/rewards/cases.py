@@ -3,7 +3,9 @@
 `read` gives a score in 0..1, or None for an answer that says none; who asks counts those, and takes them for 0.
 """
 
+import collections
 import dataclasses
+import itertools
 import re
 from collections.abc import Sequence
 from typing import Protocol
@@ -182,6 +184,8 @@ def told_of(trajectory: Trajectory, answer: Tag, prefill: str = "", searches: in
     """What was thought and found in a trajectory, its answers (boxes of the tag `answer`) taken out, as TIRESRAG-R1's
     released code does.
 
+    Where the policy is asked anew in another context (R3-RAG), what that shows beyond the one before is what was found.
+
     Args:
       trajectory: the episode; its prompt is no part of it.
       answer: the answers' tag.
@@ -189,19 +193,26 @@ def told_of(trajectory: Trajectory, answer: Tag, prefill: str = "", searches: in
       searches: up to what was thought after so many searches; None: all of them.
     """
     segments: list[tuple[int, str]] = []
+    prompts: list[str] = []
+    asked = collections.Counter(search.turn for search in trajectory.searches)
     found = 0
     for role, text in trajectory.segments:
-        if role == PROMPT:
+        if role == POLICY:
+            segments.append((role, prefill + without_boxes(text, answer)))
+            prefill = ""
             continue
-        if role == ENVIRONMENT:
-            # A correction is no search: it stands in no box.
-            searched = in_one_box(text) is not None
-            if searched and found == searches:
-                break
-            found += searched
+        if role == PROMPT:
+            prompts.append(text)
+            if len(prompts) == 1:
+                continue
+            same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(*prompts[-2:]))
+            text, new = text[len(list(same)) :], asked[len(prompts) - 2]
         else:
-            text, prefill = prefill + without_boxes(text, answer), ""
-        segments.append((role, text))
+            new = int(in_one_box(text) is not None)  # a correction is no search: it stands in no box
+        if searches is not None and found + new > searches:
+            break
+        found += new
+        segments.append((ENVIRONMENT, text))
     titles = (title for search in trajectory.searches[:searches] for title in search.titles)
     return Told(tuple(segments), tuple(dict.fromkeys(titles)))
 

@@ -52,8 +52,11 @@ def last_box(texts: Sequence[str], tag: Tag) -> str:
 
 
 def without_boxes(text: str, tag: Tag) -> str:
-    """What is left of a text when its well-formed boxes of `tag` are taken out, tags and contents. Linear likewise."""
+    """What is left of a text when its well-formed boxes of `tag` are taken out, tags and contents; of a heading, what stands
+    before it. Linear likewise."""
     opening, closing = markers(tag)
+    if not closing:
+        return text.partition(opening)[0]
     first, *pieces = text.split(opening)
     kept = [first]
     for piece in pieces:

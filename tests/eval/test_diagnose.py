@@ -49,6 +49,32 @@ def test_documents_between_other_markers_are_found_documents():
     assert diagnose([one], Oracle()) == [Diagnosis(OVER, right=True)]
 
 
+def test_documents_that_another_context_shows_are_found_documents():
+    # R3-RAG: each step reads the question and all steps before it
+    one, head = episode("Oslo", "x", FILM, OTHER), "<user>The question: q"
+    first, second = "\nStep 1: ask\n(Title: Film) by Marta", "\nStep 2: ask again\n(Title: Other) of Oslo"
+    one.segments = [
+        (PROMPT, f"{head}<bot>"),
+        (POLICY, "first thought"),
+        (PROMPT, f"{head}{first}<bot>"),
+        (POLICY, "second thought"),
+        (PROMPT, f"{head}{first}{second}<bot>"),
+        (POLICY, "third thought\nThe final answer: Bergen"),
+    ]
+    asked = []
+
+    class Says:
+        def grade(self, cases):
+            asked.extend(cases)
+            return [0.0] * len(cases)
+
+    diagnose([one], Says(), ("The final answer:", ""))
+    told = [case.told.text for case in asked[:3]]
+    assert told[0] == "first thought"
+    assert told[1] == f"first thought{first}<bot>second thought"
+    assert told[2] == f"first thought{first}<bot>second thought{second}<bot>third thought"
+
+
 @pytest.mark.parametrize(
     ("case", "error"),
     [

@@ -68,6 +68,11 @@ def test_two_markers_follow_the_rule_of_a_name(text: str) -> None:
     assert boxes("<query>x</query><|begin_of_query|>x</query>", QUERY) == []
 
 
+def test_a_heading_holds_all_that_follows_it() -> None:
+    assert without_boxes("so\nThe answer: x <a>y</a>", ("The answer:", "")) == "so\n"
+    assert without_boxes("so", ("The answer:", "")) == "so"
+
+
 def test_what_is_written_as_a_box_is_read_as_one() -> None:
     assert boxed("a", "x") == "<a> x </a>" and boxed(QUERY, "x") == "<|begin_of_query|> x <|end_of_query|>"
     assert last_box([boxed("a", "x") + boxed("a", "y"), "<a> z"], "a") == "y"
