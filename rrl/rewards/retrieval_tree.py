@@ -38,7 +38,8 @@ def read_proposal(text: str) -> Proposal:
     """
     thought = bool(boxes(text, THINK))
     if thought:
-        text = without_boxes(text[text.index(f"</{THINK}>") :], THINK)
+        text = text.partition(f"<{THINK}>")[2].partition(f"</{THINK}>")[2]
+        text = without_boxes(text, THINK)
     base, predicted = boxes(text, BASE), boxes(text, PREDICTED)
     asked = [query.strip() for query in base if query.strip()]
     return Proposal(

@@ -22,6 +22,8 @@ def test_queries_stand_in_boxes_after_the_thought():
     assert read_proposal(text) == Proposal(("one", "two"), ("three",), thought=True, written=2)
     more = "<think>a</think><base-Q>one</base-Q><think>b <base-Q>no</base-Q></think><base-Q>two</base-Q>"
     assert read_proposal(more).base == ("one", "two")
+    stray = "</think><base-Q>no</base-Q><think>a</think><base-Q>one</base-Q>"
+    assert read_proposal(stray) == Proposal(("one",), thought=True, written=1)
 
 
 def test_stop_retrieval_and_none_are_signals_and_no_queries():
