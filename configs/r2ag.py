@@ -14,9 +14,10 @@ after 180 of its 260 steps). These settings are not tuned, and no result of a wh
 
 size=3b and size=7b hold the paper's settings (appendix B.2): trees of 128 prompts a step x 12 outputs of at most 4,096 tokens,
 at most 5 expansions, top-1 documents in training, clip 0.2/0.28, no KL, AdamW at 1e-6, 80 steps; evaluated at temperature 0.6
-(C.2). The paper's model is Qwen3-8B, which is size=7b's default; it trained on 500 questions of HotpotQA, 3,000 of 2Wiki and
-1,174 of MuSiQue, 140 hours on 6 A100, and reaches a full recall of 87.1 on HotpotQA, 94.1 on 2Wiki and 51.3 on MuSiQue
-(Table 1, top-1). No run of that size has been done here.
+(C.2, with a top-p of 0.9: a run has one top-p for both, `launch/eval.py` takes --config.rollout.top_p=0.9). The paper's model
+is Qwen3-8B, which is size=7b's default; it trained on 500 questions of HotpotQA, 3,000 of 2Wiki and 1,174 of MuSiQue, 140
+hours on 6 A100, and reaches a full recall of 87.1 on HotpotQA, 94.1 on 2Wiki and 51.3 on MuSiQue (Table 1, top-1). No run of
+that size has been done here.
 
 `predictions`, `top_k` and `t` say how a policy is evaluated: with predicted queries or without, documents of each query, and how
 many queries of an output are searched: M, the most hops of the data (`hops`), or half of it; of predicted ones half as many,

@@ -69,7 +69,8 @@ BASE_PROMPT = "\n\n".join(
 PROMPTS = ("instruct", "base", "bare")
 REFLECTIONS = ("paper", "released")
 RULE = RULES["tiresrag-r1"]
-"""How rewards compare answers; metrics compare as everywhere."""
+"""How the answer's reward (Eq. 1) and the released table of reflections compare answers; Eq. 4 and metrics compare as
+everywhere."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """TIRESRAG-R1, equation by equation: protocol, rewards, schedule, advantages, ablations, and its expert."""
 
+import hashlib
 import math
 import types
 
@@ -104,6 +105,12 @@ def test_the_prompts_are_those_of_figures_9_and_10():
         "give the final answer inside <answer> </answer>. For example, <answer> Beijing </answer>."
         in BASE_PROMPT
     )
+    # all words: sha256 of the figures with single spaces
+    words = [" ".join(text.split()).encode() for text in (INSTRUCT_PROMPT, BASE_PROMPT)]
+    assert [hashlib.sha256(text).hexdigest()[:16] for text in words] == [
+        "15eef720dd1c8d04",
+        "0c6b4febeba1b822",
+    ]
 
 
 # -- answer (Eq. 1; SPEC.md 6: yes and no, punctuation) ----------------------------------------------------------------

@@ -1,5 +1,7 @@
 """What judges are asked, in the papers' words, and how their answers are read."""
 
+import hashlib
+
 import pytest
 
 from rrl.data.passages import Passage
@@ -63,6 +65,18 @@ def test_the_printed_prompts_are_word_for_word_those_of_the_papers():
     assert "A single float-type score from {0.0, 0.1, 0.2, ..., 1.0}." in THINKING_SYSTEM
     assert "fully aligns with the meaning and key information of the Golden Answer" in CORRECTNESS_TEMPLATE
     assert 'Validation: ["Correct"] or Validation: ["Wrong"]' in VALIDATION_SYSTEM
+    # all words: sha256 of the figures with single spaces and straight quotes, without the hashes of Figure 11's headings
+    figures = [SUFFICIENCY_SYSTEM, THINKING_SYSTEM, CORRECTNESS_TEMPLATE, VALIDATION_SYSTEM]
+    words = [
+        " ".join(word for word in text.split() if word != "###" or text == VALIDATION_SYSTEM)
+        for text in figures
+    ]
+    assert [hashlib.sha256(text.encode()).hexdigest()[:16] for text in words] == [
+        "44a13f12c6c81072",
+        "3f2c13ca2cc46fdb",
+        "6ff977dec6646652",
+        "abe19f733472d6a5",
+    ]
 
 
 def test_correctness_and_validation_show_question_gold_and_prediction():

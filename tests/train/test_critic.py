@@ -67,6 +67,21 @@ def test_advantages_are_gae_by_loops_on_each_trajectory_alone(alone, objective):
             np.testing.assert_allclose(found.values[row][s], value[s], atol=1e-5)
 
 
+def test_each_step_of_an_episode_with_several_contexts_is_a_sample_of_its_own(alone):
+    # R3-RAG (SPEC.md 6): gamma = lambda = 1 within a step, and no reward of one step reaches another
+    first, second = TRAJECTORIES[0], TRAJECTORIES[1]
+    names = ("tokens", "roles", "logps", "sampled_logps", "turns")
+    joined = {name: np.concatenate([getattr(first, name), getattr(second, name)]) for name in names}
+    size = len(first.tokens)
+    joined["turns"] = np.repeat([0, 1], [size, len(second.tokens)])
+    one = dataclasses.replace(first, **joined, starts=(0, size), turn_rewards={0: 0.8, 1: 2.0})
+    critic, state = make_critic(model(), CriticConfig(SGD), OBJECTIVE)
+    (found,) = critic.estimate(state, [one]).advantages
+    for row, (own, reward, start) in enumerate(zip(OWN, (0.8, 2.0), (0, size))):
+        for s in own:
+            np.testing.assert_allclose(found[start + s], reward - alone[row, s - 1], atol=1e-5)
+
+
 def test_any_split_into_microbatches_gives_the_same_step_and_its_metrics_are_those_of_before():
     after = []
     for objective in (OBJECTIVE, SPLIT):
