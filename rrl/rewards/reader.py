@@ -1,5 +1,6 @@
 """A frozen model that answers prompts: R-Search's reader of another family (Eq. 4), and judges."""
 
+import hashlib
 from collections.abc import Sequence
 
 import jax
@@ -39,7 +40,8 @@ class Reader:
         self.params = nnx.state(decoder)
         self.environment = SingleTurn(turn_tokens=answer_tokens)
         self.remember = remember
-        self.memory: dict[str | Prompt, str] = {}
+        self.memory: dict[bytes, str] = {}
+        """Answers by the digest of their prompt: 100,000 of a judge's prompts, each with a trajectory, would be gigabytes."""
 
     def answers(self, prompts: Sequence[str | Prompt]) -> list[str]:
         """The model's answer to each prompt; a text is the user's turn of its chat template.
@@ -47,7 +49,8 @@ class Reader:
         A prompt that does not fit the model's context is cut: its body at the front, and a text at its own front, where
         the evidence begins.
         """
-        new = [prompt for prompt in dict.fromkeys(prompts) if prompt not in self.memory]
+        keys = [hashlib.sha256(repr(prompt).encode()).digest() for prompt in prompts]
+        new = {key: prompt for key, prompt in zip(keys, prompts, strict=True) if key not in self.memory}
         room = self.engine.config.context - self.environment.turn_tokens - 2
         requests = [
             Request(
@@ -56,13 +59,13 @@ class Reader:
                 i,
                 temperature=0.0,
             )
-            for i, prompt in enumerate(new)
+            for i, prompt in enumerate(new.values())
         ]
         if requests:
             found = self.engine.run(self.params, requests, self.environment, jax.random.key(0))
-            for prompt, trajectory in zip(new, found, strict=True):
-                self.memory[prompt] = "".join(t for role, t in trajectory.segments if role == POLICY).strip()
-        said = [self.memory[prompt] for prompt in prompts]
-        for prompt in list(self.memory)[: max(len(self.memory) - self.remember, 0)]:
-            del self.memory[prompt]
+            for key, trajectory in zip(new, found, strict=True):
+                self.memory[key] = "".join(t for role, t in trajectory.segments if role == POLICY).strip()
+        said = [self.memory[key] for key in keys]
+        for key in list(self.memory)[: max(len(self.memory) - self.remember, 0)]:
+            del self.memory[key]
         return said

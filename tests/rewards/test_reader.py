@@ -8,6 +8,7 @@ from rrl.models.config import DecoderConfig
 from rrl.models.decoder import Decoder
 from rrl.rewards.reader import Reader
 from rrl.rollout.engine import EngineConfig
+from rrl.text.chat import Prompt
 
 
 @pytest.fixture(scope="module")
@@ -53,8 +54,18 @@ def test_a_prompt_longer_than_the_context_is_cut_at_its_front(reader):
 
 def test_memory_keeps_the_latest(reader, monkeypatch):
     monkeypatch.setattr(reader, "remember", 2)
-    assert len(reader.answers([f"question {i}" for i in range(5)])) == 5
-    assert list(reader.memory) == ["question 3", "question 4"]
+    prompts = [f"question {i}" for i in range(5)]
+    latest = reader.answers(prompts)[3:]
+    assert list(reader.memory.values()) == latest
+    asked = []
+    monkeypatch.setattr(reader.engine, "run", lambda params, requests, *_: asked.append(len(requests)) or [])
+    assert reader.answers(prompts[3:]) == latest and not asked
+
+
+def test_memory_holds_no_prompts(reader):
+    reader.memory.clear()
+    reader.answers([Prompt("who? ", "evidence " * 200), "who? " + "evidence " * 200])
+    assert len(reader.memory) == 2 and all(len(key) == 32 for key in reader.memory)
 
 
 def test_no_prompts_cost_nothing(reader):
