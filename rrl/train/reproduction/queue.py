@@ -21,6 +21,8 @@ from rrl.retrieval.files import locked, replaced
 from rrl.train.checkpoints import stop_requested
 from rrl.train.reproduction.plan import Run
 
+PINS = hasattr(os, "sched_setaffinity")
+"""Whether the system (Linux) gives a process cores of its own."""
 POLL = 0.2
 """Seconds between looks at what runs."""
 
@@ -161,15 +163,19 @@ class _Life:
         return record
 
 
+def cores_here() -> int:
+    """The cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if PINS else os.cpu_count() or 1
+
+
 def shares(jobs: int) -> list[list[int]]:
     """The cores of each of so many runs; empty lists where the system has no such thing.
 
     Raises UserError for more runs than cores.
     """
-    known = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
-    most = len(known) or os.cpu_count() or 1
-    if not 1 <= jobs <= most:
-        raise UserError(f"jobs={jobs} must be 1 to {most}, the cores that there are")
+    known = sorted(os.sched_getaffinity(0)) if PINS else []
+    if not 1 <= jobs <= cores_here():
+        raise UserError(f"jobs={jobs} must be 1 to {cores_here()}, the cores that there are")
     return [known[place::jobs] for place in range(jobs)]
 
 

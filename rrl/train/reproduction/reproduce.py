@@ -1,6 +1,5 @@
 """All of it in one call: what is missing is run, and the page is written."""
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -9,7 +8,7 @@ from rrl.retrieval.files import replaced
 from rrl.train.reproduction.claims import claims_named
 from rrl.train.reproduction.page import list_of, page
 from rrl.train.reproduction.plan import needed, runs
-from rrl.train.reproduction.queue import Work, work
+from rrl.train.reproduction.queue import Work, cores_here, work
 
 
 def reproduce(
@@ -31,7 +30,7 @@ def reproduce(
     """
     known = runs(seeds, smoke)
     names = [name for claim in claims_named(only) for name in claim.needs(seeds)]
-    jobs = jobs if jobs is not None else min(2, os.cpu_count() or 1)
+    jobs = jobs if jobs is not None else min(2, cores_here())
     if listed:
         print(list_of(needed(names, known), known, out, jobs))
         return Work({})
