@@ -7,6 +7,7 @@ import pathlib
 import re
 import subprocess
 import sys
+import time
 
 import numpy as np
 import pytest
@@ -275,7 +276,7 @@ def test_a_signal_ends_the_runs_and_the_same_call_goes_on(tmp_path, monkeypatch)
 
     def stop(_):
         while not (tmp_path / "there").exists():
-            pass
+            time.sleep(0.01)
         os.kill(os.getpid(), queue.signal.SIGTERM)
 
     assert work(plan, tmp_path, 1, stop).stopped
