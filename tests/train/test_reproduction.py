@@ -52,6 +52,7 @@ def seeds_that_differ_by(*means, questions=1, trained=True):
         (seeds_that_differ_by(-9.0, 4.0, 4.0), FAILS),  # the mean alone says so
         (seeds_that_differ_by(0.0, 0.0, 0.0), FAILS),
         (seeds_that_differ_by(3.0), UNTESTED),  # one seed
+        (seeds_that_differ_by(3.0, questions=5), UNTESTED),  # questions tell nothing of seeds
         (seeds_that_differ_by(3.0, questions=5, trained=False), HOLDS),  # nothing was trained
         (seeds_that_differ_by(np.inf, 1.0, 1.0), UNTESTED),
     ],
@@ -258,9 +259,10 @@ def test_two_runs_go_side_by_side_each_on_its_share_of_the_cores(tmp_path, monke
     with pytest.raises(UserError, match="jobs=0 must be 1 to"):
         shares(0)
     monkeypatch.chdir(ROOT)
-    # Each waits for the other.
+    # Each waits for the other, and gives up after a minute.
     wait = (
-        "import pathlib, time; {mine}\nwhile not pathlib.Path('{{out}}/{other}').exists(): time.sleep(0.01)"
+        "import pathlib, time; {mine}; end = time.monotonic() + 60\n"
+        "while not pathlib.Path('{{out}}/{other}').exists():\n    time.sleep(0.01); assert time.monotonic() < end"
     )
     plan = [
         told(mine, wait.format(mine=write(mine + ".txt"), other=other + ".txt"))
