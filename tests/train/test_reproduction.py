@@ -166,6 +166,10 @@ def test_a_tree_is_held_against_as_many_passages_of_a_single_search():
     found = measured("tree", made)
     assert (found.left[0], found.right[0]) == (1.0, 0.5)  # B is the third for the first question
     assert [list(values) for values in found.differences] == [[1, 0]] * 3
+    made[r"r2ag-\d-eval"] = evaluation(titles=(("C", "D", "E", "A", "B"), ("B",)))
+    assert (
+        measured("tree", made).left[0] == 0.5
+    )  # the single search found three, so that the tree's first three count
 
 
 def test_collapse_is_what_the_last_quarter_lost_of_the_best():

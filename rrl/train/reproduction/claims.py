@@ -112,15 +112,16 @@ def everywhere(results: Results, runs: Sequence[str]) -> Evidence:
 def tree(results: Results, runs: Sequence[str]) -> Evidence:
     """Full recall of the first run against that of the second, cut for each question to as many passages as the first found.
 
-    The second searched once, with the question (R2AG, Table 1: "under comparable k").
+    The second searched once, with the question (R2AG, Table 1: "under comparable k"); no more passages than it found count.
     """
     (single,) = results.evaluations(runs[1])
+    ranked = [list(dict.fromkeys(titles)) for titles in single.titles]
+    most = max(map(len, ranked))
     left, right = [], []
     for steps in results.evaluations(runs[0]):
         found = steps.hits
-        ranked = [list(dict.fromkeys(titles)) for titles in single.titles]
         own = [titles[:count] for titles, count in zip(ranked, found.found.tolist(), strict=True)]
-        left.append(found.full_recall())
+        left.append(found.full_recall(most))
         right.append(hits_of(own, single.gold).full_recall())
     return _evidence(left, right, 1)
 
