@@ -180,10 +180,14 @@ def shares(jobs: int) -> list[list[int]]:
 
 
 def commit_here() -> str:
-    """The commit that is checked out, with a mark where files differ from it; "unknown" outside a clone."""
+    """The commit that is checked out, with a mark where what is run differs from it; "unknown" outside a clone."""
     if not (commit := _git("rev-parse", "--short=12", "HEAD")):
         return "unknown"
-    return commit + (" with changes" if _git("status", "--porcelain", "--untracked-files=no") else "")
+    return commit + (
+        " with changes"
+        if _git("status", "--porcelain", "--untracked-files=no", "rrl", "launch", "configs", "assets")
+        else ""
+    )
 
 
 def _git(*arguments: str) -> str:
