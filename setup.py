@@ -15,6 +15,7 @@ BASE = [
     "orbax-checkpoint>=0.12.8,<0.14",
     "tensorstore>=0.1.86",
     "numpy>=2.0,<3",
+    "scipy>=1.13,<2",
     "jaxtyping>=0.3,<0.4",
     "ml-collections>=1.1,<2",
     "absl-py>=2.1,<3",

@@ -1,4 +1,8 @@
-"""GRPO against its controls over seeds: `python launch/compare.py --config=configs/rsearch_grpo.py --out=runs/compare`."""
+"""Ways to train over seeds: `python launch/compare.py --config=configs/rsearch_grpo.py --out=runs/compare`.
+
+GRPO and its controls; or any values of a config's argument (`--arms=ablation=none,ablation=filter`), and other config files
+(`--arms=GRPO,configs/rsearch_ppo.py`). It ends in a table and a plot, and continues where it was broken off.
+"""
 
 import shlex
 import subprocess

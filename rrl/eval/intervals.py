@@ -1,13 +1,14 @@
 """Is it more than luck? Bootstrap intervals of a metric over questions, and paired tests between two runs on the same ones.
 
 All is seeded: the same values give the same figures. Questions are the unit that is drawn; the spread over training seeds is
-another matter, and is not in here.
+another matter, which `student` tells.
 """
 
 import dataclasses
 from collections.abc import Callable, Sequence
 
 import numpy as np
+import scipy.stats
 from jaxtyping import Float
 
 from rrl.errors import UserError
@@ -28,7 +29,7 @@ class Interval:
     low: float
     high: float
     count: int
-    """Questions."""
+    """Questions, or seeds."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,6 +59,18 @@ def bootstrap(values: Values, *, level: float = 0.95, resamples: int = RESAMPLES
     array = _checked(values, level, resamples)
     low, high = _percentiles(_resampled_means(array, resamples, seed), level)
     return Interval(float(array.mean()), low, high, len(array))
+
+
+def student(values: Values, *, level: float = 0.95) -> Interval:
+    """The mean of a few values, such as one a training seed, and its interval by Student's t (1908).
+
+    Raises UserError for fewer than two, which tell nothing of their spread, and as `bootstrap`.
+    """
+    array = _checked(values, level, 1)
+    if len(array) < 2:
+        raise UserError(f"{len(array)} value: an interval over seeds needs two or more")
+    reach = scipy.stats.t.ppf((1 + level) / 2, len(array) - 1) * array.std(ddof=1) / np.sqrt(len(array))
+    return Interval(float(array.mean()), float(array.mean() - reach), float(array.mean() + reach), len(array))
 
 
 def compare(

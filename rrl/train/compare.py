@@ -1,4 +1,4 @@
-"""Arms of one experiment over seeds, each a run of its own: GRPO against its controls, as curves and a table.
+"""Arms of one experiment over seeds, each a run of its own, as curves and a table: GRPO against its controls, PPO, ablations.
 
 Every run is a subprocess with its own workdir, so that a broken-off sweep continues where it was. A workdir's
 `command.json` says what makes it, so that the cells of one sweep are never taken for those of another.
@@ -9,6 +9,7 @@ import dataclasses
 import hashlib
 import json
 import pathlib
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -24,7 +25,8 @@ from rrl.train.metrics import read_metrics
 
 GRPO, SFT = "GRPO", "SFT continued"
 ARMS = {GRPO: "", SFT: "", "rewards permuted": "control=permuted", "search off": "control=search_off"}
-"""Config argument of each arm; supervised training goes on with the cold start's own command instead."""
+"""Config argument of each named arm; supervised training goes on with the cold start's own command instead. Any NAME=VALUE is an
+arm too, of the config's arguments, and any other config file, which takes the same ones."""
 TAKEN = {"config": ("seed", "control"), "cold_start": ("seed", "minutes")}
 """Config arguments that the comparison sets itself."""
 TITLES = {"em": "exact match", "f1": "F1", "full_recall": "full recall", "map": "mAP"}
@@ -59,9 +61,15 @@ def cells(root: pathlib.Path, arms: Sequence[str], seeds: Sequence[int]) -> list
     for name, given in (("arms", list(arms)), ("seeds", list(seeds))):
         if not given or len(set(given)) < len(given):
             raise UserError(f"{name}={given} must be one or more, each once")
-    unknown = [arm for arm in arms if arm not in ARMS]
-    if unknown:
-        raise UserError(f"arms={unknown} are unknown; there are {', '.join(ARMS)}")
+    unknown = [arm for arm in arms if not (arm in ARMS or "=" in arm or arm.endswith(".py"))]
+    if unknown := unknown + [arm for arm in arms if arm.startswith("seed=")]:
+        raise UserError(
+            f"arms={unknown} are unknown; there are {', '.join(ARMS)}, any argument of the config but the seed "
+            "(ablation=filter), and another config file (configs/rsearch_ppo.py)"
+        )
+    folders = [_cell(root, arm, 0).workdir for arm in arms]
+    if len(set(folders)) < len(folders):
+        raise UserError(f"arms={list(arms)}: two of them would have one folder; leave one out")
     if SFT in arms and GRPO not in arms[: arms.index(SFT)]:
         raise UserError(
             f"arms={list(arms)}: the arm {SFT!r} trains for as long as {GRPO!r} took: list {GRPO!r} before it"
@@ -102,7 +110,7 @@ def compare(
         if not cell.finished:
             minutes = _grpo_of(cell, plan)[2] if cell.arm == SFT else 0.0
             run(cell, commands(cell, config, cold_start, minutes), record(cell, config, cold_start))
-    plan = finished(root, config, cold_start)
+    plan = finished(root, config, cold_start, arms)
     refuse_mixed_models(plan)
     runs = {
         arm: [_curve(c, plan) for c in plan if c.arm == arm] for arm in dict.fromkeys(c.arm for c in plan)
@@ -118,17 +126,27 @@ def compare(
     return text
 
 
-def finished(root: pathlib.Path, config: str, cold_start: str) -> list[Cell]:
-    """The finished runs of these configs in the folder, by arm and seed; a supervised one only beside its GRPO."""
+def finished(root: pathlib.Path, config: str, cold_start: str, arms: Sequence[str] = ()) -> list[Cell]:
+    """The finished runs of these configs in the folder, by arm (named ones and `arms`) and seed; a supervised one only beside its
+    GRPO."""
     seeds = {int(folder.name.rpartition("-")[2]) for folder in root.glob("*-[0-9]*")}
-    found = [cell for arm in ARMS for seed in sorted(seeds) if (cell := _cell(root, arm, seed)).finished]
+    known = dict.fromkeys([*ARMS, *arms])
+    found = [cell for arm in known for seed in sorted(seeds) if (cell := _cell(root, arm, seed)).finished]
     found = [cell for cell in found if _made_by(cell) in (None, record(cell, config, cold_start))]
     grpo = {cell.seed for cell in found if cell.arm == GRPO}
     return [cell for cell in found if cell.arm != SFT or cell.seed in grpo]
 
 
 def _cell(root: pathlib.Path, arm: str, seed: int) -> Cell:
-    return Cell(arm, seed, root / f"{arm.replace(' ', '_')}-{seed}")
+    name = re.sub(r"[^\w.=-]+", "_", arm)
+    return Cell(arm, seed, root / f"{name}-{seed}")
+
+
+def _of_arm(arm: str, config: str) -> tuple[str, str]:
+    """The config of an arm, and the argument that it adds."""
+    if arm.endswith(".py"):
+        return ":".join([arm, *config.split(":", 1)[1:]]), ""
+    return config, ARMS.get(arm, arm)
 
 
 def run(cell: Cell, todo: Sequence[Sequence[str]], made_by: str) -> None:
@@ -157,7 +175,10 @@ def record(cell: Cell, config: str, cold_start: str) -> str:
     """What makes a cell, as JSON: its commands, whatever its folder and minutes, and the SHA-256 of its config files."""
     todo = commands(dataclasses.replace(cell, workdir=pathlib.Path("WORKDIR")), config, cold_start, 0.0)
     hashes = {}
-    for file in [_split(config)[0], *([_split(cold_start)[0]] if cell.arm == SFT else [])]:
+    for file in [
+        _split(_of_arm(cell.arm, config)[0])[0],
+        *([_split(cold_start)[0]] if cell.arm == SFT else []),
+    ]:
         if not pathlib.Path(file).is_file():
             raise UserError(f"config file {file!r} is not there; give one, such as configs/rsearch_grpo.py")
         hashes[file] = hashlib.sha256(pathlib.Path(file).read_bytes()).hexdigest()[:16]
@@ -207,7 +228,8 @@ def refuse_mixed_models(plan: Sequence[Cell]) -> None:
 def commands(cell: Cell, config: str, cold_start: str, minutes: float) -> list[list[str]]:
     """What makes one run: training, or supervised training for `minutes` and an evaluation of its model."""
     if cell.arm != SFT:
-        return [_train(config, cell.workdir, f"seed={cell.seed}", ARMS[cell.arm])]
+        own, argument = _of_arm(cell.arm, config)
+        return [_train(own, cell.workdir, f"seed={cell.seed}", argument)]
     folder = cell.workdir / "sft"
     # minutes=0 would mean no limit
     longer = with_arguments(cold_start, f"seed={cell.seed + 1}", f"minutes={max(minutes, 0.01):.2f}")

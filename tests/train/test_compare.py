@@ -83,6 +83,26 @@ def test_arms_and_seeds_are_one_or_more_each_once(tmp_path, arms, seeds):
         cells(tmp_path, arms, seeds)
 
 
+def test_an_arm_may_be_any_argument_of_the_config_or_another_config_file(tmp_path):
+    plan = cells(tmp_path, ["ablation=none", "ablation=filter", "configs/rsearch_ppo.py"], [1])
+    config = "configs/tiresrag_grpo.py:steps=2,ablation=naive"
+    told = [commands(cell, config, "", 0.0)[0][1].removeprefix("--config=configs/") for cell in plan]
+    assert told == [
+        "tiresrag_grpo.py:steps=2,ablation=none,seed=1",
+        "tiresrag_grpo.py:steps=2,ablation=filter,seed=1",
+        "rsearch_ppo.py:steps=2,ablation=naive,seed=1",
+    ]
+    assert [cell.workdir.name for cell in plan] == [
+        "ablation=none-1",
+        "ablation=filter-1",
+        "configs_rsearch_ppo.py-1",
+    ]
+    with pytest.raises(UserError, match=r"arms=\['seed=3'\] are unknown"):
+        cells(tmp_path, ["GRPO", "seed=3"], [1])
+    with pytest.raises(UserError, match="one folder"):
+        cells(tmp_path, ["policy=a/b", "policy=a:b"], [1])
+
+
 class Sweep:
     """A comparison whose runs are not started: each ends with `code` and leaves what a run leaves."""
 
@@ -110,6 +130,11 @@ def sweep(tmp_path, monkeypatch):
     made = Sweep(tmp_path)
     monkeypatch.setattr(subprocess, "Popen", made.start)
     return made
+
+
+def test_arms_of_a_config_s_argument_end_in_one_table(sweep):
+    text = sweep("steps=2", ["lr=1", "lr=2"])
+    assert [line.split()[0] for line in text.splitlines()[2:]] == ["lr=1", "lr=2"]
 
 
 @pytest.mark.parametrize("code", [143, -9])

@@ -1,0 +1,134 @@
+"""The page: each claim with what was measured and what follows, and each run with how to make it again."""
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from rrl.eval.result_card import versions_here
+from rrl.train.reproduction.claims import CLAIMS, Claim
+from rrl.train.reproduction.plan import Run, needed
+from rrl.train.reproduction.queue import as_rows
+from rrl.train.reproduction.results import results_in
+from rrl.train.reproduction.verdict import FAILS, HOLDS, MISSING, UNTESTED, Evidence, Verdict, judge
+
+HEAD = """# The reproduction in the small
+
+Made by `{command}`. {what}
+
+What four papers measured with models of 3 to 8 billion parameters on real questions, measured with policies of one million
+parameters on the built-in world: same recipes, rewards and objectives, other sizes. A claim that holds here is a sign that its
+mechanism is at work in this code; one that does not says nothing of the paper's models.
+
+- A difference above 0 is on the claim's side. Its 95 % interval reaches as far as either of two: Student's t over seeds, and the
+  bootstrap over questions of the mean over seeds.
+- **holds**: the whole interval is above 0. **does not hold**: the difference is 0 or on the other side, however wide its
+  interval. **can't be tested at this size**: the interval reaches 0, or the reason that stands there.
+- All evaluations ask the same held-out questions (`test` split), greedily; no setting was chosen on them.
+- Settings of R-Search in the built-in world were found on the `dev` split; those of the other recipes are taken over, untuned.
+"""
+SMOKE = "**This is a smoke run: sizes at which nothing can be measured. No row is a result.**"
+
+
+def page(runs: Mapping[str, Run], out: Path, seeds: Sequence[int], command: str, smoke: bool = False) -> str:
+    """The page as Markdown, of the runs that are finished in `out`; claims without theirs are listed with the command."""
+    rows = {row["name"]: row for row in as_rows(list(runs.values()), out)}
+    there = {name for name, row in rows.items() if row["state"] == "finished"}
+    results = results_in(out, seeds)
+    table: list[tuple[str, ...]] = []
+    counts, missing = dict.fromkeys((HOLDS, FAILS, UNTESTED, MISSING), 0), list[str]()
+    for claim in CLAIMS:
+        if lacking := sorted(set(claim.needs(seeds)) - there):
+            counts[MISSING] += 1
+            missing.append(f"- {claim.key}: `{command} --only={claim.key}` ({len(lacking)} runs)")
+            table.append(
+                (
+                    claim.key,
+                    claim.words,
+                    f"{claim.paper}: {claim.printed}",
+                    claim.metric,
+                    "–",
+                    "–",
+                    "–",
+                    MISSING,
+                )
+            )
+            continue
+        evidence = claim.measure(results, claim.runs)
+        verdict = judge(evidence, claim.untestable)
+        counts[verdict.word] += 1
+        table.append(row_of(claim, evidence, verdict))
+    lines = [HEAD.format(command=command, what=SMOKE if smoke else f"Seeds {', '.join(map(str, seeds))}.")]
+    lines += ["; ".join(f"{number} {word}" for word, number in counts.items() if number) + ".", ""]
+    head = ("", "claim", "paper", "measured here", "values by seed", "difference", "questions", "verdict")
+    lines += markdown([head, *table])
+    if missing:
+        lines += ["", "Not measured yet:", "", *missing]
+    lines += ["", "## Runs", "", *_provenance(runs, rows, there)]
+    return "\n".join(lines) + "\n"
+
+
+def row_of(claim: Claim, evidence: Evidence, verdict: Verdict) -> tuple[str, ...]:
+    """One line of the table."""
+    said = f"**{verdict.word}**" + (f": {verdict.reason}" if verdict.reason else "")
+    sides = " against ".join(_values(values, claim.percent) for values in (evidence.left, evidence.right))
+    return (
+        claim.key,
+        claim.words,
+        f"{claim.paper}: {claim.printed}",
+        claim.metric,
+        sides,
+        _difference(verdict, claim.percent),
+        str(evidence.questions or "–"),
+        said,
+    )
+
+
+def _values(values: Sequence[float], percent: bool) -> str:
+    return ", ".join(f"{100 * value:.1f}" if percent else f"{value:.2f}" for value in values)
+
+
+def _difference(verdict: Verdict, percent: bool) -> str:
+    """With its interval, where there is one."""
+    scale, digits = (100, 1) if percent else (1, 2)
+    mean, *ends = (
+        f"{scale * value:+.{digits}f}" for value in (verdict.difference, verdict.low, verdict.high)
+    )
+    return f"{mean} [{', '.join(ends)}]" if math.isfinite(verdict.low) else mean
+
+
+def markdown(rows: Sequence[Sequence[str]]) -> list[str]:
+    """A table of Markdown whose first row is its head."""
+    head, *body = [[cell.replace("|", "\\|") for cell in row] for row in rows]
+    return [f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *body)]
+
+
+def _provenance(
+    runs: Mapping[str, Run], rows: Mapping[str, Mapping[str, object]], there: set[str]
+) -> list[str]:
+    """Commits, versions, minutes, and the command of each finished run."""
+    finished = [rows[name] for name in runs if name in there]
+    if not finished:
+        return ["None is finished."]
+    minutes = sum(float(str(row["minutes"])) for row in finished)
+    commits = sorted({str(row["commit"]) for row in finished})
+    versions = ", ".join(f"{name} {version}" for name, version in versions_here().items())
+    lines = [
+        f"{len(finished)} of {len(runs)} runs, {minutes:.0f} minutes in all, of one core where two ran side by side. Commit "
+        f"{', '.join(commits)}. {versions}.",
+        "",
+    ]
+    table = [("run", "minutes", "command")]
+    table += [(str(r["name"]), f"{float(str(r['minutes'])):.1f}", f"`{r['command']}`") for r in finished]
+    return lines + markdown(table)
+
+
+def list_of(runs: Sequence[Run], known: Mapping[str, Run], out: Path, jobs: int) -> str:
+    """What would be run, in order, with its state, minutes and command."""
+    rows = as_rows(needed([run.name for run in runs], known), out)
+    todo = sum(row["minutes"] for row in rows if row["state"] != "finished")
+    lines = [
+        f"{row['minutes']:5.1f}  {row['state']:<10}  {row['name']:<24}  {row['command']}" for row in rows
+    ]
+    return "\n".join(
+        [*lines, f"{todo:.0f} minutes of one core to do: some {todo / jobs:.0f} with {jobs} at a time"]
+    )

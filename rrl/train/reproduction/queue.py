@@ -1,0 +1,228 @@
+"""Runs side by side, each on cores of its own, and what each took.
+
+Beside a run's folder lie its log and its record: the command and config file that make it, the commit, the seconds of all its
+lives, and whether it is finished. What is finished is not run again; what was broken off goes on.
+"""
+
+import dataclasses
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rrl.errors import UserError
+from rrl.retrieval.files import locked, replaced
+from rrl.train.checkpoints import stop_requested
+from rrl.train.reproduction.plan import Run
+
+PINS = hasattr(os, "sched_setaffinity")
+"""Whether the system (Linux) gives a process cores of its own."""
+POLL = 0.2
+"""Seconds between looks at what runs."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Record:
+    """What is known of a run that was started."""
+
+    command: Sequence[str]
+    """With "{out}" for the folder of all runs."""
+    sha256: str
+    """Of the config file, its first digits."""
+    commit: str
+    """Where its last life began."""
+    seconds: float = 0.0
+    """Of all lives."""
+    finished: bool = False
+
+    def save(self, file: Path) -> None:
+        """Writes it as JSON."""
+        with replaced(file) as stream:
+            stream.write(json.dumps(dataclasses.asdict(self), indent=2).encode() + b"\n")
+
+
+def record_of(run: Run, out: Path) -> Record | None:
+    """The record of a run, if it was ever started.
+
+    Raises UserError for one that another command or config file made, and for a damaged one.
+    """
+    file = _file(run, out)
+    if not file.exists():
+        return None
+    try:
+        found = Record(**json.loads(file.read_text(encoding="utf-8")))
+    except (ValueError, TypeError) as error:
+        raise UserError(f"{file} is damaged ({error}); delete it and {out / run.name}") from error
+    made = (run.command("{out}"), _hash(run))
+    if (list(found.command), found.sha256) != made:
+        raise UserError(
+            f"{out / run.name} was made by {' '.join(found.command)} (config file {found.sha256}), not by {' '.join(made[0])} "
+            f"({made[1]}); delete that folder and {file}, or give another --out"
+        )
+    return found
+
+
+def work(
+    runs: Sequence[Run],
+    out: Path,
+    jobs: int,
+    say: Callable[[str], None] = lambda text: print(text, file=sys.stderr, flush=True),
+) -> "Work":
+    """Does what is not finished, `jobs` runs at a time.
+
+    What needs a failed run is left. On a signal the runs are told to save and end. Raises UserError as `shares` and `record_of`,
+    and where another process runs in `out`, before anything is written.
+    """
+    cores = shares(jobs)
+    found = {run.name: record_of(run, out) for run in runs}
+    done = {name for name, record in found.items() if record is not None and record.finished}
+    todo = [run for run in runs if run.name not in done]
+    if not todo:
+        return Work({})
+    out.mkdir(parents=True, exist_ok=True)
+    failed: dict[str, str] = {}
+    active: dict[int, _Life] = {}
+    with (
+        locked(out, f"out {out}: another process runs there. Wait for that, or stop it."),
+        stop_requested() as stop,
+    ):
+        try:
+            while (todo or active) and not stop:
+                for place in sorted(set(range(jobs)) - set(active)):
+                    ready = next((run for run in todo if done.issuperset(run.needs)), None)
+                    if ready is not None:
+                        todo.remove(ready)
+                        active[place] = _Life(ready, out, found[ready.name], cores[place])
+                        say(f"{ready.name} ...")
+                if not active:  # what is left needs what failed
+                    failed |= {run.name: f"needs {', '.join(run.needs)}" for run in todo}
+                    break
+                time.sleep(POLL)
+                for place, life in list(active.items()):
+                    code = life.process.poll()
+                    if code is None:
+                        continue
+                    del active[place]
+                    record = life.end(code)
+                    if code:
+                        failed[life.run.name] = f"exit code {code}; see {life.log}"
+                        say(f"{life.run.name}: {failed[life.run.name]}")
+                    else:
+                        done.add(life.run.name)
+                        left = sum(r.minutes for r in [*todo, *(a.run for a in active.values())]) / jobs
+                        say(
+                            f"{life.run.name}: {record.seconds / 60:.1f} minutes; {len(done)} of {len(runs)} are there, some "
+                            f"{left:.0f} minutes left"
+                        )
+        finally:
+            for life in active.values():
+                life.process.send_signal(signal.SIGTERM)
+            for life in active.values():
+                life.end(life.process.wait())
+    return Work(failed, bool(stop))
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """What came of it."""
+
+    failed: Mapping[str, str]
+    """Runs that failed, or need one that did, with the reason."""
+    stopped: bool = False
+    """By a signal; the same call goes on."""
+
+
+class _Life:
+    """A run's process, from its start to its end."""
+
+    def __init__(self, run: Run, out: Path, before: Record | None, cores: Sequence[int]) -> None:
+        self.run, self._file, self._began = run, _file(run, out), time.monotonic()
+        self.log = out / f"{run.name}.log"
+        self._record = Record(
+            run.command("{out}"), _hash(run), commit_here(), before.seconds if before is not None else 0.0
+        )
+        self._record.save(self._file)
+        with self.log.open("a", encoding="utf-8") as stream:
+            self.process = subprocess.Popen(
+                [sys.executable, *run.command(out)], stdout=stream, stderr=subprocess.STDOUT
+            )
+        if cores:  # its threads, which come later, have the same
+            os.sched_setaffinity(self.process.pid, cores)
+
+    def end(self, code: int) -> Record:
+        """Writes down how long it took, and whether it is done."""
+        took = self._record.seconds + time.monotonic() - self._began
+        record = dataclasses.replace(self._record, seconds=took, finished=code == 0)
+        record.save(self._file)
+        return record
+
+
+def cores_here() -> int:
+    """The cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if PINS else os.cpu_count() or 1
+
+
+def shares(jobs: int) -> list[list[int]]:
+    """The cores of each of so many runs; empty lists where the system has no such thing.
+
+    Raises UserError for more runs than cores.
+    """
+    known = sorted(os.sched_getaffinity(0)) if PINS else []
+    if not 1 <= jobs <= cores_here():
+        raise UserError(f"jobs={jobs} must be 1 to {cores_here()}, the cores that there are")
+    return [known[place::jobs] for place in range(jobs)]
+
+
+def commit_here() -> str:
+    """The commit that is checked out, with a mark where what is run differs from it; "unknown" outside a clone."""
+    if not (commit := _git("rev-parse", "--short=12", "HEAD")):
+        return "unknown"
+    return commit + (
+        " with changes"
+        if _git("status", "--porcelain", "--untracked-files=no", "rrl", "launch", "configs", "assets")
+        else ""
+    )
+
+
+def _git(*arguments: str) -> str:
+    try:
+        done = subprocess.run(["git", *arguments], capture_output=True, text=True, check=False)
+    except OSError:
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""
+
+
+def _file(run: Run, out: Path) -> Path:
+    return out / f"{run.name}.json"
+
+
+def _hash(run: Run) -> str:
+    file = Path(run.config.partition(":")[0])
+    if not file.is_file():
+        raise UserError(f"config file {file} is not there; start from the repository's folder")
+    return hashlib.sha256(file.read_bytes()).hexdigest()[:16]
+
+
+def as_rows(runs: Sequence[Run], out: Path) -> list[dict[str, Any]]:
+    """Each run with its state and minutes: those that it took, or about those that it will."""
+    rows = []
+    for run in runs:
+        record = record_of(run, out)
+        state = "to do" if record is None else "finished" if record.finished else "broken off"
+        finished = record is not None and record.finished
+        rows.append(
+            {
+                "name": run.name,
+                "state": state,
+                "minutes": record.seconds / 60 if record is not None and finished else run.minutes,
+                "command": "python " + " ".join(run.command(out)),
+                "commit": record.commit if record is not None else "",
+            }
+        )
+    return rows

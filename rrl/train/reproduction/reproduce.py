@@ -1,0 +1,50 @@
+"""All of it in one call: what is missing is run, and the page is written."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from rrl.errors import UserError
+from rrl.retrieval.files import replaced
+from rrl.train.reproduction.claims import claims_named
+from rrl.train.reproduction.page import list_of, page
+from rrl.train.reproduction.plan import needed, runs
+from rrl.train.reproduction.queue import Work, cores_here, work
+
+
+def reproduce(
+    out: Path,
+    file: Path,
+    *,
+    only: Sequence[str] = (),
+    seeds: Sequence[int] = (0, 1, 2),
+    jobs: int | None = None,
+    smoke: bool = False,
+    listed: bool = False,
+    run: bool = True,
+    command: str = "python launch/reproduce.py",
+) -> Work:
+    """Runs in `out` what the claims `only` (none: all) lack, and writes the page, also when a signal ended the runs.
+
+    `listed`: prints what would be run instead. `run` false: writes the page of what is there. `command` is what the page says
+    of itself. Raises UserError for unknown claims, and as `rrl.train.reproduction.queue.work`; no page is written then.
+    """
+    known = runs(seeds, smoke)
+    names = [name for claim in claims_named(only) for name in claim.needs(seeds)]
+    jobs = jobs if jobs is not None else min(2, cores_here())
+    if listed:
+        print(list_of(needed(names, known), known, out, jobs))
+        return Work({})
+    done = work(needed(names, known), out, jobs) if run else Work({})
+    text = page(known, out, seeds, command, smoke)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with replaced(file) as stream:
+        stream.write(text.encode())
+    print(f"{text}\n{file}")
+    return done
+
+
+def seeds_of(given: Sequence[str]) -> list[int]:
+    """Seeds from a flag. Raises UserError for none, one that comes twice, or no whole number."""
+    if not given or len(set(given)) < len(given) or not all(seed.isdigit() for seed in given):
+        raise UserError(f"seeds={','.join(given)} must be whole numbers, one or more, each once")
+    return [int(seed) for seed in given]

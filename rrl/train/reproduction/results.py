@@ -1,0 +1,89 @@
+"""What finished runs have measured, as the claims ask for it: a value a question, for each seed."""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+from jaxtyping import Float
+
+from rrl.errors import UserError
+from rrl.eval.comparison import load_run
+from rrl.eval.results import read_lines
+from rrl.retrieval.gold import Hits, hits_of
+from rrl.train.metrics import read_metrics
+
+SEED = "{seed}"
+"""In a run's name: each seed has one of its own."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Evaluation:
+    """One evaluation, in the order of its questions."""
+
+    ids: Sequence[str]
+    columns: Mapping[str, Float[np.ndarray, "Q"]]
+    """em and f1 in [0, 1]; searches, and tokens (written)."""
+    titles: Sequence[Sequence[str]]
+    """What all searches of a question found, best first."""
+    gold: Sequence[Sequence[str]]
+
+    @property
+    def hits(self) -> Hits:
+        """Which of what was found is gold."""
+        return hits_of(self.titles, self.gold)
+
+
+def read_evaluation(folder: Path) -> Evaluation:
+    """Reads what launch/eval.py left. Raises UserError for a folder that is no finished evaluation."""
+    run = load_run(folder)
+    lines = {line["id"]: line for line in read_lines(folder / "results.jsonl")}
+    questions = run.questions()
+    answered = [lines[question.id] for question in questions]
+    columns = {name: run.metrics[name] for name in ("em", "f1")}
+    columns["searches"] = np.array([len(line["searches"]) for line in answered], float)
+    columns["tokens"] = np.array([line["tokens"] for line in answered], float)
+    titles = [[title for search in line["searches"] for title in search["titles"]] for line in answered]
+    return Evaluation([q.id for q in questions], columns, titles, [q.gold for q in questions])
+
+
+@dataclasses.dataclass(frozen=True)
+class Results:
+    """The finished runs of a folder."""
+
+    seeds: Sequence[int]
+    evaluation: Callable[[str], Evaluation]
+    """By the run's name."""
+    training: Callable[[str], Sequence[Mapping[str, float]]]
+    """The lines of metrics.jsonl, by the run's name."""
+
+    def evaluations(self, name: str) -> list[Evaluation]:
+        """That of each seed, or the only one of a name without `SEED`.
+
+        Raises UserError where they were not asked the same questions.
+        """
+        found = [self.evaluation(each) for each in names_of(name, self.seeds)]
+        if any(list(each.ids) != list(found[0].ids) for each in found):
+            raise UserError(
+                f"the runs {name} were asked different questions; delete those that are out of date"
+            )
+        return found
+
+    def trainings(self, name: str) -> list[Sequence[Mapping[str, float]]]:
+        """The same of training runs."""
+        return [self.training(each) for each in names_of(name, self.seeds)]
+
+
+def names_of(name: str, seeds: Sequence[int]) -> list[str]:
+    """The runs that a name with `SEED` stands for, or the one without."""
+    return [name.replace(SEED, str(seed)) for seed in seeds] if SEED in name else [name]
+
+
+def results_in(out: Path, seeds: Sequence[int]) -> Results:
+    """The results of the runs in a folder, each read once."""
+    return Results(
+        seeds,
+        cache(lambda name: read_evaluation(out / name)),
+        cache(lambda name: read_metrics(out / name / "metrics.jsonl")),
+    )

@@ -1,0 +1,347 @@
+"""The reproduction in the small: from made-up results to verdicts, from the list of runs to what is run, and the page."""
+
+import dataclasses
+import json
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+from rrl.errors import UserError
+from rrl.eval.intervals import student
+from rrl.train.launcher import load_config
+from rrl.train.reproduction import queue
+from rrl.train.reproduction.claims import CLAIMS, claims_named
+from rrl.train.reproduction.page import page
+from rrl.train.reproduction.plan import Run, needed, runs
+from rrl.train.reproduction.queue import record_of, shares, work
+from rrl.train.reproduction.reproduce import reproduce, seeds_of
+from rrl.train.reproduction.results import Evaluation, Results
+from rrl.train.reproduction.verdict import FAILS, HOLDS, MISSING, UNTESTED, Evidence, judge
+from tests.eval.runs import finished
+
+ROOT = pathlib.Path(__file__).parents[2]
+SEEDS = (0, 1, 2)
+
+
+# -- verdicts ------------------------------------------------------------------------------------------------------------
+
+
+def test_the_interval_over_seeds_is_that_of_a_t_table():
+    interval = student([1.0, 2.0, 3.0])  # t(0.975, 2) = 4.303; 4.303 / sqrt(3) = 2.484
+    assert (round(interval.low, 3), interval.mean, round(interval.high, 3)) == (-0.484, 2.0, 4.484)
+    with pytest.raises(UserError, match="two or more"):
+        student([1.0])
+
+
+def seeds_that_differ_by(*means, questions=1, trained=True):
+    return Evidence([0.5], [0.4], [np.full(questions, mean) for mean in means], trained)
+
+
+@pytest.mark.parametrize(
+    ("evidence", "word"),
+    [
+        (seeds_that_differ_by(2.9, 3.0, 3.1), HOLDS),
+        (seeds_that_differ_by(1.0, 2.0, 3.0), UNTESTED),  # [-0.5, 4.5]
+        (seeds_that_differ_by(-3.0, -2.0, -1.0), FAILS),
+        (seeds_that_differ_by(-9.0, 4.0, 4.0), FAILS),  # the mean alone says so
+        (seeds_that_differ_by(0.0, 0.0, 0.0), FAILS),
+        (seeds_that_differ_by(3.0), UNTESTED),  # one seed
+        (seeds_that_differ_by(3.0, questions=5), UNTESTED),  # questions tell nothing of seeds
+        (seeds_that_differ_by(3.0, questions=5, trained=False), HOLDS),  # nothing was trained
+        (seeds_that_differ_by(np.inf, 1.0, 1.0), UNTESTED),
+    ],
+)
+def test_a_claim_holds_where_the_whole_interval_is_on_its_side_and_fails_where_the_mean_is_not(
+    evidence, word
+):
+    assert judge(evidence).word == word
+
+
+def test_an_interval_reaches_as_far_as_seeds_or_questions_say():
+    answers = np.array([1.0, 1.0, 1.0, -1.0])  # seeds agree, questions do not
+    alike = Evidence([0.5], [0.0], [answers, answers, answers])
+    found = judge(alike)
+    assert (found.word, found.difference, found.low, found.high) == (UNTESTED, 0.5, -0.5, 1.0)
+    apart = judge(Evidence([0.5], [0.0], [np.full(4, mean) for mean in (0.0, 0.5, 1.0)]))
+    assert round(apart.low, 3) == round(0.5 - 4.303 * 0.5 / 3**0.5, 3)
+
+
+def test_what_is_no_test_of_the_claim_is_said_whatever_was_measured():
+    found = judge(seeds_that_differ_by(3.0, 3.0, 3.0), "too small")
+    assert (found.word, found.reason) == (UNTESTED, "too small")
+
+
+# -- claims --------------------------------------------------------------------------------------------------------------
+
+
+def evaluation(em=(1, 0), f1=None, tokens=(10, 10), searches=(1, 1), titles=(("A",), ("B",))):
+    columns = {"em": em, "f1": f1 or em, "tokens": tokens, "searches": searches}
+    return Evaluation(
+        ["a", "b"],
+        {name: np.array(values, float) for name, values in columns.items()},
+        titles,
+        (("A", "B"), ("B",)),
+    )
+
+
+def measured(key, evaluations=None, trainings=None):
+    (claim,) = claims_named([key])
+    made = evaluations or {}
+
+    def of(name):
+        return next(value for part, value in made.items() if re.fullmatch(part, name))
+
+    return claim.measure(Results(SEEDS, of, lambda name: (trainings or {})[name]), claim.runs)
+
+
+def test_seeds_stand_beside_seeds_or_beside_what_has_none():
+    found = measured(
+        "rl",
+        {
+            "rsearch-0-eval": evaluation((1, 1)),
+            r"rsearch-\d-eval": evaluation((1, 0)),
+            "rsearch_cold-eval": evaluation((0, 0)),
+        },
+    )
+    assert (list(found.left), list(found.right), found.questions) == ([1.0, 0.5, 0.5], [0.0], 2)
+    assert [list(values) for values in found.differences] == [[1, 1], [1, 0], [1, 0]] and found.trained
+    naive = measured("naive-rag", {"naive_rag": evaluation((1, 1)), "direct": evaluation((0, 1))})
+    assert [list(values) for values in naive.differences] == [[1, 0]] and not naive.trained
+
+
+def test_fewer_is_better_of_tokens_and_searches():
+    ours, theirs = evaluation(tokens=(10, 20), searches=(1, 1)), evaluation(tokens=(30, 20), searches=(1, 3))
+    made = {r"tiresrag-\d-eval": ours, r"tiresrag_naive-\d-eval": theirs}
+    assert [v.mean() for v in measured("tokens", made).differences] == [10, 10, 10]
+    assert [v.mean() for v in measured("searches", made).differences] == [1, 1, 1]
+    made = {
+        r"r3rag-\d-eval": evaluation((1, 1), tokens=(30, 30)),
+        r"r3rag_no.*": evaluation((1, 0), tokens=(20, 20)),
+    }
+    found = measured("tokens-r3rag", made)  # 60 tokens for two right answers against 40 for one
+    assert (found.left[0], found.right[0], found.questions) == (30, 40, 0)
+    assert [v.mean() for v in found.differences] == [10, 10, 10]
+    made[r"r3rag_no.*"] = evaluation((0, 0))
+    assert judge(measured("tokens-r3rag", made)).reason == "a run has no right answer"
+
+
+def test_the_better_of_two_prompted_methods_is_what_counts():
+    made = {
+        "ircot": evaluation((0, 0)),
+        "iter_retgen": evaluation((1, 0)),
+        "naive_rag": evaluation((0, 0)),
+        "rsearch_cold-eval": evaluation((1, 1)),
+    }
+    assert measured("iterative", made).left == measured("cold-start", made).right == [0.5]
+    assert judge(measured("iterative", made), claims_named(["iterative"])[0].untestable).word == UNTESTED
+
+
+def test_transfer_is_the_spread_over_retrievers_and_the_smallest_lead():
+    made = {
+        r"r3rag-\d-eval": evaluation((1, 1)),
+        r"r3rag-\d-exact": evaluation((1, 1)),
+        "r3rag-2-bm25": evaluation((1, 0)),
+        r"r3rag-\d-bm25": evaluation((1, 1)),
+        "naive_rag_bm25": evaluation((1, 0)),
+        "naive_rag.*": evaluation((0, 0)),
+    }
+    spread = measured("retrievers", made)
+    assert list(spread.right) == [0, 0, 0.5] and list(spread.left) == [0.03]
+    assert [round(float(v[0]), 2) for v in spread.differences] == [0.03, 0.03, -0.47]
+    lead = measured("retrievers-lead", made)
+    assert (list(lead.left), list(lead.right)) == ([1, 1, 0.5], [0.5])
+
+
+def test_a_tree_is_held_against_as_many_passages_of_a_single_search():
+    made = {
+        r"r2ag-\d-eval": evaluation(titles=(("A", "A", "B"), ("B",))),  # two passages, then one
+        "naive_rag_top16": evaluation(titles=(("A", "C", "B"), ("B", "A"))),
+    }
+    found = measured("tree", made)
+    assert (found.left[0], found.right[0]) == (1.0, 0.5)  # B is the third for the first question
+    assert [list(values) for values in found.differences] == [[1, 0]] * 3
+    made[r"r2ag-\d-eval"] = evaluation(titles=(("C", "D", "E", "A", "B"), ("B",)))
+    assert (
+        measured("tree", made).left[0] == 0.5
+    )  # the single search found three, so that the tree's first three count
+
+
+def test_collapse_is_what_the_last_quarter_lost_of_the_best():
+    steady = [{"reward/answer": value} for value in (0.2, 0.4, 0.5, 0.5)]
+    fallen = [{"reward/answer": value} for value in (0.2, 0.6, 0.5, 0.1)] + [{"eval/em": 0.5}]
+    trainings = {f"tiresrag-{s}": steady for s in SEEDS} | {f"tiresrag_no_filter-{s}": fallen for s in SEEDS}
+    found = measured("collapse", trainings=trainings)
+    assert (found.left[0], round(found.right[0], 9)) == (0, 0.5)
+    assert judge(found).word == HOLDS
+
+
+def test_runs_that_were_asked_other_questions_are_not_held_against_each_other():
+    other = dataclasses.replace(evaluation(), ids=["a", "c"])
+    with pytest.raises(UserError, match="naive_rag and direct were asked different questions"):
+        measured("naive-rag", {"naive_rag": evaluation(), "direct": other})
+
+
+def test_an_unknown_claim_is_named():
+    with pytest.raises(UserError, match="only=magic is unknown; the claims are rl,"):
+        claims_named(["rl", "magic"])
+    for given in ([], ["0", "0"], ["a"]):
+        with pytest.raises(UserError, match="whole numbers"):
+            seeds_of(given)
+
+
+# -- runs ----------------------------------------------------------------------------------------------------------------
+
+
+def test_every_claim_has_its_runs_each_after_what_it_needs_and_all_fit_into_three_hours_on_two_cores():
+    known = runs(SEEDS)
+    names = list(known)
+    assert all(name in known for claim in CLAIMS for name in claim.needs(SEEDS))
+    assert all(names.index(need) < names.index(run.name) for run in known.values() for need in run.needs)
+    assert sum(run.minutes for run in known.values()) < 2 * 180
+    wanted = {run.name for run in needed([n for claim in CLAIMS for n in claim.needs(SEEDS)], known)}
+    assert wanted == set(known)  # nothing is run that no claim reads
+    assert [run.name for run in needed(["r2ag_cold-eval"], known)] == ["r2ag_cold", "r2ag_cold-eval"]
+
+
+@pytest.mark.parametrize("smoke", [False, True])
+def test_every_command_is_one_that_its_launcher_takes(smoke, tmp_path):
+    for run in runs([0], smoke).values():
+        _, config, _, *fields = run.command(tmp_path)
+        made = load_config(config.removeprefix("--config="), [f.removeprefix("--config.") for f in fields])
+        assert {
+            "train": "critic" in made or "objective" in made,
+            "sft": "stage" in made,
+            "eval": "method" in made,
+        }[run.launcher]
+
+
+class Told(Run):
+    """A run whose command is a line of Python."""
+
+    def command(self, out):
+        return ["-c", self.config.partition(":")[2].replace("{out}", str(out))]
+
+
+def told(name, line, needs=()):
+    return Told(name, "train", f"configs/eval.py:{line}", 1, needs=needs)
+
+
+def write(name):
+    return f"open('{{out}}/{name}', 'a').write('x')"
+
+
+def test_what_is_finished_is_not_run_again_and_what_failed_or_was_broken_off_is(tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    second = told("b", f"{write('b.txt')}; 1 / 0", ("a",))
+    plan = [told("a", write("a.txt")), second, told("c", write("c.txt"), ("b",)), told("d", write("d.txt"))]
+    found = work(plan, tmp_path, 1, lambda text: None)
+    assert set(found.failed) == {"b", "c"} and "exit code 1" in found.failed["b"]
+    assert "ZeroDivisionError" in (tmp_path / "b.log").read_text()
+    seconds = record_of(plan[1], tmp_path).seconds
+    work(plan, tmp_path, 1, lambda text: None)
+    assert [(tmp_path / f"{name}.txt").exists() for name in "abcd"] == [True, True, False, True]
+    assert [(tmp_path / f"{name}.txt").read_text() for name in "abd"] == ["x", "xx", "x"]
+    assert record_of(plan[1], tmp_path).seconds > seconds > 0  # of both lives
+
+
+def test_a_run_that_another_command_made_is_refused_before_anything_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    work([told("a", write("a.txt"))], tmp_path, 1, lambda text: None)
+    with pytest.raises(UserError, match=r"a was made by .*delete that folder"):
+        work([told("b", write("b.txt")), told("a", write("z.txt"))], tmp_path, 1, lambda text: None)
+    assert not (tmp_path / "b.txt").exists()
+
+
+def test_two_runs_go_side_by_side_each_on_its_share_of_the_cores(tmp_path, monkeypatch):
+    assert sorted(core for share in shares(2) for core in share) == sorted(os.sched_getaffinity(0))
+    with pytest.raises(UserError, match="jobs=0 must be 1 to"):
+        shares(0)
+    monkeypatch.chdir(ROOT)
+    # Each waits for the other, and gives up after a minute.
+    wait = (
+        "import pathlib, time; {mine}; end = time.monotonic() + 60\n"
+        "while not pathlib.Path('{{out}}/{other}').exists():\n    time.sleep(0.01); assert time.monotonic() < end"
+    )
+    plan = [
+        told(mine, wait.format(mine=write(mine + ".txt"), other=other + ".txt"))
+        for mine, other in (("a", "b"), ("b", "a"))
+    ]
+    assert not work(plan, tmp_path, 2, lambda text: None).failed
+
+
+def test_a_signal_ends_the_runs_and_the_same_call_goes_on(tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    line = "import pathlib, time; f = pathlib.Path('{out}/there'); new = not f.exists(); f.touch()\ntime.sleep(60 * new)"
+    plan = [told("a", line)]
+
+    def stop(_):
+        while not (tmp_path / "there").exists():
+            time.sleep(0.01)
+        os.kill(os.getpid(), queue.signal.SIGTERM)
+
+    assert work(plan, tmp_path, 1, stop).stopped
+    record = record_of(plan[0], tmp_path)
+    assert not record.finished
+    assert not work(plan, tmp_path, 1, lambda text: None).stopped
+    assert record_of(plan[0], tmp_path).finished
+
+
+# -- the page ------------------------------------------------------------------------------------------------------------
+
+
+def test_the_page_tells_what_was_measured_and_lists_what_was_not(tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    known = runs(SEEDS)
+    finished(tmp_path / "naive_rag", {"a": "Norway", "b": "Ada Berg", "c": "1947", "d": "yes"})
+    finished(tmp_path / "direct", {"d": "yes"})
+    for name in ("naive_rag", "direct"):
+        run = known[name]
+        made = queue.Record(run.command("{out}"), queue._hash(run), "abc", 90.0, True)
+        made.save(tmp_path / f"{name}.json")
+    file = tmp_path / "page.md"
+    reproduce(tmp_path, file, run=False)
+    text = file.read_text()
+    (row,) = [line for line in text.splitlines() if line.startswith("| naive-rag |")]
+    assert "| 100.0 against 25.0 | +75.0 [+25.0, +100.0] | 4 | **holds** |" in row
+    (row,) = [line for line in text.splitlines() if line.startswith("| process |")]
+    assert row.endswith(f"| – | – | – | {MISSING} |")
+    assert "- process: `python launch/reproduce.py --only=process` (6 runs)" in text
+    assert f"1 holds; {len(CLAIMS) - 1} {MISSING}." in text
+    assert f"2 of {len(known)} runs, 3 minutes in all" in text and "Commit abc." in text
+    assert "smoke" not in text and "smoke run" in page(known, tmp_path, SEEDS, "python x", smoke=True)
+
+
+def start(*flags):
+    return subprocess.run(
+        [sys.executable, "launch/reproduce.py", *flags],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+
+
+def test_wrong_input_is_one_line_and_leaves_nothing(tmp_path):
+    done = start(f"--out={tmp_path / 'out'}", f"--page={tmp_path / 'page.md'}", "--only=magic")
+    assert done.returncode == 2 and "error: only=magic is unknown" in done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+def test_two_claims_go_from_commands_to_the_page_and_are_not_run_again(tmp_path):
+    flags = ("--smoke", "--only=naive-rag,rl", "--seeds=0", f"--out={tmp_path / 'out'}")
+    done = start(*flags)
+    assert done.returncode == 0, done.stderr
+    text = (tmp_path / "out" / "reproduction.md").read_text()
+    verdicts = dict(re.findall(r"^\| ([\w-]+) \|.*\| (.*) \|$", text, re.MULTILINE))
+    assert verdicts["rl"] != MISSING and verdicts["naive-rag"] != MISSING and verdicts["tree"] == MISSING
+    assert "This is a smoke run" in text
+    assert json.loads((tmp_path / "out" / "rsearch-0.json").read_text())["finished"]
+    again = start(*flags)
+    assert again.returncode == 0 and "..." not in again.stderr
