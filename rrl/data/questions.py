@@ -99,6 +99,13 @@ def _truth(path: str | Path) -> dict[str, dict[str, Any]]:
     return found
 
 
+def asked(question: Question) -> str:
+    """The question as it is shown, with its choices where it has any."""
+    letters = [f"({chr(ord('A') + at)}) {choice}" for at, choice in enumerate(question.choices)]
+    hint = ["Answer with the letter of the right choice."] if letters else []
+    return "\n".join([question.text, *letters, *hint])
+
+
 def save_questions(path: str | Path, questions: Iterable[Question]) -> None:
     """Write our own form, one JSON object a line; `load_questions` reads it back unchanged."""
     with Path(path).open("w", encoding="utf-8") as stream:

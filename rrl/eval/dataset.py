@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from rrl.data.folder import load_folder
-from rrl.data.miniwiki import KINDS, generate
+from rrl.data.miniwiki import KINDS, generate, mixed_questions
 from rrl.data.passages import Passage, fingerprint, load_passages
 from rrl.data.questions import Question, load_questions
 from rrl.data.records import OnError
@@ -19,7 +19,6 @@ from rrl.train.tasks import (
     RetrieverConfig,
     load_encoder_of,
     load_retriever,
-    mixed_questions,
 )
 
 MINIWIKI = "miniwiki"
