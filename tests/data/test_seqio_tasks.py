@@ -11,6 +11,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
 
 from rrl.data.questions import Question, load_questions, save_questions
 from rrl.errors import UserError
@@ -76,6 +78,15 @@ def test_a_vocabulary_is_the_tokenizer(tasks: Any, vocabulary: Any) -> None:
     assert vocabulary.vocab_size == max(vocabulary.tokenizer.get_vocab().values()) + 1
 
 
+def test_where_0_is_a_text_nothing_is_read_behind_the_end(tasks: Any, tmp_path: Path) -> None:
+    words = Tokenizer(models.WordLevel({"!": 0, "yes": 1, "<end>": 2}, unk_token="!"))
+    PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<end>").save_pretrained(tmp_path / "a")
+    assert tasks.TokenizerVocabulary(tmp_path / "a").decode_tf(tasks.tf.constant([1, 2, 1])).numpy() == b"yes"
+    PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(tmp_path / "b")
+    with pytest.raises(UserError, match=r"b: no eos_token; name it in its tokenizer_config.json"):
+        tasks.TokenizerVocabulary(tmp_path / "b")
+
+
 def test_a_task_gives_the_questions_of_its_file_as_tokens(tasks: Any, tmp_path: Path) -> None:
     save_questions(tmp_path / "q.jsonl", QUESTIONS)
     task = tasks.add_task("rrl_task", {"dev": tmp_path / "q.jsonl"}, TOKENIZER)
@@ -107,6 +118,7 @@ def test_order_is_the_files_or_the_seeds_and_shards_part_it(tasks: Any, vocabula
     assert [set(part) for part in mixed] == [set(part) for part in parts] and mixed != parts
 
 
+@pytest.mark.slow
 def test_the_evaluator_of_seqio_reports_our_metrics(tasks: Any, vocabulary: Any) -> None:
     tasks.add_task("rrl_free", {"dev": QUESTIONS[:2]}, vocabulary, "hotpotqa")
     tasks.add_task("rrl_choice", {"dev": CHOICES}, vocabulary)
@@ -124,6 +136,7 @@ def test_the_evaluator_of_seqio_reports_our_metrics(tasks: Any, vocabulary: Any)
         assert found.result()[name] == (free if name == "rrl_free" else {"acc": 1.0})
 
 
+@pytest.mark.slow
 def test_a_mixture_has_the_papers_sizes_and_proportions(tasks: Any, vocabulary: Any) -> None:
     files = {
         name: [Question(f"{name} {at}", "?", ("x",)) for at in range(200)]
@@ -147,6 +160,7 @@ def test_a_mixture_has_the_papers_sizes_and_proportions(tasks: Any, vocabulary: 
     assert tasks.questions_of("rrl_r2ag", count=50, seed=1) == drawn[:50]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "truth", "count"),
     [
@@ -171,6 +185,7 @@ def test_every_real_file_is_a_task(
     assert len(examples) == count and [tasks.question_of(example) for example in examples] == questions
 
 
+@pytest.mark.slow
 def test_real_files_make_a_papers_mixture(tasks: Any, vocabulary: Any) -> None:
     files = {
         "hotpotqa": shared("hotpotqa/train_100.json.gz"),
