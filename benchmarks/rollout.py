@@ -22,7 +22,7 @@ import numpy as np
 from flax import nnx
 
 from benchmarks.measure import Peer, Row, alternate, imports, seconds, write
-from rrl.data.miniwiki import KINDS, generate
+from rrl.data.miniwiki import KINDS, generate, mixed_questions
 from rrl.data.questions import Question
 from rrl.data.tokenizer import load_tokenizer
 from rrl.models.config import DecoderConfig
@@ -37,7 +37,6 @@ from rrl.rollout.engine import Engine, EngineConfig
 from rrl.rollout.episodes import Request
 from rrl.rollout.protocol import Append, Finish, Restart, SearchFor, SingleTurn
 from rrl.train.rollouts import run_questions
-from rrl.train.tasks import mixed_questions
 
 SHAPE = "assets/miniwiki-policy"
 KEY = jax.random.key(0)

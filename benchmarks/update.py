@@ -17,7 +17,7 @@ import numpy as np
 from flax import nnx
 
 from benchmarks.measure import Peer, Row, alternate, imports, seconds, write
-from rrl.data.miniwiki import KINDS, generate
+from rrl.data.miniwiki import KINDS, generate, mixed_questions
 from rrl.data.questions import Question
 from rrl.data.tokenizer import load_tokenizer
 from rrl.models.config import DecoderConfig
@@ -34,7 +34,6 @@ from rrl.rollout.engine import Engine, EngineConfig
 from rrl.rollout.trajectory import POLICY, PROMPT, Trajectory
 from rrl.train.objective import ObjectiveConfig
 from rrl.train.rollouts import run_questions
-from rrl.train.tasks import mixed_questions
 from rrl.train.update import Updater, microbatches
 
 TINY = "assets/miniwiki-policy"

@@ -23,9 +23,11 @@ def main(_: Sequence[str]) -> None:
     """Compares, prints how many are shared and some of them."""
     from rrl.data.leakage import shared_questions
     from rrl.data.questions import load_questions
+    from rrl.errors import UserError
+    from rrl.retrieval.files import replaced
 
     assert _TRAIN.value is not None and _HELD_OUT.value is not None  # required flags
-    train, held_out = load_questions(_TRAIN.value), load_questions(_HELD_OUT.value)
+    train, held_out = (load_questions(file, unanswered=True) for file in (_TRAIN.value, _HELD_OUT.value))
     leaks = shared_questions(train, held_out)
     same = sum(leak.same_answer for leak in leaks)
     print(
@@ -47,7 +49,13 @@ def main(_: Sequence[str]) -> None:
             )
             for leak in leaks
         ]
-        Path(_OUT.value).write_text("".join(line + "\n" for line in lines), encoding="utf-8")
+        try:
+            with replaced(Path(_OUT.value)) as stream:
+                stream.write("".join(line + "\n" for line in lines).encode())
+        except OSError as error:
+            raise UserError(
+                f"--out={_OUT.value}: cannot be written ({error}); give a file in a folder that is there"
+            ) from error
     sys.exit(1 if leaks else 0)
 
 

@@ -20,6 +20,8 @@ class DataFolder:
     passages: list[Passage]
     splits: dict[str, list[Question]]
     """Keys are those of `SPLITS` that were found."""
+    files: dict[str, Path]
+    """The question file of each."""
 
 
 def load_folder(path: str | Path, on_error: OnError = "refuse", corpus: bool = True) -> DataFolder:
@@ -54,6 +56,7 @@ def load_folder(path: str | Path, on_error: OnError = "refuse", corpus: bool = T
     return DataFolder(
         load_passages(corpora[0], on_error) if corpus else [],
         {name: load_questions(files[0], on_error) for name, files in splits.items()},
+        {name: files[0] for name, files in splits.items()},
     )
 
 

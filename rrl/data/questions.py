@@ -57,6 +57,7 @@ def load_questions(
     on_error: OnError = "refuse",
     skipped: list[str] | None = None,
     truth: str | Path | None = None,
+    unanswered: bool = False,
 ) -> list[Question]:
     """Read a question file: FlashRAG, NQ-open, HotpotQA / 2Wiki, MuSiQue, TriviaQA, PopQA, Bamboogle, MultiHop-RAG,
     LongBench-v2 or our own form (see `ALLOWED`).
@@ -67,6 +68,7 @@ def load_questions(
         and where.
       skipped: if given, receives one "line 7: reason" for each record left out.
       truth: a file with the answers of questions that come without, {id: {answer, evidence_list}} (MultiHop-RAG's form).
+      unanswered: a question without a gold answer is read too, and has none; otherwise it is a broken record.
     """
     answers = _truth(truth) if truth is not None else {}
 
@@ -76,7 +78,7 @@ def load_questions(
             if identity not in answers:
                 raise ValueError(f"id: {identity!r} has no answer in {truth}")
             record = answers[identity] | record
-        return question_of(position, record)
+        return question_of(position, record, unanswered)
 
     return load_records(path, parse, ALLOWED, on_error, skipped)
 
@@ -99,6 +101,13 @@ def _truth(path: str | Path) -> dict[str, dict[str, Any]]:
     return found
 
 
+def asked(question: Question) -> str:
+    """The question as it is shown, with its choices where it has any."""
+    letters = [f"({chr(ord('A') + at)}) {choice}" for at, choice in enumerate(question.choices)]
+    hint = ["Answer with the letter of the right choice."] if letters else []
+    return "\n".join([question.text, *letters, *hint])
+
+
 def save_questions(path: str | Path, questions: Iterable[Question]) -> None:
     """Write our own form, one JSON object a line; `load_questions` reads it back unchanged."""
     with Path(path).open("w", encoding="utf-8") as stream:
@@ -106,8 +115,9 @@ def save_questions(path: str | Path, questions: Iterable[Question]) -> None:
             stream.write(json.dumps(dataclasses.asdict(question), ensure_ascii=False) + "\n")
 
 
-def question_of(position: int, record: Any) -> Question:
-    """The question that a record holds (see `ALLOWED`); ValueError says what is wrong with it."""
+def question_of(position: int, record: Any, unanswered: bool = False) -> Question:
+    """The question that a record holds (see `ALLOWED`); ValueError says what is wrong with it, such as no gold answer, unless
+    it may be `unanswered`."""
     fields = fields_of(record)
     metadata = fields.get("metadata")
     if isinstance(metadata, dict):
@@ -116,7 +126,7 @@ def question_of(position: int, record: Any) -> Question:
     return Question(
         id=identity,
         text=text_field(fields, *QUESTION_FIELDS),
-        answers=_answers(fields, choices),
+        answers=_answers(fields, choices, unanswered),
         kind=next((str(fields[name]) for name in KIND_FIELDS if fields.get(name)), ""),
         gold=tuple(dict.fromkeys(_gold(fields))),
         hops=_hops(fields, identity),
@@ -124,7 +134,7 @@ def question_of(position: int, record: Any) -> Question:
     )
 
 
-def _answers(fields: dict[str, Any], choices: tuple[str, ...]) -> tuple[str, ...]:
+def _answers(fields: dict[str, Any], choices: tuple[str, ...], unanswered: bool) -> tuple[str, ...]:
     found: dict[str, None] = {}
     for name in ANSWER_FIELDS:
         for answer in _listed(fields, name):
@@ -134,7 +144,7 @@ def _answers(fields: dict[str, Any], choices: tuple[str, ...]) -> tuple[str, ...
                 raise ValueError(f"{name}: got {answer!r}, not a string or a list of strings")
             if answer.strip():
                 found.setdefault(answer.strip())
-    if not found:
+    if not found and not unanswered:
         raise ValueError(f"no gold answer in any of the fields {', '.join(ANSWER_FIELDS)}")
     return tuple(found)
 

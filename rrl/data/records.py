@@ -151,6 +151,18 @@ def id_field(record: dict[str, Any], position: int) -> str:
     return str(value)
 
 
+def places_of(path: str | Path, identity: str) -> list[str]:
+    """Where in a file the records with an id stand: "line 7", ...; a record without an id has its position."""
+    places = []
+    for position, (place, record) in enumerate(read_records(path)):
+        try:
+            if id_field(fields_of(record), position) == identity:
+                places.append(place)
+        except ValueError:
+            continue  # a broken record is no question
+    return places
+
+
 def _short(value: Any) -> str:
     shown = repr(value)
     return shown if len(shown) <= 60 else shown[:57] + "..."

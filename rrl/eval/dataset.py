@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 
 from rrl.data.folder import load_folder
-from rrl.data.miniwiki import KINDS, generate
+from rrl.data.miniwiki import KINDS, generate, mixed_questions
 from rrl.data.passages import Passage, fingerprint, load_passages
 from rrl.data.questions import Question, load_questions
-from rrl.data.records import OnError
+from rrl.data.records import OnError, places_of
 from rrl.errors import UserError, at_least, one_of
 from rrl.retrieval.retriever import Retriever
 from rrl.train.tasks import (
@@ -19,7 +19,6 @@ from rrl.train.tasks import (
     RetrieverConfig,
     load_encoder_of,
     load_retriever,
-    mixed_questions,
 )
 
 MINIWIKI = "miniwiki"
@@ -137,9 +136,9 @@ def _read(config: DatasetConfig, corpus: bool) -> tuple[str, list[Question], str
             raise UserError(
                 f"data folder {path}: no file of the split {split!r}; it has {', '.join(folder.splits)}"
             )
-        questions = _drawn(folder.splits[split], config)
+        questions = _drawn(folder.splits[split], config, folder.files[split])
         return f"{path.name} {split}", questions, path.name, folder.passages
-    questions = _drawn(load_questions(path, config.on_error, truth=config.truth or None), config)
+    questions = _drawn(load_questions(path, config.on_error, truth=config.truth or None), config, path)
     if not corpus:
         return path.name, questions, "", []
     if not config.corpus:
@@ -150,8 +149,8 @@ def _read(config: DatasetConfig, corpus: bool) -> tuple[str, list[Question], str
     return path.name, questions, Path(config.corpus).name, load_passages(config.corpus, config.on_error)
 
 
-def _drawn(questions: list[Question], config: DatasetConfig) -> list[Question]:
-    _refuse_repeated(config.path, questions)
+def _drawn(questions: list[Question], config: DatasetConfig, file: Path) -> list[Question]:
+    _refuse_repeated(file, questions)
     if config.questions > len(questions):
         raise UserError(
             f"data.questions={config.questions} must be at most {len(questions)}, which {config.path} has"
@@ -162,12 +161,13 @@ def _drawn(questions: list[Question], config: DatasetConfig) -> list[Question]:
     return [questions[at] for at in np.sort(order)]
 
 
-def _refuse_repeated(path: str, questions: Sequence[Question]) -> None:
-    first: dict[str, int] = {}
-    for at, question in enumerate(questions, 1):
-        if question.id in first:
+def _refuse_repeated(file: Path, questions: Sequence[Question]) -> None:
+    seen: set[str] = set()
+    for question in questions:
+        if question.id in seen:
+            first, second, *_ = places_of(file, question.id)
             raise UserError(
-                f"{path}: the id {question.id!r} is there twice, as question {first[question.id]} and as question {at}; ids must "
-                "be unique, since results are kept by them"
+                f"{file}, {second}: the id {question.id!r} is there twice, first at {first}; ids must be unique, since results "
+                "are kept by them"
             )
-        first[question.id] = at
+        seen.add(question.id)

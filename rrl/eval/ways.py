@@ -8,14 +8,14 @@ import jax
 import numpy as np
 from jaxtyping import PyTree
 
-from rrl.data.questions import Question
+from rrl.data.questions import Question, asked
 from rrl.errors import UserError
 from rrl.eval.trajectory_files import searches_as_json
 from rrl.models.weights import folder_hash
 from rrl.recipes.base import ALONE, Recipe, Scoring, uses_chat
 from rrl.recipes.card import card_of
 from rrl.recipes.catalogue import RECIPES, make_recipe
-from rrl.recipes.prompted.base import Outcome, asked
+from rrl.recipes.prompted.base import Outcome
 from rrl.recipes.prompted.base import Settings as Prompting
 from rrl.recipes.prompted.catalogue import METHODS, Method, make_method
 from rrl.rewards.judge import Answers

@@ -9,11 +9,10 @@ from collections.abc import Iterable, Sequence
 
 from rrl.data.miniwiki.questions import Hop, MiniQuestion
 from rrl.data.passages import Passage, render
-from rrl.data.questions import Question
+from rrl.data.questions import Question, asked
 from rrl.errors import UserError, at_least, one_of
 from rrl.recipes.base import Retrieve, Scoring, Shown
 from rrl.recipes.outcome import OutcomeRecipe, answer_metrics
-from rrl.recipes.prompted.base import asked
 from rrl.recipes.rsearch import READER_TEMPLATE
 from rrl.retrieval.gold import hits_of
 from rrl.rewards.retrieval_tree import (

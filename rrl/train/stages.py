@@ -19,7 +19,7 @@ from ml_collections import ConfigDict
 from transformers import PreTrainedTokenizerBase
 
 from rrl.data.examples import Example
-from rrl.data.miniwiki import generate
+from rrl.data.miniwiki import generate, mixed_questions
 from rrl.data.miniwiki.evidence import reader_examples
 from rrl.data.miniwiki.probes import reading_probes
 from rrl.data.miniwiki.reading import reading_examples
@@ -43,7 +43,7 @@ from rrl.train.hardware import ComputeConfig, MeshConfig
 from rrl.train.pairs import PairsConfig, load_pairs
 from rrl.train.sft import MAY_DIFFER, Result, SFTConfig, train
 from rrl.train.sources import Alternating, FixedSource, Source, StreamSource
-from rrl.train.tasks import DataConfig, RetrieverConfig, load_encoder_of, load_retriever, mixed_questions
+from rrl.train.tasks import DataConfig, RetrieverConfig, load_encoder_of, load_retriever
 
 _BLOCK_SEED = 1000
 """Worlds of the streams are numbered from here, so that they are none of those that reinforcement learning uses."""

@@ -5,10 +5,8 @@ import typing
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
-
 from rrl.data.folder import load_folder
-from rrl.data.miniwiki import KINDS, MiniQuestion, MiniWiki, generate
+from rrl.data.miniwiki import KINDS, generate, mixed_questions
 from rrl.data.miniwiki.names import SPLITS
 from rrl.data.passages import Passage
 from rrl.data.questions import Question
@@ -120,12 +118,6 @@ class Corpus:
     questions: list[Question]
     retriever: Retriever | None
     passages: Sequence[Passage]
-
-
-def mixed_questions(wiki: MiniWiki, per_kind: int, kinds: Sequence[str], seed: int) -> list[MiniQuestion]:
-    """`per_kind` questions of each kind, interleaved at random; a pure function of its arguments."""
-    items = [item for kind in kinds for item in wiki.questions(kind, per_kind, seed)]
-    return [items[i] for i in np.random.default_rng(seed).permutation(len(items))]
 
 
 def load_retriever(

@@ -34,3 +34,15 @@ def test_two_releases_of_real_questions_overlap_and_two_datasets_do_not() -> Non
     leaks = shared_questions(official, sample)
     assert len(leaks) == len(sample) and all(leak.same_answer for leak in leaks)
     assert shared_questions(load_questions(shared("hotpotqa/train_100.json.gz")), sample) == []
+
+
+def test_real_train_and_dev_questions_of_2wiki_do_not_overlap() -> None:
+    train, dev = shared("2wiki/train_500_with_context.json.gz"), shared("2wiki/dev_1000.json.gz")
+    assert shared_questions(load_questions(train), load_questions(dev)) == []
+
+
+def test_real_questions_without_answers_are_compared_too() -> None:
+    file, truth = shared("multihop_rag/queries_500.json"), shared("multihop_rag/ground_truth_500.json.gz")
+    alone, answered = load_questions(file, unanswered=True), load_questions(file, truth=truth)
+    leaks = shared_questions(alone, answered)
+    assert len(leaks) == 500 and not any(leak.train.answers or leak.same_answer for leak in leaks)

@@ -45,6 +45,10 @@ def test_the_split_of_a_folder_is_chosen(tmp_path: Path) -> None:
     assert load_dataset(DatasetConfig(folder, split="train"), BM25).questions[0].text == "train?"
     with pytest.raises(UserError, match="no file of the split 'test'; it has dev, train"):
         load_dataset(DatasetConfig(folder, split="test"), OFF)
+    lines = ['{"id": 7, "question": "?"}', "", '{"id": "1", "question": "?", "answer": "x"}']
+    (tmp_path / "dev.jsonl").write_text("\n".join([*lines, lines[2]]))
+    with pytest.raises(UserError, match=r"dev.jsonl, line 4: the id '1' is there twice, first at line 3"):
+        load_dataset(DatasetConfig(folder, on_error="skip"), OFF)
 
 
 @pytest.mark.parametrize(
@@ -55,7 +59,7 @@ def test_the_split_of_a_folder_is_chosen(tmp_path: Path) -> None:
         (
             [{"id": 1, "question": "?", "answer": "x"}] * 2,
             {},
-            "the id '1' is there twice, as question 1 and as",
+            r"dev.jsonl, line 2: the id '1' is there twice, first at line 1",
         ),
         ([{"question": "?", "answer": "x"}], {"questions": 2}, "data.questions=2 must be at most 1"),
         (

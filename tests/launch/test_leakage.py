@@ -25,7 +25,8 @@ def written(file: pathlib.Path, *texts: str) -> str:
 
 
 def test_shared_questions_are_told_and_written(tmp_path: pathlib.Path) -> None:
-    train = written(tmp_path / "train.jsonl", "Who is it?", "Where?")
+    train = tmp_path / "train.jsonl"
+    train.write_text('{"question": "Who is it?", "answer": "x"}\n{"question": "Where?"}\n')  # no answer
     held_out = written(tmp_path / "test.jsonl", "When?", "who is it")
     found = leakage(f"--train={train}", f"--held_out={held_out}", f"--out={tmp_path / 'leaks.jsonl'}")
     assert found.returncode == 1, found.stderr
@@ -46,3 +47,10 @@ def test_a_broken_file_is_named_with_its_line(tmp_path: pathlib.Path) -> None:
     assert found.returncode == 2
     assert found.stderr.startswith("error: ") and "train.jsonl, line 2: question: got ''" in found.stderr
     assert not (tmp_path / "leaks.jsonl").exists()
+
+
+def test_an_output_that_cannot_be_written_is_named(tmp_path: pathlib.Path) -> None:
+    train = written(tmp_path / "train.jsonl", "Who is it?")
+    found = leakage(f"--train={train}", f"--held_out={train}", f"--out={tmp_path / 'none/leaks.jsonl'}")
+    assert found.returncode == 2 and found.stderr.count("\n") == 1
+    assert "none/leaks.jsonl: cannot be written" in found.stderr

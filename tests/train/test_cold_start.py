@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from rrl.data.miniwiki import KINDS, generate
+from rrl.data.miniwiki import KINDS, generate, mixed_questions
 from rrl.data.tokenizer import load_tokenizer
 from rrl.errors import UserError
 from rrl.recipes.card import read_card
@@ -27,7 +27,6 @@ from rrl.train.cold_start import Settings, select
 from rrl.train.demonstrations import demonstrations
 from rrl.train.pairs import PairsConfig, load_pairs
 from rrl.train.strong import Service
-from rrl.train.tasks import mixed_questions
 from tests.train import made
 from tests.train.made import ROOT, save_random_policy, shrink_cold_start
 

@@ -8,12 +8,15 @@ Facts are random, so a model that does not search answers near chance; names of 
 
 import dataclasses
 import itertools
+from collections.abc import Sequence
+
+import numpy as np
 
 from rrl.data.miniwiki.questions import KINDS, Hop, MiniQuestion, Plan, ask
 from rrl.data.miniwiki.world import World, build_world, write_passages
 from rrl.data.passages import Passage
 
-__all__ = ["KINDS", "Hop", "MiniQuestion", "MiniWiki", "Plan", "generate"]
+__all__ = ["KINDS", "Hop", "MiniQuestion", "MiniWiki", "Plan", "generate", "mixed_questions"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,3 +50,9 @@ def generate(split: str, seed: int, passages: int, worlds: int = 1) -> MiniWiki:
     edges = [w * passages // worlds for w in range(worlds + 1)]
     spans = tuple(range(low, high) for low, high in itertools.pairwise(edges))
     return MiniWiki(world, write_passages(world), spans)
+
+
+def mixed_questions(wiki: MiniWiki, per_kind: int, kinds: Sequence[str], seed: int) -> list[MiniQuestion]:
+    """`per_kind` questions of each kind, interleaved at random; a pure function of its arguments."""
+    items = [item for kind in kinds for item in wiki.questions(kind, per_kind, seed)]
+    return [items[i] for i in np.random.default_rng(seed).permutation(len(items))]

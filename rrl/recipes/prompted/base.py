@@ -6,7 +6,6 @@ from collections.abc import Generator, Iterable, Sequence
 from typing import Any
 
 from rrl.data.passages import Passage, render
-from rrl.data.questions import Question
 from rrl.errors import at_least
 from rrl.rollout.workflow import Ask, Generate, Generated, PromptTooLong, Retrieve
 from rrl.text.short_answers import FINAL_ANSWER, final_answer
@@ -50,13 +49,6 @@ class Settings:
             for passage in passages[: self.most_passages]
         ]
         return render(shown) or "(nothing found)"
-
-
-def asked(question: Question) -> str:
-    """The question as it is shown, with its choices where it has any."""
-    letters = [f"({chr(ord('A') + at)}) {choice}" for at, choice in enumerate(question.choices)]
-    hint = ["Answer with the letter of the right choice."] if letters else []
-    return "\n".join([question.text, *letters, *hint])
 
 
 def collected(kept: Sequence[Passage], found: Sequence[Passage] | None) -> list[Passage]:

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from rrl.data.passages import Passage
-from rrl.data.questions import Question
+from rrl.data.questions import Question, asked
 from rrl.errors import UserError
-from rrl.recipes.prompted.base import FINISH, Flow, Settings, answer_of, asked, collected, listed
+from rrl.recipes.prompted.base import FINISH, Flow, Settings, answer_of, collected, listed
 from rrl.recipes.prompted.single import cot, rag_cot, reasoned_answer
 from rrl.rollout.trajectory import POLICY
 from rrl.rollout.workflow import Generated, Retrieve

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 
 from rrl.data.passages import Passage
-from rrl.data.questions import Question
-from rrl.recipes.prompted.base import FINISH, Flow, Settings, answer_of, asked, listed
+from rrl.data.questions import Question, asked
+from rrl.recipes.prompted.base import FINISH, Flow, Settings, answer_of, listed
 from rrl.recipes.rsearch import READER_TEMPLATE
 from rrl.rollout.workflow import Generated, Retrieve
 

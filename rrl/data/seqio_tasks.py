@@ -1,0 +1,361 @@
+"""Question files as seqio tasks with our tokenizers and metrics, and the papers' training sets as mixtures.
+
+Importing this module imports seqio, and with it TensorFlow (the extra `[seqio]`); nothing else in rrl does. Nothing is registered
+until it is asked for.
+"""
+
+import dataclasses
+import functools
+import hashlib
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from rrl.data.miniwiki import KINDS, generate, mixed_questions
+from rrl.data.mixtures import parts_of, take_part
+from rrl.data.questions import Question, asked, load_questions
+from rrl.data.tokenizer import load_tokenizer
+from rrl.errors import UserError
+from rrl.text.metrics import score_answers
+from rrl.text.normalize import RRL, Rule, rule_named
+from rrl.text.short_answers import choice_correct
+
+try:
+    import seqio
+    import tensorflow as tf
+except ImportError as error:
+    raise UserError(
+        f"rrl.data.seqio_tasks needs seqio, which can't be imported ({error}): install the extra, pip install -e '.[seqio]'"
+    ) from error
+
+FIELDS = tuple(field.name for field in dataclasses.fields(Question))
+"""What an example holds of its question, beside "inputs" and "targets"."""
+
+Source: TypeAlias = str | Path | Sequence[Question]
+"""Questions, or a file of them in any form that `load_questions` reads."""
+
+
+class TokenizerVocabulary(seqio.Vocabulary):
+    """A Hugging Face tokenizer as seqio's vocabulary; ids are the tokenizer's own, so that they are the model's.
+
+    seqio's feature converters pad with 0 and give no loss where a target is 0. In the shipped tokenizers that is the padding
+    token; where 0 is a text (in Qwen2.5 it is "!"), take the examples of a task as they are.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        """`folder` is a Hugging Face folder. Raises UserError as `load_tokenizer`, and for one without an end token."""
+        super().__init__()
+        self.tokenizer = load_tokenizer(folder)
+        if self.tokenizer.eos_token_id is None:
+            raise UserError(f"tokenizer folder {folder}: no eos_token; name it in its tokenizer_config.json")
+        self._size = max(self.tokenizer.get_vocab().values()) + 1
+        self._identity = hashlib.sha256(self.tokenizer.backend_tokenizer.to_str().encode()).hexdigest()
+
+    @property
+    def bos_id(self) -> int | None:
+        """The tokenizer's beginning of a text; it is never added."""
+        return self.tokenizer.bos_token_id
+
+    @property
+    def eos_id(self) -> int:
+        """What ends a target."""
+        return self.tokenizer.eos_token_id
+
+    @property
+    def unk_id(self) -> None:
+        """None: tokenizers that spell bytes know every text."""
+
+    @property
+    def _base_vocab_size(self) -> int:
+        return self._size
+
+    def _encode(self, s: str) -> list[int]:
+        return self.tokenizer.encode(s, add_special_tokens=False)
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        ids = list(ids)
+        end = ids.index(self.eos_id) if self.eos_id in ids else len(ids)  # what follows may be any padding
+        return self.tokenizer.decode(ids[:end], skip_special_tokens=True)
+
+    def _encode_tf(self, s: Any) -> Any:
+        def encode(text: Any) -> np.ndarray:
+            # Bytes in a graph, an array of them where TensorFlow runs eagerly.
+            return np.array(self._encode(np.asarray(text, object).item().decode()), np.int32)
+
+        ids = tf.numpy_function(encode, [tf.convert_to_tensor(s)], tf.int32, stateful=False)
+        ids.set_shape([None])
+        return ids
+
+    def _decode_tf(self, ids: Any) -> Any:
+        def decode(ids: np.ndarray) -> np.ndarray:
+            texts = [self._decode(row).encode() for row in ids.reshape(-1, ids.shape[-1]).tolist()]
+            return np.array(texts, object).reshape(ids.shape[:-1])
+
+        texts = tf.numpy_function(decode, [ids], tf.string, stateful=False)
+        texts.set_shape(ids.shape[:-1])
+        return texts
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, TokenizerVocabulary) and other._identity == self._identity
+
+    def __hash__(self) -> int:
+        return hash(self._identity)
+
+
+class QuestionSource(seqio.DataSource):
+    """Questions in memory, by split.
+
+    They come in the order of their file, or where they are shuffled, in an order that is a function of the seed alone. Of n
+    shards the i-th has every n-th question of the file from the i-th on, shuffled or not: none is in two, and none is left out.
+    """
+
+    def __init__(self, splits: Mapping[str, Sequence[Question]]) -> None:
+        super().__init__(
+            splits=list(splits),
+            num_input_examples={split: len(questions) for split, questions in splits.items()},
+            caching_permitted=False,
+        )
+        self.questions = splits
+
+    @property
+    def supports_arbitrary_sharding(self) -> bool:
+        """True: a shard is cut before anything is made of it."""
+        return True
+
+    def list_shards(self, split: str) -> list[str]:
+        """One: the whole split."""
+        return [split]
+
+    def get_dataset(
+        self,
+        split: str = "train",
+        shuffle: bool = True,
+        seed: Any = None,
+        shard_info: Any = None,
+        **unused: Any,
+    ) -> Any:
+        """The examples of a split, or of one shard of it."""
+        questions = self.questions[split]
+        if shard_info is not None:
+            questions = questions[shard_info.index :: shard_info.num_shards]
+        if shuffle:
+            order = np.random.default_rng(None if seed is None else int(seed)).permutation(len(questions))
+            questions = [questions[at] for at in order.tolist()]
+        return tf.data.Dataset.from_tensor_slices(_columns(questions))
+
+
+def _columns(questions: Sequence[Question]) -> dict[str, Any]:
+    columns: dict[str, Any] = {
+        "inputs": tf.constant([asked(question) for question in questions], tf.string),
+        "targets": tf.constant([question.answers[0] for question in questions], tf.string),
+    }
+    for field in FIELDS:
+        values = [getattr(question, field) for question in questions]
+        if field == "hops":
+            columns[field] = tf.constant(values, tf.int32)
+        elif field in ("id", "text", "kind"):
+            columns[field] = tf.constant(values, tf.string)
+        else:
+            flat = tf.constant([text for texts in values for text in texts], tf.string)
+            lengths = tf.constant([len(texts) for texts in values], tf.int64)
+            columns[field] = tf.RaggedTensor.from_row_lengths(flat, lengths)
+    return columns
+
+
+def add_task(
+    name: str,
+    splits: Mapping[str, Source],
+    tokenizer: str | Path | TokenizerVocabulary,
+    normalization: str = "squad",
+) -> seqio.Task:
+    """Registers the questions of a dataset as a task, and returns it.
+
+    An example has "inputs", the token ids of the question (with its choices, where it has any), and "targets", those of its main
+    answer and the end token, both int32 and beside them the texts ("inputs_pretokenized", ...); and the fields of the question
+    (`FIELDS`), from which `question_of` makes it again. What a model writes is scored against all gold answers: em, f1 and cem,
+    or acc where the questions are a multiple choice, in [0, 1].
+
+    Args:
+      name: in seqio's registry; what was registered under it is replaced.
+      splits: for each split a question file, or questions: `miniwiki_questions`, or those that `load_questions` reads from a file
+        without answers and its truth (MultiHop-RAG).
+      tokenizer: a Hugging Face folder, or its vocabulary, which tasks may share.
+      normalization: of the metrics, a name of `rrl.text.normalize.RULES`.
+
+    Raises UserError for a name with other signs than letters, digits and `_.:#`, no splits, a split without questions, multiple
+    choices among other questions, an unknown normalisation, and as `load_questions` and `TokenizerVocabulary`.
+    """
+    _check_name(name)
+    rule = rule_named(normalization)
+    if not splits:
+        raise UserError(f"task {name}: splits is empty; give a question file for one split or more")
+    questions = {split: _loaded(source) for split, source in splits.items()}
+    for split, some in questions.items():
+        if not some:
+            raise UserError(f"task {name}: the split {split!r} has no questions; give some, or leave it out")
+    choosing = {bool(question.choices) for some in questions.values() for question in some}
+    if len(choosing) > 1:
+        raise UserError(
+            f"task {name}: some questions are a multiple choice and others are not; make two tasks of them"
+        )
+    if not isinstance(tokenizer, TokenizerVocabulary):
+        tokenizer = TokenizerVocabulary(tokenizer)
+    seqio.TaskRegistry.remove(name)
+    return seqio.TaskRegistry.add(
+        name,
+        source=QuestionSource(questions),
+        preprocessors=[seqio.preprocessors.tokenize, seqio.preprocessors.append_eos_after_trim],
+        output_features={
+            "inputs": seqio.Feature(tokenizer, add_eos=False),
+            "targets": seqio.Feature(tokenizer, add_eos=True),
+        },
+        postprocess_fn=_gold_or_said,
+        metric_fns=[choice_accuracy if True in choosing else functools.partial(mean_scores, rule=rule)],
+    )
+
+
+def add_mixture(
+    name: str,
+    paper: str,
+    files: Mapping[str, Source],
+    tokenizer: str | Path | TokenizerVocabulary,
+    seed: int = 0,
+    scale: float = 1.0,
+    normalization: str = "squad",
+) -> seqio.Mixture:
+    """Registers what a paper trains on as a mixture, and returns it.
+
+    It has a task for each dataset, called `name`_`dataset`, which comes up as often as the paper has questions of it; R2AG's has
+    the split "validation" too.
+
+    Args:
+      name: in seqio's registry; what was registered under it is replaced.
+      paper: a name of `rrl.data.mixtures.PAPERS`, where the numbers stand with their source.
+      files: the training questions of each of the paper's datasets.
+      tokenizer: a Hugging Face folder, or its vocabulary.
+      seed: of the draw of questions from each file.
+      scale: share of the paper's numbers, for a small mixture of the same proportions.
+      normalization: of the metrics.
+
+    Raises UserError for an unknown paper, datasets that are not the paper's, and as `add_task` and `rrl.data.mixtures.take_part`.
+    """
+    _check_name(name)
+    parts = parts_of(paper)
+    if files.keys() != parts.keys():
+        raise UserError(
+            f"files: {paper} is trained on {', '.join(parts)}; got {', '.join(files) or 'none'}. Give the questions of each"
+        )
+    vocabulary = tokenizer if isinstance(tokenizer, TokenizerVocabulary) else TokenizerVocabulary(tokenizer)
+    taken = {
+        dataset: take_part(_loaded(files[dataset]), part, seed, scale, f"{paper}, {dataset}")
+        for dataset, part in parts.items()
+    }
+    tasks = [
+        add_task(f"{name}_{dataset}", some, vocabulary, normalization) for dataset, some in taken.items()
+    ]
+    seqio.MixtureRegistry.remove(name)
+    return seqio.MixtureRegistry.add(
+        name, [(task.name, float(task.num_input_examples("train"))) for task in tasks]
+    )
+
+
+def miniwiki_questions(
+    splits: Sequence[str] = ("train", "dev", "test"),
+    seed: int = 0,
+    worlds: int = 8,
+    world_size: int = 200,
+    per_kind: int = 144,
+) -> dict[str, list[Question]]:
+    """Questions of the built-in world by split, as many of each kind; with these defaults, test is what training holds out.
+
+    Raises UserError as `rrl.data.miniwiki.generate`.
+    """
+    return {
+        split: [
+            item.question
+            for item in mixed_questions(
+                generate(split, seed, worlds * world_size, worlds), per_kind, KINDS, seed
+            )
+        ]
+        for split in splits
+    }
+
+
+def questions_of(name: str, split: str = "train", count: int = 0, seed: int = 0) -> list[Question]:
+    """The questions of a registered task or mixture, to train or to be tested on: `save_questions` writes them to a file.
+
+    With `count`, so many, shuffled and in a mixture's proportions, from the beginning again where they end. Without, each once,
+    in the order of their files, task after task. Raises UserError for a name that is not registered, or a split that it does not
+    have.
+    """
+    if name not in (*seqio.TaskRegistry.names(), *seqio.MixtureRegistry.names()):
+        raise UserError(
+            f"name={name!r} is neither a registered task nor a mixture; make it with add_task or add_mixture"
+        )
+    provider = seqio.get_mixture_or_task(name)
+    if split not in provider.splits:
+        raise UserError(f"split={split!r} is none of {name}'s: {', '.join(sorted(provider.splits))}")
+    mixture = isinstance(provider, seqio.Mixture)
+    if not count:
+        tasks = [task for task in (provider.tasks if mixture else [provider]) if split in task.splits]
+        return [question for task in tasks for question in task.source.questions[split]]
+    passed = {"passthrough_features": FIELDS} if mixture else {}
+    data = provider.get_dataset(None, split, shuffle=True, seed=seed, num_epochs=None, **passed)
+    return [question_of(example) for example in data.take(count).as_numpy_iterator()]
+
+
+def question_of(example: Mapping[str, Any]) -> Question:
+    """The question of an example, its tensors as NumPy arrays; of a mixture's, with `passthrough_features=FIELDS`."""
+
+    def texts(field: str) -> tuple[str, ...]:
+        return tuple(text.decode() for text in example[field].tolist())
+
+    return Question(
+        id=example["id"].decode(),
+        text=example["text"].decode(),
+        answers=texts("answers"),
+        kind=example["kind"].decode(),
+        gold=texts("gold"),
+        hops=int(example["hops"]),
+        choices=texts("choices"),
+    )
+
+
+def mean_scores(
+    targets: Sequence[Mapping[str, Any]], predictions: Sequence[str], rule: Rule = RRL
+) -> dict[str, float]:
+    """Means of exact match, token F1 and cover exact match, in [0, 1], each against the best gold answer.
+
+    Targets are what a task's postprocessing makes of its examples: {"answers": gold answers, "choices": choices}.
+    """
+    scores = score_answers(predictions, [target["answers"] for target in targets], rule)
+    return dict(zip(("em", "f1", "cem"), np.mean(scores, axis=0).tolist(), strict=True))
+
+
+def choice_accuracy(targets: Sequence[Mapping[str, Any]], predictions: Sequence[str]) -> dict[str, float]:
+    """Share of multiple choices that settle on a right letter; targets as in `mean_scores`."""
+    right = [
+        choice_correct(said, target["answers"], target["choices"])
+        for said, target in zip(predictions, targets, strict=True)
+    ]
+    return {"acc": float(np.mean(right))}
+
+
+def _gold_or_said(said: str, example: Mapping[str, Any] | None = None, is_target: bool = False) -> Any:
+    """seqio's postprocessing: of a target its gold answers and choices, of a prediction its text."""
+    if not is_target or example is None:
+        return said
+    question = question_of(example)
+    return {"answers": list(question.answers), "choices": list(question.choices)}
+
+
+def _loaded(source: Source) -> Sequence[Question]:
+    return load_questions(source) if isinstance(source, str | Path) else source
+
+
+def _check_name(name: str) -> None:
+    if not re.fullmatch(r"[\w.:#]+", name):
+        raise UserError(f"name={name!r}: seqio allows letters, digits and the signs _ . : # in it")
