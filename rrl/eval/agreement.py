@@ -1,4 +1,4 @@
-"""How often a judge says what the oracle says, over cases of built-in worlds that no training shows."""
+"""How often a judge says what the oracle says, over cases of built-in worlds that no training shows or what a policy did."""
 
 import collections
 from collections.abc import Sequence
@@ -9,7 +9,11 @@ from jax.sharding import Mesh
 from rrl.data.miniwiki import KINDS, generate
 from rrl.errors import UserError
 from rrl.eval.summary import table
+from rrl.rewards.cases import Case, Correctness, Sufficiency, Thinking, told_of
 from rrl.rewards.judge import Judge
+from rrl.rewards.oracle import Oracle
+from rrl.rollout.trajectory import Trajectory
+from rrl.text.spans import Tag
 from rrl.train.hardware import ComputeConfig
 from rrl.train.judges import JudgeSettings, sections_of
 from rrl.train.verdicts import Verdict, VerdictConfig, verdicts
@@ -31,6 +35,22 @@ def held_out_verdicts(
         raise UserError(f"questions={questions} must be a multiple of {len(KINDS)}, the kinds of questions")
     wiki = generate(split, seed, 4 * WORLD, 4)
     return list(verdicts(wiki, seed, questions // len(KINDS), config))
+
+
+def verdicts_of(trajectories: Sequence[Trajectory], answer: Tag = "answer") -> list[Verdict]:
+    """The oracle's verdicts about what a policy did: is it sufficient, how good is its thinking, is its answer right.
+
+    Args:
+      trajectories: with one growing context; their questions name gold passages.
+      answer: the tag of answers, which are no part of what was thought.
+    """
+    cases: list[Case] = []
+    for trajectory in trajectories:
+        question, told = trajectory.question, told_of(trajectory, answer)
+        cases += [Sufficiency(question, told), Thinking(question, told)]
+        if trajectory.answer:
+            cases.append(Correctness(question, trajectory.answer))
+    return [Verdict(case, score or 0.0, "") for case, score in zip(cases, Oracle().grade(cases), strict=True)]
 
 
 def judge_report(
@@ -94,5 +114,5 @@ def report(found: dict[str, dict[str, float]]) -> str:
         )
         for kind, scores in found.items()
     ]
-    title = f"Agreement with the oracle on held-out worlds (percent; near: within {NEAR}; majority: its most frequent verdict)"
+    title = f"Agreement with the oracle (percent; near: within {NEAR}; majority: its most frequent verdict)"
     return "\n".join([title, *table([head, *rows])])

@@ -1,12 +1,14 @@
 """Agreement with the oracle: the oracle's own is whole, and that of a judge who always says the same is the majority's."""
 
+import numpy as np
 import pytest
 
 from rrl.data.questions import Question
 from rrl.errors import UserError
-from rrl.eval.agreement import agreement, held_out_verdicts, report
+from rrl.eval.agreement import agreement, held_out_verdicts, report, verdicts_of
 from rrl.rewards.cases import Correctness, Thinking, Told
 from rrl.rewards.oracle import Oracle
+from rrl.rollout.trajectory import ENVIRONMENT, POLICY, PROMPT, Search, Trajectory
 from rrl.train.verdicts import KINDS, Verdict, VerdictConfig
 
 QUESTION = Question("q", "Who?", ("x",), gold=("A",))
@@ -51,3 +53,29 @@ def test_the_oracle_agrees_with_itself_about_every_kind_and_no_constant_does():
 def test_a_number_of_questions_that_the_kinds_cannot_share_is_refused():
     with pytest.raises(UserError, match=r"questions=7 must be a multiple of 5"):
         held_out_verdicts(7, VerdictConfig())
+
+
+def test_what_a_policy_did_is_judged_as_the_oracle_sees_it():
+    none = np.zeros(0)
+    segments = [
+        (PROMPT, "Who?"),
+        (POLICY, "<think> Look. </think><search>A</search>"),
+        (ENVIRONMENT, "<information>(Title: A) It is x.</information>"),
+        (POLICY, "<think> A says it. </think><answer>x</answer>"),
+    ]
+    done = [
+        Trajectory(QUESTION, 0, 0, none, none, none, none, none, said, searches, "answer", answer=answer)
+        for said, searches, answer in (
+            (segments, [Search(0, "A", ("A",))], "x"),
+            (segments[:2], [], ""),
+        )
+    ]
+    found = [(type(v.case).__name__, v.score) for v in verdicts_of(done)]
+    assert found == [
+        ("Sufficiency", 1.0),
+        ("Thinking", 1.0),
+        ("Correctness", 1.0),
+        ("Sufficiency", 0.0),
+        ("Thinking", 1.0),
+    ]
+    assert "<answer>" not in verdicts_of(done)[0].case.told.text

@@ -124,6 +124,12 @@ def test_a_wrong_field_is_named(fields, message):
         VerdictConfig(**fields)
 
 
+def test_the_config_holds_every_option():
+    filled = config("miniwiki_judge")
+    assert VerdictConfig(**filled.data.options) == OPTIONS and len(filled.data.options) == 5
+    assert OPTIONS.card.cases == ("Relevance", "Sufficiency", "Thinking", "Correctness")
+
+
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     """Two steps of the command itself, from a random model, and what it printed."""

@@ -43,7 +43,8 @@ def attempt(item: MiniQuestion, shelf: Shelf, rng: Rng, faulty: float) -> Attemp
     right = Attempt(item.plan.hops, item.plan.conclusion, item.plan.facts, item.question.answers[0])
     if rng.random() >= faulty:
         return right
-    names = list(FAULTS)
+    # Names that are miscopied are what most often goes wrong.
+    names = [*FAULTS, "misspelt", "misspelt"]
     hops, unfound = FAULTS[names[int(rng.integers(len(names)))]](item, shelf, rng)
     conclusion = item.plan.conclusion
     if hops == item.plan.hops and not unfound:
@@ -74,15 +75,17 @@ def _mistaken(item: MiniQuestion, shelf: Shelf, rng: Rng) -> Outcome:
 
 
 def _misspelt(item: MiniQuestion, shelf: Shelf, rng: Rng) -> Outcome:
-    """Half of a name gives way to half of another one, which is then searched."""
+    """A name is miscopied and searched so, at times from where it was read on; so may be the value that is read then."""
     before, wrong, relations, after = _cut(item, rng)
     subject = shelf.named(wrong.subject)
-    other = shelf.some(rng, item.world, subject.kind, 1)[0]
-    name = _mixed(wrong.subject, other, rng)
+    name = _mixed(wrong.subject, shelf.some(rng, item.world, subject.kind, 1)[0], rng)
+    if before and before[-1].value == wrong.subject and rng.random() < 0.5:
+        before = (*before[:-1], dataclasses.replace(before[-1], value=name))
+    value, draw = wrong.value, rng.random()
+    if draw < 0.6:
+        other = _values(item, shelf, rng, wrong, 1)[0]
+        value = other if draw < 0.3 else _mixed(value, other, rng)
     query = RELATION[subject.kind, wrong.relation].query(name)
-    value = wrong.value
-    if rng.random() < 0.5:
-        value = _values(item, shelf, rng, wrong, 1)[0]
     misread = dataclasses.replace(wrong, subject=name, value=value, query=query, title=name)
     return _on(shelf, before, misread, relations, after), NONE
 
@@ -209,8 +212,11 @@ def _values(item: MiniQuestion, shelf: Shelf, rng: Rng, fact: Hop, n: int) -> li
 
 
 def _mixed(name: str, other: str, rng: Rng) -> str:
-    """The first words of one name and the last of another; of a single word, which may be a year, their halves."""
+    """A name as a weak policy copies it: one of its words gives way to another name's, or ends as that one does. A single
+    word, which may be a year, takes the other's second half."""
     mine, theirs = name.split(), other.split()
-    if len(mine) > 1 and len(theirs) > 1:
-        return " ".join([*mine[:-1], theirs[-1]] if rng.random() < 0.5 else [theirs[0], *mine[1:]])
-    return name[: len(name) // 2] + other[len(other) // 2 :]
+    at = int(rng.integers(len(mine)))
+    word, foreign = mine[at], theirs[min(at, len(theirs) - 1)]
+    if len(mine) == 1 or rng.random() < 0.6:
+        foreign = word[: (len(word) + 1) // 2] + foreign[len(foreign) // 2 :]
+    return " ".join([*mine[:at], foreign, *mine[at + 1 :]])
