@@ -56,17 +56,17 @@ def test_a_number_of_questions_that_the_kinds_cannot_share_is_refused():
 
 
 def test_what_a_policy_did_is_judged_as_the_oracle_sees_it():
-    none = np.zeros(0)
+    none, question = np.zeros(0), Question("q", "Who?", ("x",), gold=("Silver Harbour",))
     segments = [
         (PROMPT, "Who?"),
-        (POLICY, "<think> Look. </think><search>A</search>"),
-        (ENVIRONMENT, "<information>(Title: A) It is x.</information>"),
-        (POLICY, "<think> A says it. </think><answer>x</answer>"),
+        (POLICY, "<think> Look. </think><search>films</search>"),
+        (ENVIRONMENT, "<information>(Title: Silver Harbour) It is x.</information>"),
+        (POLICY, "<think> So Silver Harbour says. </think><answer>x</answer>"),
     ]
     done = [
-        Trajectory(QUESTION, 0, 0, none, none, none, none, none, said, searches, "answer", answer=answer)
+        Trajectory(question, 0, 0, none, none, none, none, none, said, searches, "answer", answer=answer)
         for said, searches, answer in (
-            (segments, [Search(0, "A", ("A",))], "x"),
+            (segments, [Search(0, "films", ("Silver Harbour",))], "x"),
             (segments[:2], [], ""),
         )
     ]
@@ -76,6 +76,6 @@ def test_what_a_policy_did_is_judged_as_the_oracle_sees_it():
         ("Thinking", 1.0),
         ("Correctness", 1.0),
         ("Sufficiency", 0.0),
-        ("Thinking", 1.0),
+        ("Thinking", 0.0),
     ]
     assert "<answer>" not in verdicts_of(done)[0].case.told.text
