@@ -135,11 +135,11 @@ def trained(tmp_path_factory):
     """Two steps of the command itself, from a random model, and what it printed."""
     path = tmp_path_factory.mktemp("judge")
     save_random_policy(path / "random")
-    small = "--config.data.worlds=1 --config.data.probes=1 --config.train.rows=2 --config.data.options.answer_tokens=16"
-    command = [sys.executable, "launch/sft.py", f"--workdir={path}/run", *small.split()]
-    command += [
+    command = [
+        *(sys.executable, "launch/sft.py", f"--workdir={path}/run"),
         f"--config=configs/miniwiki_judge.py:init={path}/random,steps=2",
-        "--config.data.options.context=1024",  # the random model has no more
+        *("--config.data.worlds=1", "--config.data.probes=1", "--config.train.rows=2"),
+        *("--config.data.options.answer_tokens=16", "--config.data.options.context=1024"),  # its longest
     ]
     env = {name: value for name, value in os.environ.items() if name != "NPROC"}
     done = subprocess.run(
