@@ -14,7 +14,9 @@ from rrl.train import launcher
 _TRAJECTORIES = flags.DEFINE_string("trajectories", None, "trajectories.jsonl of a run.")
 _JUDGE = flags.DEFINE_string("judge", "oracle", "oracle, a model's folder, or http://… of a service.")
 _MODEL = flags.DEFINE_string("judge_model", "", "Of a service: the model's name.")
-_CONTEXT = flags.DEFINE_integer("judge_context", 8192, "Of a model: most tokens of a prompt and its answer.")
+_CONTEXT = flags.DEFINE_integer(
+    "judge_context", 0, "Of a model: most tokens of a prompt and its answer (0: what its card says, or 8192)."
+)
 _TAG = flags.DEFINE_string("answer", "answer", "The tag of answers, or their heading with its colon.")
 flags.mark_flags_as_required(["trajectories"])
 

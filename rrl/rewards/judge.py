@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from rrl.rewards.cases import Case
+from rrl.rewards.judge_card import JudgeCard
 from rrl.text.chat import Prompt
 
 Answers = Callable[[Sequence[str | Prompt]], list[str]]
@@ -23,12 +24,13 @@ class Judge(Protocol):
 
 
 class ModelJudge:
-    """Asks a model each case's own prompt and reads its answer."""
+    """Asks a model each case's own prompt, or what its card makes of it, and reads its answer."""
 
-    def __init__(self, answers: Answers) -> None:
+    def __init__(self, answers: Answers, card: JudgeCard | None = None) -> None:
         self.answers = answers
+        self.card = card or JudgeCard()
 
     def grade(self, cases: Sequence[Case]) -> list[float | None]:
-        """See `Judge`; no case costs nothing."""
-        said = self.answers([case.prompt for case in cases]) if cases else []
+        """See `Judge`; no case costs nothing. Raises UserError for a kind of case that the model was not trained on."""
+        said = self.answers([self.card.asked(case) for case in cases]) if cases else []
         return [case.read(text) for case, text in zip(cases, said, strict=True)]

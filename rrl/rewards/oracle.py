@@ -93,16 +93,21 @@ def grounded(question: Question, told: Told) -> float:
 
     A word counts that has a digit, or begins with a capital letter and not a sentence.
     """
+    checked = [stood for _, stood in claims(question, told)]
+    return sum(checked) / len(checked) if checked else 1.0
+
+
+def claims(question: Question, told: Told) -> list[tuple[str, bool]]:
+    """The names and numbers in the reasoning, word by word, and whether each stood in the question or in what had been found
+    before."""
     seen = _words(question.text)
-    right = said = 0
+    found = []
     for who, text in told.segments:
         if who == ENVIRONMENT:
             seen |= _words(text)
             continue
-        for word in _claims(text):
-            said += 1
-            right += word in seen
-    return right / said if said else 1.0
+        found += [(word, word.lower() in seen) for word in _claims(text)]
+    return found
 
 
 def closing(told: Told) -> str:
@@ -118,8 +123,8 @@ def _words(text: str) -> set[str]:
 
 
 def _claims(text: str) -> Iterable[str]:
-    """The names and numbers of a text, in lower case."""
+    """The names and numbers of a text."""
     for sentence in _SENTENCE.split(text):
         for place, word in enumerate(_WORD.findall(sentence)):
             if any(c.isdigit() for c in word) or (place and len(word) > 1 and word[0].isupper()):
-                yield word.lower()
+                yield word

@@ -13,6 +13,7 @@ from rrl.models.hf import folder_hash, load_language_model
 from rrl.models.weights import require_folder
 from rrl.rewards.endpoint import Endpoint, EndpointConfig
 from rrl.rewards.judge import Judge, ModelJudge
+from rrl.rewards.judge_card import JudgeCard, read_judge_card
 from rrl.rewards.oracle import Oracle, refuse_unknown
 from rrl.rewards.reader import Reader
 from rrl.rollout.engine import EngineConfig
@@ -30,9 +31,9 @@ class JudgeConfig:
     """oracle: the questions' gold passages, where the data has them; model: a frozen decoder in the run's own engine;
     endpoint: a service (section judge_endpoint)."""
     folder: str = ""
-    """Of a model: its Hugging Face folder."""
-    answer_tokens: int = 1024
-    """Of a model: most tokens of an answer. TIRESRAG-R1's sufficiency prompt has it reason first."""
+    """Of a model: its Hugging Face folder; a card in it (`rrl.rewards.judge_card`) says how it is asked."""
+    answer_tokens: int = JudgeCard.answer_tokens
+    """Of a model: most tokens of an answer."""
 
     def __post_init__(self) -> None:
         one_of(KINDS, self, "kind")
@@ -73,13 +74,14 @@ class JudgeSettings:
             return {"kind": "endpoint"} | self.endpoint.identity
         if self.judge.kind == "oracle":
             return {"kind": "oracle"}
-        context = self.rollout.context
-        return {
+        identity = {
             "kind": "model",
             "folder": folder_hash(self.judge.folder),
             "answer_tokens": self.judge.answer_tokens,
-            "context": context,
+            "context": self.rollout.context,
         }
+        card = read_judge_card(self.judge.folder)
+        return identity if card is None else identity | {"card": dataclasses.asdict(card)}
 
     def load(self, questions: Sequence[Question], compute: ComputeConfig, mesh: Mesh) -> Judge:
         """The judge itself.
@@ -99,9 +101,8 @@ class JudgeSettings:
             param_dtype=jnp.dtype(compute.dtype),
             mesh=mesh if mesh.size > 1 else None,
         )
-        return ModelJudge(
-            Reader(*frozen, self.rollout, answer_tokens=self.judge.answer_tokens, mesh=mesh).answers
-        )
+        reader = Reader(*frozen, self.rollout, answer_tokens=self.judge.answer_tokens, mesh=mesh)
+        return ModelJudge(reader.answers, read_judge_card(self.judge.folder))
 
 
 SECTIONS: Mapping[str, type] = {
@@ -112,9 +113,9 @@ SECTIONS: Mapping[str, type] = {
 """The sections of a config that has a judge, and the dataclass behind each."""
 
 
-def sections_of(judge: str, model: str = "", context: int = 8192) -> dict[str, dict[str, Any]]:
+def sections_of(judge: str, model: str = "", context: int = 0) -> dict[str, dict[str, Any]]:
     """The sections of a config for a judge that is named in one word: "oracle", a folder, or the http address of a service
-    whose `model` it is. `context`: most tokens of a model's prompt and answer.
+    whose `model` it is. `context`: most tokens of a model's prompt and answer; 0: what its card says.
 
     Raises UserError for a `model` beside anything else than a service.
     """
@@ -124,8 +125,12 @@ def sections_of(judge: str, model: str = "", context: int = 8192) -> dict[str, d
             f"judge_model={model!r} names a service's model, but judge={judge!r} is no service: give its address, "
             "judge=http://..., or leave judge_model out"
         )
+    found: dict[str, Any] = {"kind": kind, "folder": judge if kind == "model" else ""}
+    if (card := read_judge_card(judge) if kind == "model" else None) is not None:
+        found |= {"answer_tokens": card.answer_tokens}
+    context = context or (card or JudgeCard()).context
     return {
-        "judge": {"kind": kind, "folder": judge if kind == "model" else ""},
+        "judge": found,
         "judge_endpoint": {"url": judge if kind == "endpoint" else "", "model": model},
         "judge_rollout": {"rows": 64, "context": context, "feed_tokens": 2048},
     }

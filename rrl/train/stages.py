@@ -4,6 +4,7 @@ reading (stage 0): an endless stream of reading, copying and comparing in the bu
 evidence: the same for the reader of another family, which answers from evidence.
 demonstrations (stage 1): a small fixed set of what a recipe's scripted expert does, from the model of stage 0.
 pairs: the same from a file of what a strong model did.
+verdicts: an endless stream of cases with the oracle's verdicts, for a judge, whose agreement is told at the end.
 """
 
 import dataclasses
@@ -25,6 +26,7 @@ from rrl.data.miniwiki.probes import reading_probes
 from rrl.data.miniwiki.reading import reading_examples
 from rrl.data.tokenizer import load_tokenizer
 from rrl.errors import UserError, at_least
+from rrl.eval.agreement import held_out_verdicts, judge_report
 from rrl.models.config import DecoderConfig
 from rrl.models.decoder import Decoder
 from rrl.models.hf import folder_hash, load_language_model, save_decoder
@@ -34,17 +36,21 @@ from rrl.parallel.rules import shard
 from rrl.recipes.card import card_of, write_card
 from rrl.recipes.catalogue import make_recipe
 from rrl.recipes.rsearch import READER_TEMPLATE
+from rrl.rewards.judge_card import write_judge_card
 from rrl.rl.optim import OptimConfig
 from rrl.train.checkpoints import refuse_other_config
 from rrl.train.demonstrations import DemonstrationConfig, TaughtConfig, demonstrations
-from rrl.train.export import write_model_files
+from rrl.train.export import MODEL_FILES, write_model_files
 from rrl.train.fields import build, fill, only
 from rrl.train.hardware import ComputeConfig, MeshConfig
 from rrl.train.pairs import PairsConfig, load_pairs
 from rrl.train.sft import MAY_DIFFER, Result, SFTConfig, train
 from rrl.train.sources import Alternating, FixedSource, Source, StreamSource
 from rrl.train.tasks import DataConfig, RetrieverConfig, load_encoder_of, load_retriever
+from rrl.train.verdicts import KINDS, VerdictConfig, verdict_examples, verdicts
 
+QUESTIONS = 200
+"""About which a judge's agreement is taken at the end."""
 _BLOCK_SEED = 1000
 """Worlds of the streams are numbered from here, so that they are none of those that reinforcement learning uses."""
 
@@ -68,7 +74,7 @@ class StreamConfig:
     """"1:200;2:300": reading examples have at most 1 passage for 200 steps, then at most 2 for 300, and then what the
     options say."""
     options: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    """Further arguments of the stream (rrl.data.miniwiki.reading, .evidence)."""
+    """Further arguments of the stream (rrl.data.miniwiki.reading, .evidence; rrl.train.verdicts.VerdictConfig)."""
 
     reading: float = 0.0
     """Evidence stage: share of tokens that are reading examples (their options are `reading_options`) while the
@@ -191,13 +197,21 @@ def run(config: Mapping[str, Any], workdir: str | pathlib.Path) -> Result:
         nnx.update(decoder, shard(nnx.state(decoder), mesh))
     source, held_out = STAGES[stage](values["data"], settings, tokenizer)
     card = None if shown is None else card_of(shown.make(), shown.context, shown.top_k)
+    judged = _verdict_options(values["data"]) if stage == "verdicts" else None
     write_model_files(workdir, decoder.config, tokenizer, card, values["init"] or None)
+    if judged is not None:
+        write_judge_card(pathlib.Path(workdir, MODEL_FILES), judged.card)
     result = train(settings, source, decoder, workdir, held_out=held_out, identity=identity, mesh=mesh)
     if result.stopped != "signal":
         save_decoder(out, decoder, tokenizer)
         if card is not None:
             write_card(out, card)
+        if judged is not None:
+            write_judge_card(out, judged.card)
         print(f"wrote {out} (sha256 {folder_hash(out)[:12]})", file=sys.stderr)
+        if judged is not None:
+            # Few rows, so that this process needs no wider pool for the engine's callbacks.
+            print(judge_report(str(out), "", held_out_verdicts(QUESTIONS, judged), compute, mesh, rows=16))
     return result
 
 
@@ -322,6 +336,34 @@ def _pairs(
     return source, {"pairs": held_out}
 
 
+def _verdicts(
+    data: Mapping[str, Any], settings: SFTConfig, tokenizer: PreTrainedTokenizerBase
+) -> tuple[Source, dict[str, Sequence[Example]]]:
+    config, options = build(StreamConfig, data, "data"), _verdict_options(data)
+    tokens = config.steps_per_block * settings.rows * settings.row_length
+
+    def stream(split: str, seed: int, per_kind: int, kind: type | None = None) -> Iterator[Example]:
+        wiki = generate(split, seed, config.worlds * config.world_size, config.worlds)
+        found = (v for v in verdicts(wiki, seed, per_kind, options) if kind is None or type(v.case) is kind)
+        examples = verdict_examples(found, tokenizer, options.card)
+        return (example for example in examples if len(example) <= settings.row_length)
+
+    def make(block: int) -> list[Example]:
+        # Four cases a question; more questions than the tokens take.
+        return _enough(stream("train", _BLOCK_SEED * (settings.seed + 1) + block, tokens // 3000 + 1), tokens)
+
+    probes: dict[str, Sequence[Example]] = {
+        kind.__name__.lower(): list(stream("dev", 0, config.probes // 5 + 1, kind)) for kind in KINDS
+    }
+    return StreamSource(
+        make, settings.rows, settings.row_length, settings.seed, config.steps_per_block
+    ), probes
+
+
+def _verdict_options(data: Mapping[str, Any]) -> VerdictConfig:
+    return build(VerdictConfig, data["options"], "data.options")
+
+
 def scale_parameters(decoder: Decoder, scales: Mapping[str, float]) -> None:
     """Multiplies initial parameters: "embedding", and "residual" (what each layer writes: o and down).
 
@@ -365,6 +407,7 @@ STAGES: dict[str, Stage] = {
     "evidence": _evidence,
     "demonstrations": _demonstrations,
     "pairs": _pairs,
+    "verdicts": _verdicts,
 }
 TAUGHT: dict[str, type[TaughtConfig]] = {"demonstrations": DemonstrationConfig, "pairs": PairsConfig}
 """Stages that teach a recipe, and what says which."""

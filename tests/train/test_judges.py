@@ -1,5 +1,7 @@
 """The judge of a run, from its config: three kinds, each with its section, its identity and its refusals."""
 
+import pathlib
+
 import jax
 import pytest
 
@@ -10,6 +12,7 @@ from rrl.models.hf import save_decoder
 from rrl.parallel.mesh import make_mesh
 from rrl.rewards.cases import Thinking, Told
 from rrl.rewards.judge import ModelJudge
+from rrl.rewards.judge_card import FILE, JudgeCard, write_judge_card
 from rrl.rewards.oracle import Oracle
 from rrl.rollout.trajectory import POLICY
 from rrl.train.hardware import ComputeConfig
@@ -49,6 +52,24 @@ def test_one_word_names_a_judge():
 def test_a_services_model_beside_another_judge_is_refused(judge):
     with pytest.raises(UserError, match=rf"judge_model='m' names a service's model, but judge='{judge}'"):
         sections_of(judge, "m")
+
+
+def test_the_card_of_a_folder_says_how_it_is_asked_and_is_part_of_what_it_is(folder):
+    plain = JudgeSettings.parse(sections_of(folder))
+    assert (plain.judge.answer_tokens, plain.rollout.context) == (1024, 8192)
+    before = plain.identity()
+    write_judge_card(folder, JudgeCard(instructions=False, context=96, answer_tokens=8, cases=("Thinking",)))
+    try:
+        values = sections_of(folder)
+        settings = JudgeSettings.parse(values)
+        assert (settings.judge.answer_tokens, settings.rollout.context) == (8, 96)
+        assert JudgeSettings.parse(sections_of(folder, context=64)).rollout.context == 64
+        assert "card" not in before and settings.identity()["card"]["instructions"] is False
+        assert load(values | {"judge_rollout": values["judge_rollout"] | {"rows": 2}}).card.cases == (
+            "Thinking",
+        )
+    finally:
+        (pathlib.Path(folder) / FILE).unlink()
 
 
 def test_an_oracle_needs_gold_passages_of_every_question():

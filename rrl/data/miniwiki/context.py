@@ -51,6 +51,7 @@ class Shelf:
         self._text = {
             entity: passage.text for entity, passage in zip(self._in_order(), wiki.passages, strict=True)
         }
+        self._by_title = {self.title(entity): entity for entity in self._text}
         self._by_word: dict[tuple[int, str], list[Entity]] = collections.defaultdict(list)
         for entity in self._text:
             for word in self.title(entity).split():
@@ -69,6 +70,14 @@ class Shelf:
     def title(self, entity: Entity) -> str:
         """Title of an entity's passage: its name."""
         return self.world.names[entity.kind][entity.index]
+
+    def knows(self, title: str) -> bool:
+        """Whether there is an entity of this name."""
+        return title in self._by_title
+
+    def named(self, title: str) -> Entity:
+        """The entity of a name, which must be there."""
+        return self._by_title[title]
 
     def text(self, entity: Entity) -> str:
         """Text of an entity's passage."""

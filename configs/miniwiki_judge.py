@@ -1,0 +1,51 @@
+"""A judge for the built-in world: a model of the shipped policy's size learns the oracle's verdicts, reasons first.
+
+    python launch/sft.py --config=configs/miniwiki_judge.py --workdir=runs/judge
+    python launch/judge.py --judge=runs/judge/model                               # its agreement with the oracle, again
+
+Cases come from training worlds: documents that a step found, trajectories of the scripted expert, right, broken off or faulty,
+and answers (`rrl/train/verdicts.py`). The prompts are the papers' without their system's turn, whose instructions a model of
+this size could not follow; a card in the folder says so. At the end its agreement with the oracle in worlds that no training
+shows is printed. The model is written to WORKDIR/model, or to out=FOLDER.
+"""
+
+from ml_collections import ConfigDict
+
+from rrl.arguments import parse
+
+
+def get_config(arg: str = "") -> ConfigDict:
+    """The config of `--config=configs/miniwiki_judge.py:ARG`."""
+    args = parse(arg, init="assets/miniwiki-policy", steps=900, seed=0, out="")
+    config = ConfigDict()
+    config.stage = "verdicts"
+    config.init = args.init
+    config.tokenizer = ""
+    config.out = args.out
+    config.model = {}
+    config.data = {
+        "worlds": 5,
+        "world_size": 200,
+        "steps_per_block": 20,
+        "probes": 48,
+        "options": {"faulty": 0.6, "partial": 0.2, "top_k": 2, "context": 1280, "answer_tokens": 160},
+    }
+    config.train = {
+        "steps": args.steps,
+        "rows": 5,
+        "row_length": 768,
+        "seed": args.seed,
+        "eval_every": max(1, args.steps // 8),
+        "checkpoint_every": 200,
+    }
+    config.optim = {
+        "name": "muon",
+        "lr": 3e-3,
+        "adam_lr": 1.5e-3,
+        "schedule": "linear",
+        "warmup_steps": 20,
+        "b2": 0.95,
+    }
+    from rrl.train.stages import with_defaults  # imports jax: after the arguments were found right
+
+    return with_defaults(config)

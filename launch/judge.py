@@ -1,0 +1,40 @@
+"""How good is a judge? `python launch/judge.py --judge=FOLDER [--trajectories=FILE]`: its agreement with the oracle.
+
+Over cases of held-out built-in worlds, or over what a policy did, where the questions name their gold passages. The judge is
+the folder of a model, or the http address of an OpenAI-compatible service.
+"""
+
+from collections.abc import Sequence
+
+from absl import flags
+
+from rrl.train import launcher
+
+_JUDGE = flags.DEFINE_string("judge", None, "A model's folder, http://… of a service, or oracle.")
+_MODEL = flags.DEFINE_string("judge_model", "", "Of a service: the model's name.")
+_QUESTIONS = flags.DEFINE_integer(
+    "questions", 500, "Questions, each of which gives one case of each kind; a multiple of 5."
+)
+_SPLIT = flags.DEFINE_enum("split", "test", ["dev", "test"], "Whose worlds.")
+_SEED = flags.DEFINE_integer("seed", 0, "Which worlds and cases.", lower_bound=0)
+_TRAJECTORIES = flags.DEFINE_string("trajectories", None, "trajectories.jsonl of a run, in place of cases.")
+_TAG = flags.DEFINE_string("answer", "answer", "Of trajectories: the tag of answers.")
+flags.mark_flags_as_required(["judge"])
+
+
+def main(_: Sequence[str]) -> None:
+    """Asks and prints."""
+    from rrl.eval.agreement import held_out_verdicts, judge_report, verdicts_of
+    from rrl.eval.trajectory_files import load_trajectories
+    from rrl.train.hardware import ComputeConfig, MeshConfig
+    from rrl.train.verdicts import VerdictConfig
+
+    if _TRAJECTORIES.value:
+        cases = verdicts_of(load_trajectories(_TRAJECTORIES.value), _TAG.value)
+    else:
+        cases = held_out_verdicts(_QUESTIONS.value, VerdictConfig(), _SPLIT.value, _SEED.value)
+    print(judge_report(_JUDGE.value or "", _MODEL.value, cases, ComputeConfig(), MeshConfig().make()))
+
+
+if __name__ == "__main__":
+    launcher.run(main)
