@@ -8,7 +8,7 @@
     python launch/train.py --config=configs/tiresrag_grpo.py:size=3b,data=FOLDER,policy=FOLDER,judge=FOLDER,encoder=FOLDER
 
 size=tiny is the built-in world (`miniwiki`), whose oracle knows the gold passages; its settings are those that were found
-for R-Search there, and are not tuned for this recipe. No result is known yet: about 10 minutes on 2 cores.
+for R-Search there, and are not tuned for this recipe (README, "TIRESRAG-R1"): about 10 minutes on 2 cores.
 
 size=3b and size=7b hold the paper's settings (appendix C.1): 108 questions x 5 rollouts at temperature 1, 2 passes over a
 batch, clip 0.2, no KL, lr 2e-6 falling as a cosine, top-k 5; one epoch over its 8,148 questions. The paper ran 3B on 3 H200

@@ -337,3 +337,10 @@ def test_what_is_found_wrong_after_loading_leaves_nothing_behind(tmp_path, monke
     with pytest.raises(UserError, match="nope"):
         run(wrong, tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("name", ["rsearch_grpo", "rsearch_ppo", "r3rag_ppo", "r2ag"])
+def test_a_smoke_run_compiles_one_update_and_a_longer_run_has_its_rows_of_every_length(name):
+    assert len(made.config(name, "steps=2").objective.lengths) == 1
+    assert len(made.config(name, "steps=6").objective.lengths) == 3
+    assert len(made.config(name).objective.lengths) == 3
