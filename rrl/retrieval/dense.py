@@ -113,15 +113,12 @@ class ScannIndex:
     ) -> list[Int[np.ndarray, "C"]]:
         config = self.config
         wanted = min(k + MARGIN, count)
-        rough = min(max(config.reorder, 2 * wanted), count)
         options: dict[str, Any] = {"final_num_neighbors": wanted}
         if config.leaves:
-            # The order of bfloat16 is not that of float32: some more of them are looked at.
-            options = {"final_num_neighbors": min(2 * wanted, count) if config.held else rough}
+            options = {"final_num_neighbors": min(max(config.reorder, 2 * wanted), count)}
             # For a large k, as many as hold twice what is wanted.
             enough = math.ceil(2 * config.leaves * wanted / count)
             options |= {"leaves_to_search": min(config.leaves, max(config.leaves_to_search, enough))}
-            options |= {"pre_reorder_num_neighbors": rough} if config.held else {}
         search = searcher.search_batched
         if len(vectors) >= PARALLEL:
             search = searcher.search_batched_parallel
@@ -135,17 +132,16 @@ def _build(embeddings: Float[np.ndarray, "N E"], config: ScannConfig) -> Any:
     builder = _scann().builder(np.asarray(embeddings), 10, "dot_product")
     if not config.leaves:
         return builder.score_brute_force().build()
-    builder = builder.tree(
+    tree = builder.tree(
         num_leaves=config.leaves,
         num_leaves_to_search=config.leaves_to_search,
         training_sample_size=training_sample(config, len(embeddings)),
         soar_lambda=1.5 if config.spilled else None,
         overretrieve_factor=2.0 if config.spilled else None,
-    ).score_ah(config.code_dims, anisotropic_quantization_threshold=0.2, training_sample_size=20_000)
-    if config.held:
-        kind = _scann().scann_builder.ReorderType.BFLOAT16
-        builder = builder.reorder(config.reorder, quantize=kind)
-    return builder.build()
+    )
+    return tree.score_ah(
+        config.code_dims, anisotropic_quantization_threshold=0.2, training_sample_size=20_000
+    ).build()
 
 
 def _scann() -> Any:

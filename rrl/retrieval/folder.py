@@ -21,7 +21,7 @@ from rrl.errors import UserError
 from rrl.retrieval.files import replaced, room_for
 
 KINDS = ("scann", "bm25", "exact")
-FORMAT = 2
+FORMAT = 3
 HASHED_BYTES = 64 << 20
 """Files up to this size are checked byte by byte at opening, larger ones by their size and `PIECES`."""
 PIECES, PIECE_BYTES = 64, 256 << 10
@@ -105,7 +105,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise damaged(folder, f"manifest.json cannot be read ({error!r})") from error
     if form != FORMAT or kind not in KINDS:
         raise UserError(
-            f"index {folder}: format {form!r} and kind {kind!r}; this version reads format {FORMAT}."
+            f"index {folder}: format {form!r} and kind {kind!r}; this version reads format {FORMAT}. "
+            "Build it again."
         )
     for name, stamp in files.items():
         if not (folder / name).is_file():

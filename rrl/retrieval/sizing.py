@@ -15,8 +15,8 @@ GB = 10**9
 _OVERHEAD = 12
 """Bytes a passage beside its codes: its leaf in ScaNN's tables, its place in the file of offsets."""
 
-_LEVELS = ((2, True, True), (2, True, False), (2, False, False), (4, False, False), (8, False, False))
-"""(dimensions of one 4-bit code, spilled, held), see `ScannConfig`; by falling accuracy and memory."""
+_LEVELS = ((2, True), (2, False), (4, False), (8, False))
+"""(dimensions of one 4-bit code, spilled), see `ScannConfig`; by falling accuracy and memory."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,13 +27,12 @@ class ScannConfig:
     """Partitions of the tree; 0: no tree, every passage is scored."""
     leaves_to_search: int
     reorder: int
-    """Candidates whose quantised scores are replaced by exact ones."""
+    """Candidates whose quantised scores are replaced by exact ones, from the embeddings on the disk. (Vectors held in memory
+    for that bring a tenth of the queries/s, and three times the memory and the time of opening.)"""
     code_dims: int = 2
     """Dimensions that share one code of 4 bits."""
     spilled: bool = False
     """Whether each passage stands in a second leaf too (SOAR, Sun et al. 2023): the same recall from half the leaves."""
-    held: bool = False
-    """Whether bfloat16 vectors stay in memory, so that only the last few candidates are read from the disk."""
     part: int = 0
     """Passages that are indexed together, since ScaNN holds their vectors while it builds; 0: all."""
 
@@ -44,14 +43,11 @@ class ScannConfig:
 
 
 def serving_bytes(config: ScannConfig, passages: int, dim: int) -> int:
-    """Memory of an open index. Embeddings and passages stay on the disk, but for brute force.
-
-    133 MB were measured where this says 136 (400,000 × 128, spilled and held).
-    """
+    """Memory of an open index. Embeddings and passages stay on the disk, but for brute force."""
     if not config.leaves:
         return passages * dim * 4
     leaves = 2 if config.spilled else 1
-    vector = leaves * (math.ceil(dim / config.code_dims) / 2 + 4) + (2 * dim if config.held else 0)
+    vector = leaves * (math.ceil(dim / config.code_dims) / 2 + 4)
     trees = len(config.parts(passages)) * config.leaves * dim * 4
     return round(passages * (vector + _OVERHEAD)) + trees
 
@@ -71,11 +67,11 @@ def building_bytes(config: ScannConfig, passages: int, dim: int) -> int:
 
 
 def codes_bytes(config: ScannConfig, passages: int, dim: int) -> int:
-    """Size of what ScaNN writes: its codes, a byte each on the disk, and the vectors that it holds."""
+    """Size of what ScaNN writes: its codes, a byte each on the disk."""
     if not config.leaves:
         return 0
     leaves = 2 if config.spilled else 1
-    return passages * (leaves * (math.ceil(dim / config.code_dims) + 4) + (2 * dim if config.held else 0))
+    return passages * leaves * (math.ceil(dim / config.code_dims) + 4)
 
 
 def disk_bytes(config: ScannConfig, passages: int, dim: int, characters: int = 700) -> int:
@@ -94,12 +90,12 @@ def choose_scann(passages: int, dim: int, memory_gb: float | None = None) -> Sca
         return ScannConfig(leaves=0, leaves_to_search=0, reorder=0)
     budget = (memory_gb if memory_gb is not None else machine_gb()) * GB
     least = math.inf
-    for code_dims, spilled, held in _LEVELS:
+    for code_dims, spilled in _LEVELS:
         for count in range(1, 65):
             part = math.ceil(passages / count)
             leaves = round(2 * math.sqrt(part))
             config = ScannConfig(
-                leaves, max(10, leaves // 20), 100, code_dims, spilled, held, part if count > 1 else 0
+                leaves, max(10, leaves // 20), 100, code_dims, spilled, part if count > 1 else 0
             )
             needed = max(serving_bytes(config, passages, dim), building_bytes(config, passages, dim))
             least = min(least, needed)
@@ -119,16 +115,16 @@ def machine_gb() -> float:
 def sizing_table(sizes: Iterable[int] = (10**6, 21 * 10**6, 10**8), dim: int = 768) -> str:
     """Markdown: what `choose_scann` does with several budgets, for the docs."""
     lines = [
-        f"| passages × {dim} | `--memory_gb` | leaves | parts | 4-bit code of | in two leaves | vectors in memory "
+        f"| passages × {dim} | `--memory_gb` | leaves | parts | 4-bit code of | in two leaves "
         "| open, GB | building, GB | disk, GB |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for size in sizes:
         for budget in (8, 32, 128, 512):
             try:
                 config = choose_scann(size, dim, budget)
             except UserError:
-                lines.append(f"| {size:,} | {budget} | too little | | | | | | | |")
+                lines.append(f"| {size:,} | {budget} | too little | | | | | | |")
                 continue
             sums = (
                 f"{count(config, size, dim) / GB:.1f}"
@@ -141,7 +137,6 @@ def sizing_table(sizes: Iterable[int] = (10**6, 21 * 10**6, 10**8), dim: int = 7
                 len(config.parts(size)),
                 f"{config.code_dims} dimensions",
                 "yes" if config.spilled else "no",
-                "bfloat16" if config.held else "none",
                 *sums,
             )
             lines.append(f"| {' | '.join(map(str, cells))} |")

@@ -189,7 +189,7 @@ from tests.retrieval.test_build import contents, encoder_for
 
 disk, kind = Path(sys.argv[1]), sys.argv[2]
 passages = [Passage(f"p{i}", f"Name {i}", f"fact {i * i} of {chr(97 + i % 26)}") for i in range(600)]
-build.choose_scann = lambda *_: ScannConfig(5, 5, 50, spilled=True, held=True, part=400)
+build.choose_scann = lambda *_: ScannConfig(5, 5, 50, spilled=True, part=400)
 
 def mount(options):
     subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(disk)], check=True)

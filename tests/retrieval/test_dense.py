@@ -75,10 +75,10 @@ def test_scann_finds_what_exact_search_finds(count: int) -> None:
 
 
 FORMS = [
-    ScannConfig(30, 30, 100, held=True),
+    ScannConfig(30, 30, 100),
     ScannConfig(30, 30, 100, spilled=True),
     ScannConfig(30, 30, 400, code_dims=4),
-    ScannConfig(20, 20, 100, spilled=True, held=True, part=900),
+    ScannConfig(20, 20, 100, spilled=True, part=900),
 ]
 
 
@@ -98,7 +98,7 @@ def test_every_form_of_scann_finds_what_exact_search_finds_also_from_a_folder(
         assert all(len(set(row)) == 5 for row in ids.tolist()), "no passage comes twice"
 
 
-NARROW = [ScannConfig(40, 1, 500), ScannConfig(40, 1, 500, spilled=True, held=True, part=900)]
+NARROW = [ScannConfig(40, 1, 500), ScannConfig(40, 1, 500, spilled=True, part=900)]
 
 
 @pytest.mark.parametrize("config", NARROW)

@@ -46,7 +46,7 @@ def test_what_is_chosen_fits_the_memory_or_is_refused(passages: int, memory_gb: 
 def test_more_memory_is_never_less_accurate() -> None:
     chosen = [choose_scann(21_000_000, 768, memory_gb) for memory_gb in (5, 16, 64, 256, 1024)]
     assert [c.code_dims for c in chosen] == sorted((c.code_dims for c in chosen), reverse=True)
-    assert chosen[-1].held and not chosen[0].held
+    assert chosen[-1].spilled and not chosen[0].spilled
 
 
 def test_parts_cover_the_corpus_once() -> None:
