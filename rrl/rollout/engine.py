@@ -5,7 +5,10 @@ through `io_callback` inside a fully manual `shard_map`, so that every data shar
 drives the same jitted steps from Python: it is what the loop is tested against.
 """
 
+import collections
+import concurrent.futures
 import dataclasses
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -144,16 +147,22 @@ class Engine:
         """
         self._check(requests, environment)
         finished: dict[int, Trajectory] = {}
+        alone = threading.Lock()
 
         def finish(index: int, trajectory: Trajectory) -> None:
-            finished[index] = trajectory
-            on_finish(index, trajectory)
+            with alone:
+                finished[index] = trajectory
+                on_finish(index, trajectory)
 
-        shares = deal([request.prompt for request in requests], self.programs.shards)
         sets = [environment.stops if request.stops is None else request.stops for request in requests]
         stops = self._compiled(sets or [environment.stops])
+        prompts, shards = [request.prompt for request in requests], self.programs.shards
+        shares = deal(prompts, shards, self.programs.loops)
+        queues = [collections.deque([(i, requests[i]) for i in group] for group in share) for share in shares]
         hosts = [
-            self._host([(i, requests[i]) for i in share], environment, stops, retriever) for share in shares
+            self._host(queue, environment, stops, retriever)
+            for _ in range(self.programs.loops)
+            for queue in queues
         ]
         for host in hosts:
             host.on_finish = finish
@@ -181,12 +190,21 @@ class Engine:
         `run`. Raises what a workflow raises.
         """
         numbers = range(len(workflows)) if numbers is None else numbers
-        numbered, shards = list(zip(numbers, workflows, strict=True)), self.programs.shards
+        numbered, count = (
+            list(zip(numbers, workflows, strict=True)),
+            self.programs.shards * self.programs.loops,
+        )
         stops = self._compiled([(), *environment.stop_sets])
-        hosts = [self._host([], environment, stops, retriever) for _ in range(shards)]
+        hosts = [self._host(collections.deque(), environment, stops, retriever) for _ in range(count)]
         results: dict[int, Any] = {}
-        for shard, host in enumerate(hosts):
-            Flows(numbered[shard::shards], host, environment, results, on_finish).start()
+        alone = threading.Lock()
+
+        def finish(number: int, result: Any) -> None:
+            with alone:
+                on_finish(number, result)
+
+        for place, host in enumerate(hosts):
+            Flows(numbered[place::count], host, environment, results, finish).start()
         found = self._drive(hosts, results, params, environment, key, reference)
         return [found[number] for number in numbers]
 
@@ -194,7 +212,7 @@ class Engine:
 
     def _host(
         self,
-        requests: Sequence[tuple[int, Request]],
+        requests: collections.deque[list[tuple[int, Request]]],
         environment: Environment,
         stops: StopSets,
         retriever: Retriever | None,
@@ -245,8 +263,18 @@ class Engine:
             build = self.programs.reference_loop if reference else self.programs.episode_loop
             self._built[signature] = build(environment.turn_tokens, stops.first_accept)
         inputs = self._everywhere((self.encoder_state, key, stops.table))
-        with jax.set_mesh(self.mesh), Watchdog(self.config.stall_seconds, self._progress, self._stages):
-            steps = int(self._built[signature](params, *inputs))
+
+        def run(loop: int) -> int:
+            with jax.set_mesh(self.mesh):
+                return int(self._built[signature](params, *inputs, loop))
+
+        loops = self.programs.loops
+        with Watchdog(self.config.stall_seconds, self._progress, self._stages):
+            if loops == 1 or reference:
+                steps = [run(loop) for loop in range(loops)]
+            else:
+                with concurrent.futures.ThreadPoolExecutor(loops, "rrl-rollout") as pool:
+                    steps = list(pool.map(run, range(loops)))
         errors = [host.error for host in hosts if host.error is not None]
         if jax.process_count() == 1 and errors:
             raise errors[0]
@@ -260,7 +288,7 @@ class Engine:
         self.stats = RolloutStats(
             seconds=time.perf_counter() - start,
             retrieval_seconds=float(searching.max()),
-            decode_steps=steps,
+            decode_steps=-(-sum(steps) // loops),
             prefilled_tokens=int(prefilled.sum()),
             searches_failed=int(failed.sum()),
         )
@@ -303,15 +331,16 @@ class Engine:
                 )
 
 
-def deal(prompts: Sequence[Int[np.ndarray, "T"]], shards: int) -> list[list[int]]:
-    """Which requests each data shard runs: those of one prompt together, as far as there are prompts enough."""
+def deal(prompts: Sequence[Int[np.ndarray, "T"]], shards: int, loops: int = 1) -> list[list[list[int]]]:
+    """Which requests each data shard runs, in groups for one of its loops: those of one prompt together, as far as there are
+    prompts enough."""
     groups: dict[bytes, list[int]] = {}
     for index, prompt in enumerate(prompts):
         groups.setdefault(np.asarray(prompt, np.int32).tobytes(), []).append(index)
-    if len(groups) < shards:
-        return [list(range(shard, len(prompts), shards)) for shard in range(shards)]
     places = list(groups.values())
-    return [sorted(i for group in places[shard::shards] for i in group) for shard in range(shards)]
+    if len(groups) < shards * loops:
+        places = [[place] for place in range(len(prompts))]
+    return [places[shard::shards] for shard in range(shards)]
 
 
 def _eos_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:

@@ -5,7 +5,7 @@ calls JAX and never raises (an exception is kept in `error`, every row is switch
 """
 
 import collections
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import numpy as np
 from jaxtyping import Float, Int
@@ -59,7 +59,7 @@ class Host:
 
     def __init__(
         self,
-        requests: Iterable[tuple[int, Request]],
+        requests: collections.deque[list[tuple[int, Request]]],
         environment: Environment,
         stops: StopSets,
         limits: Limits,
@@ -74,14 +74,16 @@ class Host:
         on_finish: Callable[[int, Trajectory], None] = lambda index, trajectory: None,
         told: set[type] | None = None,
     ) -> None:
-        """`told` holds the kinds of search error that were logged already, and takes new ones."""
+        """`requests` come in groups of one prompt; several hosts may take theirs from the same. `told` holds the kinds of
+        search error that were logged already, and takes new ones."""
         self.environment, self.stops = environment, stops
         self.limits = limits
         self.encode, self.decode, self.encode_prompt = encode, decode, encode_prompt
         self.searches = Searches(retriever, top_k, search_seconds, set() if told is None else told)
         self.on_finish = on_finish
         self.on_found: Callable[[Asker, Found], None] = lambda key, found: None
-        self.queue = collections.deque(requests)
+        self.groups = requests
+        self.queue = collections.deque[tuple[int, Request]]()
         self.more_may_come = False
         """Whether the queue, once empty, may fill again: then idle rows wait instead of ending."""
         self.rows: list[Live | None] = [None] * limits.rows
@@ -121,6 +123,7 @@ class Host:
                 return words
         except BaseException as error:  # raised again by the engine, outside the callback
             self.error = error
+            self.groups.clear()
         self.stage = "ended by an error"
         return self._packed(*self._blank(), np.full(self.limits.rows, OFF + 1, np.int32))
 
@@ -186,7 +189,10 @@ class Host:
 
     def _admit(self, row: int) -> None:
         if not self.queue:
-            return
+            try:
+                self.queue.extend(self.groups.popleft())
+            except IndexError:  # another host may have taken the last
+                return
         self.indices[row], request = self.queue.popleft()
         self.rows[row] = Live(request, self.decode(request.prompt))
         self._open(row, request.prompt)

@@ -6,6 +6,7 @@ also be compiled ahead of time for devices that are not there (`rrl.train.plan`)
 
 import dataclasses
 import functools
+import os
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -40,6 +41,8 @@ class EngineConfig:
     """Tokens prefilled together, per data shard: pieces of 32 of as many texts as have room (one piece, where it is less)."""
     patience: int = 8
     """Decode steps that a paused row waits at most while others run; one whose query is being encoded waits for none."""
+    loops: int = 0
+    """On one CPU: episode loops that share the rows and the requests, each on a core of its own; 0: one a core."""
     top_k: int = 3
     """Passages a search returns."""
     top_p: float = 1.0
@@ -55,7 +58,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         at_least(1, self, "rows", "context", "feeds", "feed_tokens", "patience", "top_k")
-        at_least(0, self, "sample_top_k", "search_seconds", "stall_seconds")
+        at_least(0, self, "loops", "sample_top_k", "search_seconds", "stall_seconds")
         if not 0 < self.top_p <= 1:
             raise UserError(f"top_p={self.top_p} must lie above 0 and not above 1")
 
@@ -66,11 +69,15 @@ PATIENCE = ("search_seconds", "stall_seconds")
 DECODED_TOGETHER = 16
 """On one CPU, so many rows read their past together (`Decoder.extend`), and each prefilled piece its own; elsewhere all."""
 
+ROWS_OF_A_LOOP = 16
+"""A loop of fewer rows is not worth its core."""
+
 DECODE, PREFILL = "decode_rows", "prefill_rows"
 """Names of the loop's two halves in a compiled program."""
 
 Answer = Callable[..., np.ndarray]
-"""(data shard, status, stop, ids, logps, sampled_logps, length, embeddings) -> what `Host.exchange` returns, for its rows."""
+"""(loop * shards + data shard, status, stop, ids, logps, sampled_logps, length, embeddings) -> what `Host.exchange` returns,
+for its rows."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,22 +122,27 @@ class Programs:
             raise UserError(
                 f"engine rows = {config.rows} must be a multiple of the {self.shards} data shards"
             )
+        self.on_cpu = mesh.devices.flat[0].platform == "cpu"
+        self.loops = _loops(config, self.on_cpu and mesh.size == 1)
+        self.rows = config.rows // self.loops
         self.limits = Limits(
-            rows=config.rows // self.shards,
+            rows=self.rows // self.shards,
             context=config.context,
-            feeds=min(config.feeds, config.rows // self.shards),
+            feeds=min(config.feeds, self.rows // self.shards),
             feed_tokens=config.feed_tokens,
             query_tokens=encoder.query_tokens if encoder else 0,
             patience=config.patience,
         )
-        self.on_cpu = mesh.devices.flat[0].platform == "cpu"
         self.groups = (DECODED_TOGETHER, 1) if self.on_cpu and mesh.size == 1 else (0, 0)
 
     def episode_loop(self, turn_tokens: int, first_accept: int) -> Callable:
-        """The jitted program (params, encoder state, key, stop table) -> decode steps; the host has the episodes."""
+        """The jitted program (params, encoder state, key, stop table, number of the loop) -> decode steps; the host has the
+        episodes."""
 
         @jax.jit
-        def episode_loop(params: PyTree, encoder_state: PyTree, key: Key, table: jax.Array) -> jax.Array:
+        def episode_loop(
+            params: PyTree, encoder_state: PyTree, key: Key, table: jax.Array, loop: jax.Array
+        ) -> jax.Array:
             params = computed(params, nnx.merge(self.graph, params).dtype)
             model = nnx.merge(self.graph, params)
             sampler = self._sampler(key, table, first_accept)
@@ -142,7 +154,7 @@ class Programs:
                 rows, cache, embeddings, patience, steps = state
                 with jax.named_scope(DECODE):
                     rows, cache, more = self._decode(model, rows, cache, sampler, patience)
-                answer = self._unpack(self._ask(rows, embeddings))
+                answer = self._unpack(self._ask(rows, embeddings, loop))
                 with jax.named_scope(PREFILL):
                     prefilling = nnx.merge(self.graph, self._unhoisted(params, answer.feeds))
                     rows, cache = self._feed(prefilling, rows, cache, answer.feeds, answer.marks)
@@ -177,7 +189,7 @@ class Programs:
         embed = jax.jit(self._embed)
         per_shard = self.limits.rows
 
-        def drive(params: PyTree, encoder_state: PyTree, key: Key, table: jax.Array) -> jax.Array:
+        def drive(params: PyTree, encoder_state: PyTree, key: Key, table: jax.Array, loop: int) -> jax.Array:
             rows, cache, embeddings = self._start(nnx.merge(self.graph, params), turn_tokens)
             patience, steps = jnp.int32(self.config.patience), jnp.int32(0)
             while np.any(np.asarray(rows.status) != OFF):
@@ -188,7 +200,8 @@ class Programs:
                 for shard in range(self.shards):
                     turn = [part[shard * per_shard : (shard + 1) * per_shard] for part in report[:-1]]
                     count = self.limits.feeds
-                    words.append(self.answer(shard, *turn, report[-1][shard * count : (shard + 1) * count]))
+                    answers = report[-1][shard * count : (shard + 1) * count]
+                    words.append(self.answer(loop * self.shards + shard, *turn, answers))
                 answer = self._unpack(jnp.asarray(np.stack(words)))
                 rows, cache = feed_step(params, rows, cache, answer.feeds, answer.marks)
                 embeddings = embed(encoder_state, answer.queries, answer.asked, embeddings)
@@ -198,10 +211,10 @@ class Programs:
         return drive
 
     def _start(self, model: Decoder, turn_tokens: int) -> tuple[Rows, KVCache, jax.Array]:
-        rows = Rows.create(self.config.rows, turn_tokens)
+        rows = Rows.create(self.rows, turn_tokens)
         cache = KVCache.create(
             self.decoder_config,
-            self.config.rows,
+            self.rows,
             self.config.context,
             model.dtype,
             slots_last=self.on_cpu,
@@ -270,7 +283,7 @@ class Programs:
         feeds = words[:, :feed_words].reshape(self.shards, limits.pieces, -1)
         first_row = (jnp.arange(self.shards, dtype=jnp.int32) * limits.rows)[:, None]
         row, source = (feeds[..., Feed._fields.index(name)] for name in ("row", "source"))
-        row = jnp.where(row < limits.rows, row + first_row, self.config.rows)
+        row = jnp.where(row < limits.rows, row + first_row, self.rows)
         feeds = feeds.at[..., Feed._fields.index("row")].set(row)
         feeds = feeds.at[..., Feed._fields.index("source")].set(source + first_row)
         queries = words[:, feed_words : feed_words + query_words]
@@ -282,12 +295,12 @@ class Programs:
             patience=jnp.min(words[:, -1]),
         )
 
-    def _ask(self, rows: Rows, embeddings: jax.Array) -> jax.Array:
+    def _ask(self, rows: Rows, embeddings: jax.Array, loop: jax.Array) -> jax.Array:
         """Calls every data shard's host once; tensor ranks other than 0 get the answer by a sum."""
         width = self.limits.words
 
-        def per_device(*report: jax.Array) -> jax.Array:
-            shard = jax.lax.axis_index(ROW_AXES)
+        def per_device(loop: jax.Array, *report: jax.Array) -> jax.Array:
+            shard = loop * self.shards + jax.lax.axis_index(ROW_AXES)
 
             def ask() -> jax.Array:
                 shape = jax.ShapeDtypeStruct((width,), jnp.int32)
@@ -300,10 +313,27 @@ class Programs:
         spec = PartitionSpec(ROW_AXES)
         report = _report(rows, embeddings)
         mapped = jax.shard_map(
-            per_device, mesh=self.mesh, in_specs=(spec,) * len(report), out_specs=spec, check_vma=False
+            per_device,
+            mesh=self.mesh,
+            in_specs=(PartitionSpec(), *(spec,) * len(report)),
+            out_specs=spec,
+            check_vma=False,
         )
-        return mapped(*report)
+        return mapped(loop, *report)
 
 
 def _report(rows: Rows, embeddings: jax.Array) -> tuple[jax.Array, ...]:
     return (rows.status, rows.stop, rows.ids, rows.logps, rows.sampled_logps, rows.length, embeddings)
+
+
+def _loops(config: EngineConfig, one_cpu: bool) -> int:
+    """How many loops share the rows. A decode step's small operations gain nothing from a second core; another loop does."""
+    if config.loops and (not one_cpu or config.rows % config.loops):
+        raise UserError(
+            f"rollout.loops={config.loops}: loops are for a run on one CPU device, and must divide rollout.rows="
+            f"{config.rows}; leave it 0"
+        )
+    if config.loops or not one_cpu:
+        return config.loops or 1
+    most = min(len(os.sched_getaffinity(0)), max(1, config.rows // ROWS_OF_A_LOOP))
+    return next(count for count in range(most, 0, -1) if config.rows % count == 0)

@@ -39,8 +39,7 @@ def _least_kept(probabilities: Float[Array, "B V"], top_p: float) -> Float[Array
         bit, bits, enough, few = state
         higher = bits | (jnp.int32(1) << bit)
         kept = probabilities >= jax.lax.bitcast_convert_type(higher, jnp.float32)
-        mass = jnp.sum(jnp.where(kept, probabilities, 0.0), axis=-1, keepdims=True)
-        count = jnp.sum(kept, axis=-1, keepdims=True, dtype=jnp.int32)
+        mass, count = _mass_and_count(probabilities, kept)
         fits = mass >= top_p
         return (
             bit - 1,
@@ -53,6 +52,27 @@ def _least_kept(probabilities: Float[Array, "B V"], top_p: float) -> Float[Array
     none = jnp.zeros((probabilities.shape[0], 1), jnp.int32)
     start = jnp.int32(29), none, jnp.full_like(none, probabilities.shape[1]), none
     return jax.lax.bitcast_convert_type(jax.lax.while_loop(going, try_bit, start)[1], jnp.float32)
+
+
+def _mass_and_count(
+    probabilities: Float[Array, "B V"], kept: Bool[Array, "B V"]
+) -> tuple[Float[Array, "B 1"], Int[Array, "B 1"]]:
+    """What is kept of each row, in one reduction: two, on a CPU, take eight times as long."""
+    parts = jnp.where(kept, probabilities, 0.0), kept.astype(jnp.int32)
+    start = jnp.zeros((), probabilities.dtype), jnp.int32(0)
+    mass, count = jax.lax.reduce(
+        parts, start, lambda one, other: (one[0] + other[0], one[1] + other[1]), (1,)
+    )
+    return mass[:, None], count[:, None]
+
+
+def _first_best(logits: Float[Array, "B V"]) -> Int[Array, "B"]:
+    """As jnp.argmax, which takes ten times as long on a CPU."""
+    best = jnp.max(logits, axis=-1, keepdims=True)
+    places = jnp.arange(logits.shape[-1], dtype=jnp.int32)
+    # All of a row that has no best, as one of NaN, are passed by: its last token then.
+    last = jnp.int32(logits.shape[-1] - 1)
+    return jnp.min(jnp.where(logits == best, places, last), axis=-1)
 
 
 def sample(
@@ -69,7 +89,7 @@ def sample(
     truncated) and under the distribution that was sampled (0 for greedy rows).
     """
     greedy = temperature < _GREEDY
-    best = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    best = _first_best(logits)
 
     def draw() -> tuple[Array, Array]:
         scaled = logits / jnp.where(greedy, 1.0, temperature)[:, None]

@@ -140,7 +140,13 @@ def rollout(settings: Settings, model: Model, mesh: Mesh) -> Program:
     key = jax.eval_shape(lambda: jax.random.key(0))
     table = (automaton.table.shape[0], model.config.vocab_size)
     params = nnx.merge_state(model.params, model.fixed)
-    shapes = (params, None, _whole(key.shape, key.dtype, mesh), _whole(table, jnp.int32, mesh))
+    shapes = (
+        params,
+        None,
+        _whole(key.shape, key.dtype, mesh),
+        _whole(table, jnp.int32, mesh),
+        _whole((), jnp.int32, mesh),
+    )
     return _compile("rollout", loop, shapes, mesh, scopes={"decode": DECODE, "prefill": PREFILL})
 
 

@@ -124,6 +124,40 @@ def test_a_trajectory_does_not_depend_on_batch_slots_or_chunks(world, trajectori
     same(trajectories[4:15][::-1], engine.run(nnx.state(decoder), requests[4:15][::-1], ENVIRONMENT_, KEY))
 
 
+@pytest.mark.parametrize("reference", [False, True])
+def test_loops_share_the_requests_and_give_the_same_trajectories(world, trajectories, reference):
+    decoder, tokenizer, retriever, requests = world
+    engine = Engine(decoder, tokenizer, dataclasses.replace(CONFIG, loops=2), retriever=retriever)
+    params, ended = nnx.state(decoder), []
+    found = engine.run(
+        params, requests, ENVIRONMENT_, KEY, reference=reference, on_finish=lambda i, t: ended.append(i)
+    )
+    same(trajectories, found, tolerance=0)
+    assert sorted(ended) == list(range(20))
+    assert [host.limits.rows for host in engine._hosts] == [4, 4] and all(h.prefilled for h in engine._hosts)
+    assert engine.stats.policy_tokens <= engine.stats.decode_steps * CONFIG.rows
+
+
+def test_loops_are_compiled_once(world, caplog):
+    decoder, tokenizer, retriever, requests = world
+    engine = Engine(decoder, tokenizer, dataclasses.replace(CONFIG, loops=2, rows=10), retriever=retriever)
+    jax.config.update("jax_log_compiles", True)  # in all threads
+    try:
+        with caplog.at_level("WARNING"):
+            engine.run(nnx.state(decoder), requests, ENVIRONMENT_, KEY)
+    finally:
+        jax.config.update("jax_log_compiles", False)
+    assert sum("Finished XLA compilation of jit(episode_loop)" in line for line in caplog.messages) == 1
+
+
+@pytest.mark.parametrize("config", [{"loops": 3}, {"loops": 2, "rows": 6}])
+def test_loops_are_for_one_cpu_and_divide_the_rows(world, config):
+    decoder, tokenizer, *_ = world
+    mesh = make_mesh(2, 1, 1, devices=jax.devices()[:2]) if config["loops"] == 2 else None
+    with pytest.raises(UserError, match=r"rollout\.loops=\d: loops are for a run on one CPU device"):
+        Engine(decoder, tokenizer, dataclasses.replace(CONFIG, **config), mesh=mesh)
+
+
 @pytest.mark.parametrize("shape", [(8, 1, 1), (2, 2, 2), (4, 1, 2)])
 def test_eight_devices_give_the_same_trajectories(world, trajectories, shape):
     decoder, tokenizer, retriever, requests = world
@@ -163,14 +197,15 @@ def test_a_failing_search_is_told_to_the_policy_counted_and_logged_once(world, c
     assert any("The search failed." in text for t in found for _, text in t.segments)
 
 
-def test_what_the_environment_raises_comes_out_of_run(world):
+@pytest.mark.parametrize("loops", [1, 2])
+def test_what_the_environment_raises_comes_out_of_run(world, loops):
     decoder, tokenizer, _, requests = world
 
     class Faulty(SingleTurn):
         def react(self, episode, text, stop):
             raise RuntimeError("no such turn")
 
-    engine = Engine(decoder, tokenizer, CONFIG)
+    engine = Engine(decoder, tokenizer, dataclasses.replace(CONFIG, loops=loops))
     with pytest.raises(RuntimeError, match="no such turn"):
         engine.run(nnx.state(decoder), requests, Faulty(turn_tokens=4), KEY)
     assert len(engine.run(nnx.state(decoder), requests[:3], SingleTurn(turn_tokens=4), KEY)) == 3

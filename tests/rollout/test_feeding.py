@@ -1,5 +1,7 @@
 """What the host sends in one exchange: texts in pieces, first come, first served, as far as there is room."""
 
+import collections
+
 import numpy as np
 import pytest
 
@@ -18,7 +20,7 @@ def host(*prompts, share_prompts=False):
     """A host whose rows wait for these prompts."""
     requests = [Request(Question(str(i), "", ()), np.asarray(p, np.int32), i) for i, p in enumerate(prompts)]
     return Host(
-        list(enumerate(requests)),
+        collections.deque([list(enumerate(requests))]),
         SingleTurn(turn_tokens=4),
         compile_sets([()], [b"a"] * 500),
         LIMITS,

@@ -48,6 +48,14 @@ def test_temperature_zero_is_greedy_with_certainty():
     assert np.all(np.asarray(drawn) == 0)
 
 
+def test_greedy_takes_the_first_of_equals_and_of_nothing_the_last():
+    logits = np.random.default_rng(3).integers(0, 3, (9, 20)).astype(np.float32)
+    logits[0] = -np.inf
+    assert np.array_equal(draw(logits, np.arange(9), np.zeros(9, int), temperature=0.0)[0], logits.argmax(-1))
+    logits[4] = np.nan
+    assert draw(logits, np.arange(9), np.zeros(9, int), temperature=0.0)[0][4] == 19
+
+
 def test_greedy_rows_are_the_same_beside_rows_that_draw():
     logits = np.random.default_rng(5).normal(size=(6, 40)).astype(np.float32)
     keys = row_keys(BASE, jnp.arange(6), jnp.arange(6))

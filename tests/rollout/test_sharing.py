@@ -80,8 +80,9 @@ def test_the_reference_loop_and_a_mesh_share_prompts_too(world, grouped):
 
 def test_samples_of_a_prompt_go_to_one_shard_where_there_are_prompts_enough():
     prompts = [np.array([n // 4]) for n in range(16)]
-    assert deal(prompts, 2) == [[*range(4), *range(8, 12)], [*range(4, 8), *range(12, 16)]]
-    assert deal(prompts[:4], 2) == [[0, 2], [1, 3]]
+    assert deal(prompts, 2) == [[[*range(4)], [*range(8, 12)]], [[*range(4, 8)], [*range(12, 16)]]]
+    assert deal(prompts[:4], 2) == [[[0], [2]], [[1], [3]]]
+    assert deal(prompts, 2, loops=3) == [[[place] for place in range(start, 16, 2)] for start in (0, 1)]
 
 
 class Steps(Stream):

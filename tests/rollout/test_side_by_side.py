@@ -1,5 +1,7 @@
 """Queries asked side by side: each is answered, in the order they were asked, before the row goes on."""
 
+import collections
+
 import numpy as np
 import pytest
 
@@ -46,7 +48,7 @@ def finished(library):
     limits = Limits(rows=2, context=64, feeds=1, feed_tokens=32, query_tokens=2)
     ended = []
     host = Host(
-        [(0, Request(Question("q", "", ()), np.arange(4, dtype=np.int32), 0))],
+        collections.deque([[(0, Request(Question("q", "", ()), np.arange(4, dtype=np.int32), 0))]]),
         Asks(turn_tokens=4),
         compile_sets([()], [b"a"] * 8),
         limits,
