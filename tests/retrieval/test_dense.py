@@ -98,6 +98,19 @@ def test_every_form_of_scann_finds_what_exact_search_finds_also_from_a_folder(
         assert all(len(set(row)) == 5 for row in ids.tolist()), "no passage comes twice"
 
 
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="Linux tells how it reads a file")
+def test_what_is_read_here_and_there_is_read_without_its_neighbourhood(tmp_path: Path) -> None:
+    points, asked = clustered(2_000, 5)
+    np.save(tmp_path / "embeddings.npy", points)
+    mapped = np.load(tmp_path / "embeddings.npy", mmap_mode="r")
+    list(ScannIndex.build_folder(tmp_path / "scann", mapped, FORMS[0]))
+    index = ScannIndex.load(tmp_path / "scann", mapped, FORMS[0])
+    assert overlap(index.search([""] * 5, 5, asked)[0], ExactIndex(points).search([""] * 5, 5, asked)[0]) == 1
+    _, _, mapping = Path("/proc/self/smaps").read_text().partition(str(tmp_path / "embeddings.npy"))
+    flags = mapping.partition("VmFlags:")[2].partition("\n")[0].split()
+    assert "rr" in flags
+
+
 NARROW = [ScannConfig(40, 1, 500), ScannConfig(40, 1, 500, spilled=True, part=900)]
 
 
