@@ -73,6 +73,7 @@ def get_config(arg: str = "") -> ConfigDict:
         "context": 640 if tiny else 16384,
         "feeds": 16,
         "feed_tokens": 256 if tiny else 2048,
+        "loops": 2 if tiny else 0,
         "top_k": args.top_k,
         "top_p": 1.0,
     }
@@ -80,6 +81,7 @@ def get_config(arg: str = "") -> ConfigDict:
         "rows": 32 if tiny else 128,
         "context": 512 if tiny else 8192,
         "feed_tokens": 512 if tiny else 2048,
+        "loops": 2 if tiny else 0,
     }
     steps = args.steps if args.steps is not None else (60 if tiny else 80)
     config.train = {

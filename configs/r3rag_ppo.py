@@ -80,6 +80,7 @@ def get_config(arg: str = "") -> ConfigDict:
         "context": 1024 if tiny else 8192,
         "feeds": 16,
         "feed_tokens": 512 if tiny else 2048,
+        "loops": 2 if tiny else 0,
         "top_k": 2 if tiny else 5,
         "top_p": 1.0,
     }

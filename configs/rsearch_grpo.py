@@ -65,6 +65,7 @@ def get_config(arg: str = "") -> ConfigDict:
         "context": sized(1024, 4096, 8192),
         "feeds": 16,
         "feed_tokens": sized(256, 1024, 2048),
+        "loops": 2 if ours else 0,  # not as many as there are cores: the same bits on one as on many
         "top_k": 2 if ours else 3,
         "top_p": 0.95,
     }
@@ -72,6 +73,7 @@ def get_config(arg: str = "") -> ConfigDict:
         "rows": 32 if tiny else 128,
         "context": 384 if tiny else 4096,
         "feed_tokens": 512 if tiny else 2048,
+        "loops": 2 if ours else 0,
     }
     steps = args.steps if args.steps is not None else (66 if tiny else 195)
     config.train = {

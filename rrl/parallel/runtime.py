@@ -36,10 +36,16 @@ def prepare_host(callbacks: bool = True) -> None:
         os.environ["NPROC"] = str(_threads())
 
 
+def cores_here() -> int:
+    """The cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def _threads() -> int:
-    """As many as the machine has cores, and no fewer than the virtual devices of XLA_FLAGS need."""
+    """More than the machine has cores, each of which may be held by a callback that waits for a copy, and no fewer than the
+    virtual devices of XLA_FLAGS need."""
     devices = re.search(r"xla_force_host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", ""))
-    return max(os.cpu_count() or 1, THREADS_PER_DEVICE * (int(devices[1]) if devices else 1))
+    return max((os.cpu_count() or 1) + 2, THREADS_PER_DEVICE * (int(devices[1]) if devices else 1))
 
 
 def use_huge_pages() -> None:

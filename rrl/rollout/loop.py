@@ -6,7 +6,6 @@ also be compiled ahead of time for devices that are not there (`rrl.train.plan`)
 
 import dataclasses
 import functools
-import os
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -23,6 +22,7 @@ from rrl.models.cache import KVCache
 from rrl.models.config import DecoderConfig
 from rrl.models.decoder import Decoder, computed
 from rrl.parallel.mesh import ROW_AXES, data_shards
+from rrl.parallel.runtime import cores_here
 from rrl.rollout.device import Rows, Sampler, decode_until, feed
 from rrl.rollout.exchange import HEADER, OFF, Feed, Limits
 
@@ -42,7 +42,8 @@ class EngineConfig:
     patience: int = 8
     """Decode steps that a paused row waits at most while others run; one whose query is being encoded waits for none."""
     loops: int = 0
-    """On one CPU: episode loops that share the rows and the requests, each on a core of its own; 0: one a core."""
+    """On one CPU: episode loops that share the rows and the requests, each on a core of its own; 0: one a core. Other devices
+    have one. The last bits of a log-probability depend on how many rows are computed together, and so on this."""
     top_k: int = 3
     """Passages a search returns."""
     top_p: float = 1.0
@@ -328,12 +329,15 @@ def _report(rows: Rows, embeddings: jax.Array) -> tuple[jax.Array, ...]:
 
 def _loops(config: EngineConfig, one_cpu: bool) -> int:
     """How many loops share the rows. A decode step's small operations gain nothing from a second core; another loop does."""
-    if config.loops and (not one_cpu or config.rows % config.loops):
-        raise UserError(
-            f"rollout.loops={config.loops}: loops are for a run on one CPU device, and must divide rollout.rows="
-            f"{config.rows}; leave it 0"
-        )
-    if config.loops or not one_cpu:
-        return config.loops or 1
-    most = min(len(os.sched_getaffinity(0)), max(1, config.rows // ROWS_OF_A_LOOP))
+    if not one_cpu:
+        return 1
+    cores = cores_here()
+    if config.loops:
+        if config.rows % config.loops or config.loops > max(2, cores):
+            raise UserError(
+                f"rollout.loops={config.loops} must divide rollout.rows={config.rows}, and be at most {max(2, cores)} on "
+                f"{cores} cores; 0 finds a number that does"
+            )
+        return config.loops
+    most = min(cores, max(1, config.rows // ROWS_OF_A_LOOP))
     return next(count for count in range(most, 0, -1) if config.rows % count == 0)

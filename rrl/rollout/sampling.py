@@ -5,6 +5,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
 _GREEDY = 1e-6
+BLOCK = 128
+"""Tokens of a vocabulary whose probabilities are summed first, to find the one that is drawn."""
 
 
 def row_keys(base: Key[Array, ""], request: Int[Array, "B"], position: Int[Array, "B"]) -> Key[Array, "B"]:
@@ -75,6 +77,29 @@ def _first_best(logits: Float[Array, "B V"]) -> Int[Array, "B"]:
     return jnp.min(jnp.where(logits == best, places, last), axis=-1)
 
 
+def _inverted(probabilities: Float[Array, "B V"], uniform: Float[Array, "B"]) -> Int[Array, "B"]:
+    """The token in whose share of the cumulative distribution each number in [0, 1) falls; none of probability 0.
+
+    First the block of tokens, then the token in it: one cumulative sum over all takes ten times as long on a CPU.
+    """
+    batch, size = probabilities.shape
+    blocks = jnp.pad(probabilities, ((0, 0), (0, -size % BLOCK))).reshape(batch, -1, BLOCK)
+    sums = blocks.sum(axis=-1)
+    start = jnp.zeros((batch, 1), sums.dtype)
+    target = uniform[:, None] * jnp.cumsum(sums, axis=-1)[:, -1:]
+
+    def last_begun(weights: Array, start: Array) -> tuple[Array, Array]:
+        """The last place with a weight that begins at the target or before, and where it begins."""
+        begins = jnp.concatenate([start, start + jnp.cumsum(weights, axis=-1)[:, :-1]], axis=-1)
+        places = jnp.arange(weights.shape[1], dtype=jnp.int32)
+        place = jnp.max(jnp.where((weights > 0) & (begins <= target), places, 0), axis=-1, keepdims=True)
+        return place, jnp.take_along_axis(begins, place, axis=-1)
+
+    block, begin = last_begun(sums, start)
+    inside = jnp.take_along_axis(blocks, block[:, :, None], axis=1)[:, 0]
+    return (block * BLOCK + last_begun(inside, begin)[0])[:, 0]
+
+
 def sample(
     logits: Float[Array, "B V"],
     keys: Key[Array, "B"],
@@ -94,10 +119,8 @@ def sample(
     def draw() -> tuple[Array, Array]:
         scaled = logits / jnp.where(greedy, 1.0, temperature)[:, None]
         scaled = jax.nn.log_softmax(truncate(scaled, top_p=top_p, top_k=top_k), axis=-1)
-        cumulative = jnp.cumsum(jnp.exp(scaled), axis=-1)
         uniform = jax.vmap(lambda key: jax.random.uniform(key, ()))(keys)
-        below = cumulative <= uniform[:, None] * cumulative[:, -1:]
-        drawn = jnp.minimum(jnp.sum(below, axis=-1, dtype=jnp.int32), logits.shape[-1] - 1)
+        drawn = _inverted(jnp.exp(scaled), uniform)
         ids = jnp.where(greedy, best, drawn)
         sampled = jnp.take_along_axis(scaled, ids[:, None], axis=-1)[:, 0]
         return ids, jnp.where(greedy, 0.0, sampled)

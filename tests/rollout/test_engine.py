@@ -1,6 +1,7 @@
 """The engine: the jitted loop equals the host-driven one and the training forward pass, on one device and on eight."""
 
 import dataclasses
+import os
 
 import jax
 import jax.numpy as jnp
@@ -150,12 +151,17 @@ def test_loops_are_compiled_once(world, caplog):
     assert sum("Finished XLA compilation of jit(episode_loop)" in line for line in caplog.messages) == 1
 
 
-@pytest.mark.parametrize("config", [{"loops": 3}, {"loops": 2, "rows": 6}])
-def test_loops_are_for_one_cpu_and_divide_the_rows(world, config):
+def test_loops_divide_the_rows_and_are_for_one_cpu(world):
     decoder, tokenizer, *_ = world
-    mesh = make_mesh(2, 1, 1, devices=jax.devices()[:2]) if config["loops"] == 2 else None
-    with pytest.raises(UserError, match=r"rollout\.loops=\d: loops are for a run on one CPU device"):
-        Engine(decoder, tokenizer, dataclasses.replace(CONFIG, **config), mesh=mesh)
+    cores = len(os.sched_getaffinity(0))
+    for loops in (3, 4 * cores):
+        with pytest.raises(
+            UserError, match=rf"rollout\.loops={loops} must divide rollout\.rows=8, and be at most"
+        ):
+            Engine(decoder, tokenizer, dataclasses.replace(CONFIG, loops=loops))
+    mesh = make_mesh(2, 1, 1, devices=jax.devices()[:2])
+    assert Engine(decoder, tokenizer, dataclasses.replace(CONFIG, loops=3), mesh=mesh).programs.loops == 1
+    assert Engine(decoder, tokenizer, dataclasses.replace(CONFIG, rows=48)).programs.loops == min(3, cores)
 
 
 @pytest.mark.parametrize("shape", [(8, 1, 1), (2, 2, 2), (4, 1, 2)])

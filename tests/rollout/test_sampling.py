@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from rrl.rollout.sampling import row_keys, sample, truncate
+from rrl.rollout.sampling import _inverted, row_keys, sample, truncate
 
 BASE = jax.random.key(7)
 
@@ -32,6 +32,22 @@ def test_frequencies_follow_the_tempered_distribution():
     wanted = np.exp(2 * logits) / np.exp(2 * logits).sum()  # float64: chisquare checks the sum
     assert stats.chisquare(np.bincount(np.asarray(ids), minlength=4), wanted * n).pvalue > 1e-4
     np.testing.assert_allclose(np.exp(drawn), wanted[np.asarray(ids)], rtol=1e-5)
+
+
+@pytest.mark.parametrize("vocabulary", [4, 128, 300, 1664])
+def test_a_draw_inverts_the_cumulative_distribution(vocabulary):
+    draws = np.random.default_rng(vocabulary)
+    weights = draws.exponential(size=(500, vocabulary)) * (draws.random((500, vocabulary)) < 0.3)
+    weights[:, draws.integers(vocabulary)] += 1e-3
+    probabilities = weights / weights.sum(-1, keepdims=True)
+    uniform = draws.random(500)
+    uniform[:20], uniform[20:40] = 0.0, np.nextafter(np.float32(1), np.float32(0))
+    found = np.asarray(_inverted(jnp.asarray(probabilities, jnp.float32), jnp.asarray(uniform, jnp.float32)))
+    ends = np.cumsum(probabilities, axis=-1)
+    places = np.arange(500), found
+    assert (probabilities[places] > 0).all()
+    assert (ends[places] >= uniform - 1e-6).all()
+    assert ((ends - probabilities)[places] <= uniform + 1e-6).all()
 
 
 def test_full_log_probability_ignores_temperature_and_truncation():

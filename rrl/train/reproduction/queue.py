@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from rrl.errors import UserError
+from rrl.parallel.runtime import cores_here
 from rrl.retrieval.files import locked, replaced
 from rrl.train.checkpoints import stop_requested
 from rrl.train.reproduction.plan import Run
@@ -161,11 +162,6 @@ class _Life:
         record = dataclasses.replace(self._record, seconds=took, finished=code == 0)
         record.save(self._file)
         return record
-
-
-def cores_here() -> int:
-    """The cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if PINS else os.cpu_count() or 1
 
 
 def shares(jobs: int) -> list[list[int]]:

@@ -4,11 +4,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rrl.errors import UserError
+from rrl.parallel.runtime import cores_here
 from rrl.retrieval.files import replaced
 from rrl.train.reproduction.claims import claims_named
 from rrl.train.reproduction.page import list_of, page
 from rrl.train.reproduction.plan import needed, runs
-from rrl.train.reproduction.queue import Work, cores_here, work
+from rrl.train.reproduction.queue import Work, work
 
 
 def reproduce(
