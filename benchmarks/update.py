@@ -20,6 +20,7 @@ from benchmarks.measure import Peer, Row, alternate, imports, seconds, write
 from rrl.data.miniwiki import KINDS, generate, mixed_questions
 from rrl.data.questions import Question
 from rrl.data.tokenizer import load_tokenizer
+from rrl.models.attention_backends import choose_backend
 from rrl.models.config import DecoderConfig
 from rrl.models.decoder import Decoder
 from rrl.models.hf import load_language_model, save_decoder
@@ -37,6 +38,7 @@ from rrl.train.rollouts import run_questions
 from rrl.train.update import Updater, microbatches
 
 TINY = "assets/miniwiki-policy"
+KERNEL = choose_backend("auto", jax.default_backend(), jnp.float32)
 OPTIM = OptimConfig(lr=1e-4, total_steps=1000, schedule="constant")
 QWEN_HALF_BILLION = {
     "model_type": "qwen2",
@@ -102,7 +104,7 @@ def step(args: argparse.Namespace) -> list[Row]:
         if not imports(args.torch_python, "torch"):
             found.append(Row(what, "", "", f"not measured: {args.torch_python} has no torch", "0.9x"))
             continue
-        decoder = Decoder(config, rngs=nnx.Rngs(0))
+        decoder = Decoder(config, rngs=nnx.Rngs(0), attention=KERNEL)
         objective = ObjectiveConfig(
             kl_coef=0.1, clip_high=0.28, lengths=(length,), microbatch_tokens=rows * length
         )
@@ -142,7 +144,9 @@ def memory(args: argparse.Namespace) -> list[Row]:
     """The compiler's count of what a step needs, against one whose logits exist all at once."""
     config, length = DecoderConfig.from_hf(QWEN_HALF_BILLION), 4096
     graph, params = nnx.split(
-        nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0), dtype=jnp.bfloat16, remat="full"))
+        nnx.eval_shape(
+            lambda: Decoder(config, rngs=nnx.Rngs(0), dtype=jnp.bfloat16, attention=KERNEL, remat="full")
+        )
     )
     rows_of_table = []
 
@@ -187,8 +191,7 @@ def packing(args: argparse.Namespace) -> list[Row]:
     traces = run_questions(engine, nnx.state(decoder), recipe, questions, key=jax.random.key(0), samples=4)
     advantages = np.random.default_rng(0).normal(size=len(traces)).astype(np.float32)
     longest = -(-max(len(t.tokens) for t in traces) // 128) * 128
-    lengths = tuple(sorted({min(384, longest), min(640, longest), longest}))
-    packed = ObjectiveConfig(lengths=lengths, microbatch_tokens=4096)
+    packed = ObjectiveConfig(lengths=(1024,), microbatch_tokens=2048)  # as configs/rsearch_grpo.py
     padded = ObjectiveConfig(lengths=(longest,), microbatch_tokens=longest)
     # Every padded row costs the same: a few stand for all.
     together = max(1, 4096 // longest)
@@ -203,7 +206,7 @@ def packing(args: argparse.Namespace) -> list[Row]:
     }
     sides: dict[str, Callable[[], float]] = {}
     for name, objective in (("packed", packed), ("padded", padded)):
-        learner = Learner(load_language_model(TINY, "policy")[0], objective)
+        learner = Learner(load_language_model(TINY, "policy", attention=KERNEL)[0], objective)
         sides[name] = lambda learner=learner, name=name: seconds(  # type: ignore[misc]
             lambda: learner.step(batches[name], 1000.0)
         )

@@ -102,7 +102,7 @@ def get_config(arg: str = "") -> ConfigDict:
         "clip_high": 0.28,
         "aggregation": "group_token_mean",
         "drop_spread": 0.0,
-        "lengths": (256, 384, 640) if tiny else (2048, 4096, 8192, 16384),
+        "lengths": (640,) if tiny else (2048, 4096, 8192, 16384),
         "microbatch_tokens": 4096 if tiny else 32768,
     }
     config.optim = {

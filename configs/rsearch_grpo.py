@@ -95,8 +95,8 @@ def get_config(arg: str = "") -> ConfigDict:
         # Groups whose answers are all right or all wrong differ by format and reader alone, at most by 0.7: a third of the
         # update's time and of its noise.
         "drop_spread": 0.7 if ours and not real else None,
-        "lengths": sized((384, 640, 1024), (1024, 2048, 4096), (1024, 2048, 4096, 8192)),
-        "microbatch_tokens": sized(4096, 8192, 32768),
+        "lengths": sized((1024,), (1024, 2048, 4096), (1024, 2048, 4096, 8192)),
+        "microbatch_tokens": sized(2048, 8192, 32768),
     }
     config.optim = {
         "name": "adamw",

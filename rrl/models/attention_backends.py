@@ -1,9 +1,10 @@
-"""Attention over a packed batch by whichever kernel the platform has: our own in XLA, cuDNN's, or TPU's splash.
+"""Attention over a packed batch by whichever kernel the platform has: our own two in XLA, cuDNN's, or TPU's splash.
 
-All three give the same numbers up to rounding: a token attends to itself and to earlier tokens of its own segment.
+All give the same numbers up to rounding: a token attends to itself and to earlier tokens of its own segment.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Literal, get_args
 
 import jax
@@ -15,9 +16,13 @@ from jaxtyping import Array, Float, Int
 
 from rrl.errors import UserError
 from rrl.models.attention import causal_attention
+from rrl.models.block_attention import block_attention
 from rrl.parallel.mesh import ROW_AXES
+from rrl.parallel.rules import fit
 
-Backend = Literal["xla", "cudnn", "splash"]
+Backend = Literal["blocks", "xla", "cudnn", "splash"]
+"""blocks: one small block after another, those without a segment in common left out, for processors; xla: few large
+operations, for float32 on a GPU."""
 LANES = 128
 """Splash works on blocks of so many tokens, and on head dimensions that are multiples of it."""
 
@@ -30,7 +35,8 @@ def choose_backend(name: str, platform: str, dtype: DTypeLike) -> Backend:
     """
     half = jnp.dtype(dtype) in (jnp.bfloat16, jnp.float16)
     if name == "auto":
-        return "splash" if platform == "tpu" else "cudnn" if platform == "gpu" and half else "xla"
+        best: dict[str, Backend] = {"cpu": "blocks", "gpu": "cudnn" if half else "xla", "tpu": "splash"}
+        return best.get(platform, "xla")
     if name not in get_args(Backend):
         raise UserError(f"attention={name!r} is unknown; choose one of auto, {', '.join(get_args(Backend))}")
     if name == "splash" and platform != "tpu":
@@ -55,7 +61,35 @@ def packed_attention(
         return cudnn_attention(q, k, v, segment_ids)
     if backend == "splash":
         return splash_attention(q, k, v, segment_ids)
+    if backend == "blocks":
+        return over_mesh(block_attention, q, k, v, segment_ids)
     return causal_attention(q, k, v, segment_ids)
+
+
+def over_mesh(
+    kernel: Callable[..., Array],
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B T K H"],
+    v: Float[Array, "B T K H"],
+    segment_ids: Int[Array, "B T"] | None,
+) -> Float[Array, "B T N H"]:
+    """A kernel that the partitioner cannot split, over the mesh in use: rows over data and fsdp, heads over tensor.
+
+    Key heads that the tensor axis does not divide are repeated for each query head.
+    """
+    segments = jnp.ones(q.shape[:2], jnp.int32) if segment_ids is None else segment_ids
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or mesh.size == 1:
+        return kernel(q, k, v, segments)
+    if k.shape[2] % mesh.shape["tensor"]:
+        k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
+    spec = fit("attention", PartitionSpec(ROW_AXES, None, "tensor", None), k.shape, mesh)
+    return jax.shard_map(
+        kernel,
+        in_specs=(spec, spec, spec, PartitionSpec(*spec[:2])),
+        out_specs=spec,
+        check_vma=False,
+    )(q, k, v, segments)
 
 
 def cudnn_attention(
@@ -80,31 +114,17 @@ def splash_attention(
     *,
     interpret: bool = False,
 ) -> Float[Array, "B T N H"]:
-    """TPU's splash attention, over the mesh in use: rows over data and fsdp, heads over tensor.
+    """TPU's splash attention, over the mesh in use.
 
-    Lengths and head dimensions are padded to multiples of 128. Key heads that the tensor axis does not divide are
-    repeated for each query head. `interpret` runs the kernel's own instructions on any platform, slowly.
+    Lengths and head dimensions are padded to multiples of 128. `interpret` runs the kernel's own instructions on any
+    platform, slowly.
     """
     length, width = q.shape[1], q.shape[3]
     segments = jnp.ones(q.shape[:2], jnp.int32) if segment_ids is None else segment_ids
     more, wider = -length % LANES, -width % LANES
     q, k, v = (jnp.pad(x, ((0, 0), (0, more), (0, 0), (0, wider))) for x in (q, k, v))
     segments = jnp.pad(segments, ((0, 0), (0, more)), constant_values=-1)
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty:
-        out = _splash(q, k, v, segments, interpret)
-    else:
-        tensor = mesh.shape["tensor"]
-        if k.shape[2] % tensor:
-            k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
-        heads = "tensor" if k.shape[2] % tensor == 0 else None
-        spec = PartitionSpec(ROW_AXES, None, heads, None)
-        out = jax.shard_map(
-            functools.partial(_splash, interpret=interpret),
-            in_specs=(spec, spec, spec, PartitionSpec(ROW_AXES, None)),
-            out_specs=spec,
-            check_vma=False,
-        )(q, k, v, segments)
+    out = over_mesh(functools.partial(_splash, interpret=interpret), q, k, v, segments)
     return out[:, :length, :, :width]
 
 

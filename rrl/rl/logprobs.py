@@ -258,6 +258,7 @@ def score_targets(
     if chunk is None:
         mesh = jax.sharding.get_abstract_mesh()
         chunk = chunk_positions(vocabulary, 1 if mesh.empty else math.prod(mesh.shape.values()))
+        chunk = min(chunk, rows * (length // 2))  # at least two, one of which few targets leave out
     width = min(max(1, chunk // rows), length - 1)
     number = -(-(length - 1) // width)
     # Compacting each row by itself keeps rows where they are when the batch is sharded over devices.

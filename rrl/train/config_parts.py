@@ -102,8 +102,8 @@ def learn_in_miniwiki(config: ConfigDict, args: types.SimpleNamespace, recipe: M
         "kl_coef": 0.1,
         "clip_low": 0.2,
         "clip_high": 0.28,
-        "lengths": (384, 640, 1024),
-        "microbatch_tokens": 4096,
+        "lengths": (1024,),
+        "microbatch_tokens": 2048,
     }
     config.optim = {
         "name": "adamw",

@@ -1,4 +1,5 @@
-"""Small models whose norms and biases are not at their trivial initial values, and jitted calls of them."""
+"""Small models whose norms and biases are not at their trivial initial values, jitted calls of them, and attention as textbooks
+have it."""
 
 import functools
 
@@ -69,3 +70,12 @@ def filled(config, seed=0, dtype=jnp.float32):
     return nnx.merge(
         graph, jax.tree.map(lambda leaf: jnp.asarray(draws.normal(0, 0.3, leaf.shape), dtype), state)
     )
+
+
+def textbook_attention(q, k, v, segment_ids):
+    """softmax(q kᵀ) v with every kv head repeated for its group, and a full [T, S] mask."""
+    time, repeats = q.shape[1], q.shape[2] // k.shape[2]
+    k, v = (jnp.repeat(x, repeats, axis=2) for x in (k, v))
+    seen = jnp.tril(jnp.ones((time, time), bool)) & (segment_ids[:, :, None] == segment_ids[:, None, :])
+    scores = jnp.where(seen[:, None], jnp.einsum("BTNH,BSNH->BNTS", q, k), -jnp.inf)
+    return jnp.einsum("BNTS,BSNH->BTNH", jax.nn.softmax(scores, axis=-1), v)

@@ -6,15 +6,7 @@ import numpy as np
 import pytest
 
 from rrl.models.attention import causal_attention
-
-
-def textbook(q, k, v, segment_ids):
-    """softmax(q kᵀ) v with every kv head repeated for its group, and a full [T, S] mask."""
-    time, repeats = q.shape[1], q.shape[2] // k.shape[2]
-    k, v = (jnp.repeat(x, repeats, axis=2) for x in (k, v))
-    seen = jnp.tril(jnp.ones((time, time), bool)) & (segment_ids[:, :, None] == segment_ids[:, None, :])
-    scores = jnp.where(seen[:, None], jnp.einsum("BTNH,BSNH->BNTS", q, k), -jnp.inf)
-    return jnp.einsum("BNTS,BSNH->BTNH", jax.nn.softmax(scores, axis=-1), v)
+from tests.models.small import textbook_attention
 
 
 @pytest.mark.parametrize(("time", "kv_heads"), [(1, 1), (33, 4), (77, 2), (600, 1)])
@@ -33,7 +25,7 @@ def test_values_and_gradients_equal_the_textbook(time, kv_heads):
 
         return jax.jit(jax.value_and_grad(total, argnums=(0, 1, 2), has_aux=True))(q, k, v)
 
-    (_, expected), gradients = both(textbook)
+    (_, expected), gradients = both(textbook_attention)
     (_, found), ours = both(causal_attention)
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
     for ours_one, theirs in zip(ours, gradients):

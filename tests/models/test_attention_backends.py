@@ -115,7 +115,7 @@ def test_splash_gives_our_outputs_on_a_tpu():
         ("auto", "tpu", jnp.bfloat16, "splash"),
         ("auto", "gpu", jnp.bfloat16, "cudnn"),
         ("auto", "gpu", jnp.float32, "xla"),
-        ("auto", "cpu", jnp.bfloat16, "xla"),
+        ("auto", "cpu", jnp.bfloat16, "blocks"),
         ("xla", "tpu", jnp.bfloat16, "xla"),
     ],
 )
@@ -126,7 +126,12 @@ def test_auto_takes_what_the_platform_has(name, platform, dtype, chosen):
 @pytest.mark.parametrize(
     ("name", "platform", "dtype", "words"),
     [
-        ("flash", "cpu", jnp.float32, "attention='flash' is unknown; choose one of auto, xla, cudnn, splash"),
+        (
+            "flash",
+            "cpu",
+            jnp.float32,
+            "attention='flash' is unknown; choose one of auto, blocks, xla, cudnn, splash",
+        ),
         ("splash", "gpu", jnp.bfloat16, "TPUs only, this is a gpu"),
         ("cudnn", "gpu", jnp.float32, "bfloat16 or float16, this is a gpu and float32"),
         ("cudnn", "tpu", jnp.bfloat16, "NVIDIA GPU"),

@@ -37,7 +37,7 @@ def test_sizes_that_do_not_fit_the_devices_are_refused(fields):
         ({"dtype": "int8"}, r"compute\.dtype='int8' is unknown; choose one of float32, bfloat16"),
         ({"dtype": "float16"}, r"compute\.dtype='float16' is unknown; choose one of float32, bfloat16"),
         ({"remat": "all"}, r"compute\.remat='all' is unknown; choose one of none, dots, full"),
-        ({"attention": "flash"}, r"compute\.attention='flash' is unknown; choose one of auto, xla"),
+        ({"attention": "flash"}, r"compute\.attention='flash' is unknown; choose one of auto, blocks, xla"),
     ],
 )
 def test_unknown_choices_are_refused_by_name(fields, words):
@@ -46,7 +46,7 @@ def test_unknown_choices_are_refused_by_name(fields, words):
 
 
 def test_a_kernel_that_this_platform_lacks_is_refused_with_its_field():
-    assert ComputeConfig().backend("cpu") == "xla"
+    assert ComputeConfig().backend("cpu") == "blocks"
     with pytest.raises(UserError, match=r"compute\.attention=splash runs on TPUs only, this is a cpu"):
         ComputeConfig(attention="splash").backend("cpu")
 

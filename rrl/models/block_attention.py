@@ -1,0 +1,162 @@
+"""Attention over packed rows, one block of queries after another, against those key blocks that hold its segments.
+
+A row holds several segments, so most of its causal blocks are masked out whole: here they are never computed, neither forward
+nor backward, and no more than one block of scores exists at a time. The blocks are small and come one after another, which is
+what a processor's caches want; accelerators have kernels of their own (`rrl.models.attention_backends`).
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+BLOCK = 64
+"""Tokens of a block. Fewer skip more, but their products are too small; more fall out of the second cache."""
+
+State = tuple[Array, ...]
+
+
+def block_attention(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B T K H"],
+    v: Float[Array, "B T K H"],
+    segment_ids: Int[Array, "B T"] | None = None,
+) -> Float[Array, "B T N H"]:
+    """Each token attends to itself and earlier tokens of its own segment, wherever they are; q must be scaled already.
+
+    Segments may lie in any order. Only those whose numbers grow along the row, padding (0) last, skip all that can be
+    skipped: a block of keys is left out where its range of numbers does not meet that of the queries.
+    """
+    batch, time, heads, width = q.shape
+    kv_heads, block = k.shape[2], min(BLOCK, time)
+    last = jnp.iinfo(jnp.int32).max
+    if segment_ids is None:
+        segment_ids = jnp.ones((batch, time), jnp.int32)
+    ids = jnp.where(segment_ids == 0, last, segment_ids.astype(jnp.int32))
+    more = -time % block
+    q, k, v = (jnp.pad(x, ((0, 0), (0, more), (0, 0), (0, 0))) for x in (q, k, v))
+    ids = jnp.pad(ids, ((0, 0), (0, more)), constant_values=last)
+    grouped = q.reshape(batch, time + more, kv_heads, heads // kv_heads, width).transpose(0, 2, 1, 3, 4)
+    out = _attend(grouped, k.swapaxes(1, 2), v.swapaxes(1, 2), ids, _first_blocks(ids, block))
+    return out.transpose(0, 2, 1, 3, 4).reshape(q.shape)[:, :time]
+
+
+def _first_blocks(ids: Int[Array, "B T"], block: int) -> Int[Array, "B T/block"]:
+    """The first block of keys in which each block of queries may have something to see."""
+    blocks = ids.reshape(ids.shape[0], -1, block)
+    low, high = blocks.min(axis=-1), blocks.max(axis=-1)
+    return jnp.argmax((low[:, None] <= high[:, :, None]) & (low[:, :, None] <= high[:, None]), axis=-1)
+
+
+def _cut(x: Array, row: Array, block: Array, size: int) -> Array:
+    """Of [B, K, T, ...], or [B, T], a block of a row."""
+    if x.ndim == 2:
+        return jax.lax.dynamic_slice(x, (row, block * size), (1, size))
+    rest = x.shape[3:]
+    return jax.lax.dynamic_slice(x, (row, 0, block * size, *[0] * len(rest)), (1, x.shape[1], size, *rest))
+
+
+def _put(x: Array, part: Array, row: Array, block: Array) -> Array:
+    """`x` with a block of a row replaced."""
+    return jax.lax.dynamic_update_slice(x, part, (row, 0, block * part.shape[2], *[0] * (x.ndim - 3)))
+
+
+def _scores(
+    q: Float[Array, "1 K t G H"], k: Float[Array, "1 K s H"], seen: Bool[Array, "1 t s"]
+) -> Float[Array, "1 K t G s"]:
+    scores = jnp.einsum("BKTGH,BKSH->BKTGS", q, k, preferred_element_type=jnp.float32)
+    return jnp.where(seen[:, None, :, None, :], scores, jnp.finfo(jnp.float32).min)
+
+
+def _seen(ids: Int[Array, "B T"], row: Array, queries: Array, keys: Array, size: int) -> Bool[Array, "1 t s"]:
+    at, own = jnp.arange(size), (_cut(ids, row, queries, size), _cut(ids, row, keys, size))
+    causal = (queries - keys) * size + at[:, None] >= at
+    return causal & (own[0][:, :, None] == own[1][:, None, :])
+
+
+def _with_ones(x: Array) -> Array:
+    """A last column of ones: a product with it sums the weights too."""
+    return jnp.concatenate([x, jnp.ones_like(x[..., :1])], axis=-1)
+
+
+@jax.custom_vjp
+def _attend(
+    q: Float[Array, "B K T G H"],
+    k: Float[Array, "B K T H"],
+    v: Float[Array, "B K T H"],
+    ids: Int[Array, "B T"],
+    first: Int[Array, "B blocks"],
+) -> Float[Array, "B K T G H"]:
+    """A running softmax over the blocks of keys (Milakov & Gimelshein 2018), whose backward pass recomputes the weights
+    (Dao et al. 2022)."""
+    return _forward(q, k, v, ids, first)[0]
+
+
+def _forward(q: Array, k: Array, v: Array, ids: Array, first: Array) -> tuple[Array, State]:
+    number = first.shape[1]
+    size, ones = q.shape[2] // number, _with_ones(v)
+
+    def one_block(item: Array, state: State) -> State:
+        (out, norm), row, at = state, item // number, item % number
+        queries = _cut(q, row, at, size)
+
+        def add(block: Array, carry: State) -> State:
+            peak, mixed = carry
+            scores = _scores(queries, _cut(k, row, block, size), _seen(ids, row, at, block, size))
+            higher = jnp.maximum(peak, scores.max(axis=-1, keepdims=True))
+            weights = jnp.exp(scores - higher).astype(v.dtype)
+            added = jnp.einsum(
+                "BKTGS,BKSH->BKTGH", weights, _cut(ones, row, block, size), preferred_element_type=jnp.float32
+            )
+            return higher, mixed * jnp.exp(peak - higher) + added
+
+        shape = queries.shape[:-1]
+        start = (
+            jnp.full((*shape, 1), jnp.finfo(jnp.float32).min),
+            jnp.zeros((*shape, ones.shape[-1]), jnp.float32),
+        )
+        peak, mixed = jax.lax.fori_loop(first[row, at], at + 1, add, start)
+        total = mixed[..., -1:]
+        done = (mixed[..., :-1] / total).astype(out.dtype)
+        return _put(out, done, row, at), _put(norm, peak + jnp.log(total), row, at)
+
+    start = jnp.zeros_like(q), jnp.zeros((*q.shape[:-1], 1), jnp.float32)
+    out, norm = jax.lax.fori_loop(0, first.size, one_block, start)
+    return out, (q, k, v, ids, first, out, norm)
+
+
+def _backward(kept: State, grad: Array) -> tuple[Array, Array, Array, None, None]:
+    q, k, v, ids, first, out, norm = kept
+    number = first.shape[1]
+    size, ones = q.shape[2] // number, _with_ones(v).astype(jnp.float32)
+    # A column beside the output's gradient subtracts the softmax's correction within the product with `ones`.
+    wide = grad.astype(jnp.float32)
+    wide = jnp.concatenate([wide, -(wide * out).sum(axis=-1, keepdims=True)], axis=-1)
+
+    def one_block(item: Array, state: State) -> State:
+        (dq, dk, dv), row, at = state, item // number, item % number
+        queries, grads, wides, norms = (_cut(x, row, at, size) for x in (q, grad, wide, norm))
+
+        def add(block: Array, carry: State) -> State:
+            dq, dk, dv = carry
+            keys = _cut(k, row, block, size)
+            weights = jnp.exp(_scores(queries, keys, _seen(ids, row, at, block, size)) - norms)
+            slope = jnp.einsum("BKTGH,BKSH->BKTGS", wides, _cut(ones, row, block, size))
+            slope = (weights * slope).astype(q.dtype)
+            dq += jnp.einsum("BKTGS,BKSH->BKTGH", slope, keys, preferred_element_type=jnp.float32)
+            summed = [
+                _cut(total, row, block, size)
+                + jnp.einsum("BKTGS,BKTGH->BKSH", x, y, preferred_element_type=jnp.float32)
+                for total, x, y in ((dk, slope, queries), (dv, weights.astype(grad.dtype), grads))
+            ]
+            return dq, _put(dk, summed[0], row, block), _put(dv, summed[1], row, block)
+
+        start = jnp.zeros(queries.shape, jnp.float32), dk, dv
+        found, dk, dv = jax.lax.fori_loop(first[row, at], at + 1, add, start)
+        return _put(dq, found.astype(dq.dtype), row, at), dk, dv
+
+    start = jnp.zeros_like(q), jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)
+    dq, dk, dv = jax.lax.fori_loop(0, first.size, one_block, start)
+    return dq, dk.astype(k.dtype), dv.astype(v.dtype), None, None
+
+
+_attend.defvjp(_forward, _backward)

@@ -1,0 +1,125 @@
+"""Attention that leaves out blocks without a common segment equals the textbook's on any segments, and does leave them out."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rrl.models.attention_backends import packed_attention
+from rrl.models.block_attention import BLOCK, block_attention
+from rrl.parallel.mesh import make_mesh
+from tests.models.small import textbook_attention
+
+TIME = 3 * BLOCK + 8  # no multiple of a block
+
+
+def draw(rows=2, time=TIME, kv_heads=2, dtype=jnp.float32):
+    """q, k, v and the output's gradient: 4 query heads of 8."""
+    keys = jax.random.split(jax.random.key(0), 4)
+    shapes = [(rows, time, heads, 8) for heads in (4, kv_heads, kv_heads, 4)]
+    return [jax.random.normal(key, shape, dtype) for key, shape in zip(keys, shapes)]
+
+
+@functools.cache
+def with_gradients(attention):
+    """Output and gradients of q, k, v, jitted once for all tests of a shape."""
+
+    def run(segments, q, k, v, grad):
+        out, back = jax.vjp(lambda *x: attention(*x, segments), q, k, v)
+        return (out, *back(grad))
+
+    return jax.jit(run)
+
+
+def close(ours, theirs, tolerance=1e-5):
+    for one, other in zip(ours, theirs, strict=True):
+        other = np.asarray(other, np.float32)
+        np.testing.assert_allclose(np.asarray(one, np.float32), other, atol=tolerance * np.abs(other).max())
+
+
+def segmentations():
+    """Two packed rows with and without padding, whole ones, and such as no packer makes."""
+    draws = np.random.default_rng(0)
+    for number in (1, 2, 3, 5, 20, TIME - 1):
+        cuts = np.sort(draws.integers(1, TIME, (2, number - 1)))
+        segments = 1 + (np.arange(TIME) >= cuts[..., None]).sum(1)
+        yield segments
+        yield np.where(np.arange(TIME) < draws.integers(0, TIME, (2, 1)), segments, 0)
+    yield np.zeros((2, TIME))
+    yield np.tile(1 + np.arange(TIME) // BLOCK, (2, 1))  # borders of segments are those of blocks
+    yield np.tile(9 - np.arange(TIME) // 25, (2, 1))  # numbers that fall
+    yield draws.integers(0, 4, (2, TIME))  # neither in order nor in one piece
+
+
+def test_outputs_and_gradients_equal_the_textbook_on_any_segments():
+    inputs = draw()
+    ours, theirs = with_gradients(block_attention), with_gradients(textbook_attention)
+    for segments in segmentations():
+        segments = jnp.asarray(segments, jnp.int32)
+        close(ours(segments, *inputs), theirs(segments, *inputs))
+
+
+def test_rows_without_segments_are_one_segment():
+    *qkv, _ = draw()
+    whole = jnp.ones(qkv[0].shape[:2], jnp.int32)
+    np.testing.assert_array_equal(block_attention(*qkv), block_attention(*qkv, whole))
+
+
+@pytest.mark.parametrize("time", [1, 33])
+def test_rows_may_be_shorter_than_a_block(time):
+    inputs, segments = draw(1, time, kv_heads=4), jnp.asarray(np.arange(time)[None] // 20, jnp.int32)
+    close(
+        with_gradients(block_attention)(segments, *inputs),
+        with_gradients(textbook_attention)(segments, *inputs),
+    )
+
+
+def test_bfloat16_is_near_float32():
+    segments = jnp.asarray(np.tile(np.repeat([1, 2, 0], [90, 100, 10]), (2, 1)), jnp.int32)
+    half = draw(dtype=jnp.bfloat16)
+    full = [x.astype(jnp.float32) for x in half]
+    found = with_gradients(block_attention)(segments, *half)
+    assert all(x.dtype == jnp.bfloat16 for x in found)
+    close(found, with_gradients(textbook_attention)(segments, *full), 2e-2)
+
+
+def test_blocks_of_other_segments_are_never_read():
+    """What is not a number stays one when it is multiplied by a weight of 0: only what is left out does no harm."""
+    rows = [[1, 2, 3, 0], [4, 7, 9, 0]]
+    segments = jnp.asarray(np.repeat(rows, BLOCK, axis=1)[:, :TIME], jnp.int32)
+    inputs, run = draw(), with_gradients(block_attention)
+    clean = run(segments, *inputs)
+    for inside in (np.arange(TIME) // BLOCK == place for place in range(4)):
+        poisoned = [x.at[:, inside].set(jnp.nan) for x in inputs]
+        for one, other in zip(run(segments, *poisoned), clean, strict=True):
+            assert np.isnan(one[:, inside]).all()
+            np.testing.assert_array_equal(one[:, ~inside], other[:, ~inside])
+
+
+def test_memory_grows_with_the_row_not_with_its_square():
+    def needed(time):
+        inputs = jax.eval_shape(lambda: draw(time=time))
+        segments = jax.ShapeDtypeStruct((2, time), jnp.int32)
+        compiled = with_gradients(block_attention).lower(segments, *inputs).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    assert needed(32 * BLOCK) < 2.2 * needed(16 * BLOCK)
+
+
+@pytest.mark.parametrize(
+    ("rows", "kv_heads"),
+    [
+        pytest.param(4, 2, id="heads divide the tensor axis"),
+        pytest.param(8, 1, id="they do not", marks=pytest.mark.slow),
+        pytest.param(3, 4, id="rows do not divide theirs", marks=pytest.mark.slow),
+    ],
+)
+def test_over_a_mesh_it_gives_the_same(rows, kv_heads):
+    inputs = draw(rows, TIME, kv_heads)
+    segments = jnp.asarray(np.arange(TIME) // 70 + np.arange(rows)[:, None], jnp.int32)
+    expected = with_gradients(block_attention)(segments, *inputs)
+    with jax.set_mesh(make_mesh(data=2, fsdp=2, tensor=2)):
+        program = with_gradients(lambda *x: packed_attention("blocks", *x)).lower(segments, *inputs).compile()
+        close(program(segments, *inputs), expected, 1e-6)
