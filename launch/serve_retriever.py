@@ -2,8 +2,11 @@
 `python launch/serve_retriever.py --index=FOLDER [--encoder=FOLDER] [--port=8000]`.
 """
 
+import signal
 import sys
+import threading
 from collections.abc import Sequence
+from typing import Any
 
 from absl import flags
 
@@ -18,7 +21,7 @@ flags.mark_flags_as_required(["index"])
 
 
 def main(_: Sequence[str]) -> None:
-    """Serves until it is stopped, then says what it did."""
+    """Serves until Ctrl-C or SIGTERM, then says what it did."""
     from rrl.retrieval.index import open_with_encoder
     from rrl.retrieval.serve import make_server
 
@@ -26,16 +29,21 @@ def main(_: Sequence[str]) -> None:
     retriever = open_with_encoder(_INDEX.value, _ENCODER.value)
     retriever.search(["a first query, which compiles the encoder"], _K.value)
     server = make_server(retriever, _HOST.value, _PORT.value, _K.value)
+
+    def stop(*_: Any) -> None:
+        # Nothing is raised: a KeyboardInterrupt that comes while Python cleans up is printed, and forgotten.
+        threading.Thread(target=server.shutdown).start()  # which waits for the loop that this interrupts
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, stop)
     address = f"http://{_HOST.value}:{server.server_port}"
     print(
         f"{len(retriever.passages)} passages, {retriever.kind}: {address}/retrieve",
         file=sys.stderr,
         flush=True,
     )
-    try:
-        server.serve_forever()
-    except KeyboardInterrupt:
-        print(retriever.stats, file=sys.stderr)
+    server.serve_forever()
+    print(retriever.stats, file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -51,23 +51,26 @@ def test_an_index_is_built_searched_and_served(tmp_path: pathlib.Path, corpus: p
     nowhere = run("search", f"--index={index}", f"--html={page}/page.html", "Town 7")
     assert nowhere.returncode == 2 and "page.html: cannot be written" in nowhere.stderr
 
-    server = subprocess.Popen(
-        command("serve_retriever", f"--index={index}", "--port=0"),
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        assert server.stderr is not None
-        address = next(found[0] for line in server.stderr if (found := re.search(r"http://[\d.:]+", line)))
-        ((hit,),) = open_remote(address).search(["Town 7"], 1)
-        assert (hit.passage.id, hit.passage.title) == ("p7", "Town 7")
-        server.send_signal(signal.SIGINT)
-        assert "queries in" in server.communicate(timeout=60)[1]
-    finally:
-        server.kill()
-        server.wait()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        server = subprocess.Popen(
+            command("serve_retriever", f"--index={index}", "--port=0"),
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        try:
+            assert server.stderr is not None
+            found_at = (re.search(r"http://[\d.:]+", line) for line in server.stderr)
+            address = next(match[0] for match in found_at if match)
+            ((hit,),) = open_remote(address).search(["Town 7"], 1)
+            assert (hit.passage.id, hit.passage.title) == ("p7", "Town 7")
+            server.send_signal(number)
+            assert "queries in" in server.communicate(timeout=60)[1]
+            assert server.returncode == 0
+        finally:
+            server.kill()
+            server.wait()
 
 
 def test_wrong_input_ends_with_one_line(tmp_path: pathlib.Path, corpus: pathlib.Path) -> None:
