@@ -10,15 +10,17 @@ from flax import nnx
 TURNS = 1000
 
 
-def soak(mesh) -> int:
-    """Asks the hosts of a mesh until each has been asked `TURNS` times, one row fed at a time; returns how often that was."""
+def soak(mesh, loops: int = 0) -> int:
+    """Asks the hosts of a mesh, or of the loops of one device, until each has been asked `TURNS` times, one row fed at a time;
+    returns how often that was."""
     from rrl.parallel.rules import shard
     from rrl.rollout.engine import Engine, EngineConfig
     from tests.rollout.test_engine import ENVIRONMENT_
     from tests.rollout.world import make_world
 
     decoder, tokenizer, retriever, requests = make_world()
-    config = EngineConfig(rows=8, context=192, feeds=1, feed_tokens=17, patience=1, top_k=2, stall_seconds=60)
+    sizes = {"rows": 8, "context": 192, "feeds": 1, "feed_tokens": 17, "patience": 1, "top_k": 2}
+    config = EngineConfig(**sizes, loops=loops, stall_seconds=60)
     params = shard(jax.tree.map(np.asarray, nnx.state(decoder)), mesh)
     engine = Engine(decoder, tokenizer, config, retriever=retriever, mesh=mesh)
     turns = number = 0
