@@ -217,6 +217,12 @@ def running_mean(mean: Any, params: Any, count: Int[Array, ""] | int) -> Any:
     return optax.incremental_update(params, mean, 1 / jnp.asarray(count, jnp.float32))
 
 
+def taken_updates(state: optax.OptState) -> int:
+    """How many updates were taken since the start: what the schedule counts. Skipped ones are none."""
+    counts = optax.tree_utils.tree_get_all_with_path(state, "count")
+    return max((int(count) for _, count in counts), default=0)
+
+
 def skipped_updates(state: optax.ApplyIfFiniteState) -> Int[Array, ""]:
     """How many updates were skipped since the start because their gradient was not finite."""
     return state.total_notfinite
