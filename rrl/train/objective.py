@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from rrl.errors import UserError, at_least, one_of
+from rrl.errors import UserError, at_least, at_most, one_of
 from rrl.rl.batch import Batch
 from rrl.rl.logprobs import TokenScores
 from rrl.rl.losses import AGGREGATIONS, KL_ESTIMATORS, clipped_objective, kl_estimate, truncated_importance
@@ -58,6 +58,7 @@ class ObjectiveConfig:
             raise UserError(f"objective.lengths={self.lengths} must be increasing row lengths")
         at_least(1, self, "minibatches", "epochs", "microbatch_tokens", "constant_tokens", where="objective.")
         at_least(0, self, "kl_coef", "clip_low", "clip_high", "entropy_coef", where="objective.")
+        at_most(1, self, "clip_low", where="objective.")  # no ratio is below 0
         if self.drop_spread is not None:
             at_least(0, self, "drop_spread", where="objective.")
         for field in ("dual_clip", "importance_cap"):

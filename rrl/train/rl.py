@@ -58,7 +58,7 @@ class Outcome:
     evaluated: list[Trajectory]
     """Of the last evaluation, likewise."""
     reason: str = ""
-    """What the guard saw."""
+    """What the guard saw last."""
 
 
 def train(
@@ -143,7 +143,8 @@ def train(
                     record.before, _ = measure(0)
             record.writer.write(step, metrics)
             last = None
-            if reason := record.guard.look(step, metrics):
+            if seen := record.guard.look(step, metrics):
+                reason = seen
                 record.progress.note(f"step {step}: collapsed? {reason}")
                 if config.guard.action == "stop":
                     stopped = "collapse"

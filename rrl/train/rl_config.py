@@ -51,13 +51,19 @@ class RLConfig:
                 f"train.temperatures={self.temperatures} must be {self.samples} numbers of at least 0, one for each of "
                 f"train.samples={self.samples}; or none, for train.temperature"
             )
+        if self.steps and self.samples == 1 and self.drop_spread is not None:
+            raise UserError(
+                "train.samples=1 gives groups of one, whose rewards never differ, so that nothing would be learned from: "
+                f"raise it, or leave objective.drop_spread={self.objective.drop_spread} at None and "
+                f"train.rounds={self.rounds} at 1"
+            )
         if not 0 <= self.average_last <= 1:
             raise UserError(
                 f"train.average_last={self.average_last} must lie in 0..1, a share of the updates."
             )
         if self.steps and self.waits > self.steps:
             raise UserError(
-                f"critic.warmup_steps={self.waits} must be at most train.steps={self.steps}: the policy waits for so many"
+                f"train.steps={self.steps} must be at least critic.warmup_steps={self.waits}: the policy waits for so many"
             )
 
     @property

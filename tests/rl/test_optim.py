@@ -129,6 +129,8 @@ def test_adamw_is_optax_adamw():
         ({"warmup_ratio": 0.5, "warmup_steps": 3}, ["warmup_ratio", "warmup_steps"]),
         ({"warmup_ratio": 95}, ["warmup_ratio", "95"]),
         ({"b1": 1.5}, ["optim.b1=1.5", "at most 1"]),
+        ({"b2": 1.0}, ["optim.b2=1", "below 1"]),
+        ({"eps": 0.0}, ["optim.eps=0", "above 0"]),
         ({"final_ratio": 7.0}, ["optim.final_ratio=7.0", "at most 1"]),
         ({"clip_norm": -1.0}, ["optim.clip_norm=-1.0", "at least 0"]),
         ({"adam_lr": -1.0}, ["optim.adam_lr=-1.0", "at least 0"]),

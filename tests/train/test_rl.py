@@ -368,8 +368,9 @@ def test_a_run_that_collapsed_ends_at_its_last_good_checkpoint(parts, tmp_path):
         steps_of(tmp_path / "poor") == EVERY_LINE[:-1]
     )  # what happened is still there, step 2 evaluated once
     assert outcome.after["eval/f1"] == lines(tmp_path / "poor")[3]["eval/f1"]
-    warned = dataclasses.replace(guarded, guard=GuardConfig("warn", steps=2))
-    assert run(parts, tmp_path / "warned", warned, poor_from=5)[0].stopped == "done"
+    warned = dataclasses.replace(guarded, guard=GuardConfig("warn", steps=1))
+    outcome, _ = run(parts, tmp_path / "warned", warned, poor_from=5)
+    assert (outcome.stopped, outcome.reason) == ("done", "the reward is at most 0 in each step from 3 to 3")
 
 
 def test_a_run_that_collapsed_before_its_first_checkpoint_ends_at_its_start(parts, tmp_path):
@@ -407,7 +408,7 @@ def test_a_signal_keeps_no_checkpoint_of_what_may_be_a_collapse(parts, tmp_path,
 
 def test_a_critic_that_warms_up_for_longer_than_the_run_is_refused():
     critic = CriticConfig(OptimConfig(total_steps=STEPS), warmup_steps=STEPS + 1)
-    with pytest.raises(UserError, match=r"critic\.warmup_steps=5 must be at most train\.steps=4"):
+    with pytest.raises(UserError, match=r"train\.steps=4 must be at least critic\.warmup_steps=5"):
         dataclasses.replace(CONFIG, critic=critic)
 
 

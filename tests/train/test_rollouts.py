@@ -94,6 +94,14 @@ def test_the_control_chooses_its_groups_by_the_rewards_that_were_dealt_out(sampl
     assert found.kept
 
 
+@pytest.mark.parametrize(("spread", "rounds"), [(0.0, 1), (None, 2)])
+def test_dropping_groups_without_spread_where_groups_have_one_sample_is_refused(spread, rounds):
+    objective = ObjectiveConfig(drop_spread=spread)
+    with pytest.raises(UserError, match=r"train\.samples=1 .* nothing would be learned from"):
+        RLConfig(2, OptimConfig(), objective, samples=1, rounds=rounds)
+    RLConfig(2, OptimConfig(), ObjectiveConfig(), samples=1)
+
+
 def test_the_controls_rewards_are_dealt_out_anew_in_each_step_and_round(monkeypatch):
     found = []
     monkeypatch.setattr(
