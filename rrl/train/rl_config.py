@@ -27,6 +27,9 @@ class RLConfig:
     rounds: int = 1
     """Above 1, dynamic sampling (DAPO): further questions are asked, at most so many times, until `questions` groups have
     rewards further apart than `drop_spread`; those are learned from."""
+    overlong: tuple[int, ...] = ()
+    """DAPO's rule for long outputs, (longest, cache) in policy tokens of an episode: its last `cache` tokens before `longest`
+    take up to 1 from the reward (`rrl.rl.shaping.overlong_penalty`), in training only; empty: no such rule."""
     temperature: float = 1.0
     temperatures: tuple[float, ...] = ()
     """One for each of the samples of a question (R3-RAG), in place of `temperature`; empty: all have that."""
@@ -56,6 +59,11 @@ class RLConfig:
                 "train.samples=1 gives groups of one, whose rewards never differ, so that nothing would be learned from: "
                 f"raise it, or leave objective.drop_spread={self.objective.drop_spread} at None and "
                 f"train.rounds={self.rounds} at 1"
+            )
+        if self.overlong and not (len(self.overlong) == 2 and 0 < self.overlong[1] <= self.overlong[0]):
+            raise UserError(
+                f"train.overlong={self.overlong} must be (longest, cache) with 0 < cache <= longest, in policy tokens of an "
+                "episode; or (), for no such rule"
             )
         if not 0 <= self.average_last <= 1:
             raise UserError(
