@@ -88,7 +88,7 @@ class ObjectiveConfig:
     def sums(self) -> tuple[str, ...]:
         """What `policy_loss` sums over the tokens of an update."""
         weighed = ("importance",) if self.importance_cap is not None else ()
-        return ("kl", "entropy", "ratio", "clip_fraction", "logp_gap", "tokens", *weighed)
+        return ("kl", "entropy", "ratio", "clip_fraction", "step_kl", "logp_gap", "tokens", *weighed)
 
     def rows(self, length: int, shards: int = 1) -> int:
         """Rows of this length in a microbatch: the same number, at least one, on each of the data shards."""
@@ -134,6 +134,7 @@ def policy_loss(
         "entropy": jnp.sum(mask * scores.entropy),
         "ratio": jnp.sum(mask * ratio),
         "clip_fraction": jnp.sum(mask * clipped),
+        "step_kl": jnp.sum(mask * kl_estimate(old, scores.logp, "k3")),
         "logp_gap": jnp.sum(mask * jnp.abs(scores.logp - old)),
         "tokens": jnp.sum(mask),
     }

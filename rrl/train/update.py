@@ -136,8 +136,9 @@ class Updater:
         (`rrl.rl.optim.split_trained`).
 
         Returns new parameters, optimiser state, and means over policy tokens, and over the steps with a finite gradient where
-        there is one: kl, entropy, ratio, clip_fraction, importance (where it is weighed). And logp_gap, |trainer's log-prob -
-        sampler's| before anything has moved: over the first minibatch, or over all where importance is weighed.
+        there is one: kl (from the reference), step_kl (k3 of where the ratio starts from here), entropy, ratio,
+        clip_fraction, importance (where it is weighed). And logp_gap, |trainer's log-prob - sampler's| before anything has
+        moved: over the first minibatch, or over all where importance is weighed.
         """
         config = self.config
         old = [t.logps for t in trajectories]

@@ -205,13 +205,21 @@ def steps_of(trajectories, advantages, **config):
     return updater(params, optimizer.init(params), reference, fixed, trajectories, advantages)
 
 
-def test_the_gap_to_the_sampler_is_that_before_anything_moved():
+def test_the_gap_to_the_sampler_is_that_before_anything_moved_and_what_moved_is_in_the_step_kl():
     updater, (params, _, fixed), _ = plain()
     start = updater.logps(params, fixed, TRAJECTORIES)["logp"]
     same = [dataclasses.replace(t, logps=logp) for t, logp in zip(TRAJECTORIES, start, strict=True)]
-    for epochs in (1, 2):
-        *_, metrics = steps_of(same, ADVANTAGES, epochs=epochs)
-        assert metrics["logp_gap"] < 1e-6
+    moved, _, once = steps_of(same, ADVANTAGES)
+    *_, twice = steps_of(same, ADVANTAGES, epochs=2)
+    assert once["logp_gap"] < 1e-6 and twice["logp_gap"] < 1e-6
+    # k3 by hand: 0 in the first step, and what the first step did in the second.
+    now = updater.logps(moved, fixed, TRAJECTORIES)["logp"]
+    own = [t.roles == POLICY for t in TRAJECTORIES]
+    change = np.concatenate([(n - s)[m] for n, s, m in zip(now, start, own, strict=True)])
+    assert abs(once["step_kl"]) < 1e-6 < np.abs(change).max()
+    np.testing.assert_allclose(
+        twice["step_kl"], (np.exp(change) - change - 1).mean() / 2, rtol=1e-3, atol=1e-7
+    )
 
 
 def test_a_minibatch_without_a_finite_gradient_leaves_the_metrics_of_the_others():
