@@ -130,6 +130,12 @@ class TiresRag:
 
     def __post_init__(self) -> None:
         at_least(0, self, "thinking_weight", "sufficient_weight", "reflect_weight", "penalty_weight")
+        at_least(0, self, "difficulty_low", "difficulty_high", "difficulty_steepness")
+        for field in ("filter_low", "filter_high", "difficulty_middle"):
+            if not 0 <= getattr(self, field) <= 1:
+                raise UserError(
+                    f"{field}={getattr(self, field)} must lie in 0..1, as what it is held against does"
+                )
         one_of(PROMPTS, self, "opening")
         one_of(SCHEDULES, self, "schedule")
         one_of(REFLECTIONS, self, "reflect_table")

@@ -85,6 +85,8 @@ ESTIMATORS: dict[str, Estimator] = {
     "reward": reward_itself,
 }
 """What a recipe's field `advantage` may name."""
+WITHIN_GROUPS = ("grpo", "grpo_population", "dr_grpo", "rloo", "reinforce_plus_plus_baseline")
+"""Those that compare the samples of a question with each other: of a single one they say 0."""
 
 
 def penalized(

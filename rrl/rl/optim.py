@@ -81,6 +81,11 @@ class OptimConfig:
         shares = ("final_ratio", "b1", "b2", "muon_beta")
         at_least(0, self, "lr", "warmup_steps", "weight_decay", "eps", *given, *shares, where="optim.")
         at_most(1, self, *shares, where="optim.")
+        for field in ("b1", "b2", "muon_beta"):
+            if getattr(self, field) == 1:
+                raise UserError(f"optim.{field}=1 must be below 1: a mean that takes in nothing new")
+        if self.eps == 0:
+            raise UserError("optim.eps=0 must be above 0: a parameter without a gradient would become 0/0")
         at_least(1, self, "total_steps", where="optim.")
         for pattern in self.frozen:
             try:
@@ -215,6 +220,12 @@ def init_optimizer(
 def running_mean(mean: Any, params: Any, count: Int[Array, ""] | int) -> Any:
     """The mean of `count` pytrees from that of the first count - 1 and the last one; of one, that one."""
     return optax.incremental_update(params, mean, 1 / jnp.asarray(count, jnp.float32))
+
+
+def taken_updates(state: optax.OptState) -> int:
+    """How many updates were taken since the start: what the schedule counts. Skipped ones are none."""
+    counts = optax.tree_utils.tree_get_all_with_path(state, "count")
+    return max((int(count) for _, count in counts), default=0)
 
 
 def skipped_updates(state: optax.ApplyIfFiniteState) -> Int[Array, ""]:

@@ -70,6 +70,8 @@ class Estimate:
     returns: list[Float[np.ndarray, "T"]]
     """What V should have been: advantage + value."""
     advantages: list[Float[np.ndarray, "T"]]
+    spread: float
+    """Their standard deviation over the policy tokens of the batch, before they were whitened."""
 
 
 class Critic:
@@ -130,10 +132,11 @@ class Critic:
         if penalties is not None:
             rewards = [paid - penalty for paid, penalty in zip(rewards, penalties, strict=True)]
         found = self._estimate(state[0], self.fixed, trajectories, {"reward": rewards})
-        advantages = found["advantage"]
+        advantages, own = found["advantage"], [t.roles == POLICY for t in trajectories]
+        spread = float(np.concatenate([a[mask] for a, mask in zip(advantages, own, strict=True)]).std())
         if self.objective.whiten:
-            advantages = whiten(advantages, [t.roles == POLICY for t in trajectories])
-        return Estimate(found["value"], found["return"], advantages)
+            advantages = whiten(advantages, own)
+        return Estimate(found["value"], found["return"], advantages, spread)
 
     def learn(
         self, state: State, trajectories: Sequence[Trajectory], estimate: Estimate

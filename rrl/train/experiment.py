@@ -34,6 +34,7 @@ from rrl.recipes.card import Card, card_of, require_policy, write_card
 from rrl.recipes.catalogue import make_recipe
 from rrl.rewards.judge import Judge
 from rrl.rewards.reader import Reader
+from rrl.rl.advantages import WITHIN_GROUPS
 from rrl.rl.optim import OptimConfig
 from rrl.rollout.engine import Engine, EngineConfig
 from rrl.rollout.loop import PATIENCE
@@ -148,11 +149,16 @@ class Settings:
                 f"objective.lengths={objective.lengths} must reach rollout.context={rollout.context}: add it as the last"
             )
         recipe = make_recipe(name, recipe_values, environment)
-        usual = getattr(make_recipe(name), "advantage", None)
-        if critic is not None and (asked := getattr(recipe, "advantage", None)) != usual:
+        usual, asked = (getattr(made, "advantage", None) for made in (make_recipe(name), recipe))
+        if critic is not None and asked != usual:
             raise UserError(
                 f"recipe.advantage={asked!r} has no part in a run with a critic, which gives the advantages: leave it at "
                 f"{usual!r}, or take the config's critic out"
+            )
+        if critic is None and steps and values["train"].get("samples") == 1 and asked in WITHIN_GROUPS:
+            raise UserError(
+                f"recipe.advantage={asked!r} compares the samples of a question, of which train.samples=1 gives one: nothing "
+                "would be learned from. Raise it, or take reinforce_plus_plus or reward, which compare questions"
             )
         judge = JudgeSettings.parse(values) if any(section in values for section in JUDGE) else None
         if recipe.judged and judge is None:

@@ -65,7 +65,9 @@ def build(kind: type[Fields], values: Mapping[str, Any], where: str, **more: Any
     except UserError as error:
         if str(error).startswith(f"{where}."):
             raise
-        raise UserError(f"{where}.{error}") from error
+        kind_of, _, rest = str(error).partition(".")  # "optim.lr=..." of the section critic_optim
+        text = rest if where.endswith(f"_{kind_of}") else str(error)
+        raise UserError(f"{where}.{text}") from error
     except TypeError as error:
         raise UserError(f"{where}: {error}") from error
 

@@ -28,6 +28,7 @@ class GuardConfig:
         one_of(ACTIONS, self, "action", where="guard.")
         at_least(1, self, "steps", where="guard.")
         at_least(0, self, "entropy", "kl", where="guard.")
+        at_least(-math.inf, self, "reward", where="guard.")
 
 
 class Guard:

@@ -20,6 +20,7 @@ from rrl.rl.optim import (
     running_mean,
     skipped_updates,
     split_trained,
+    taken_updates,
 )
 from rrl.rollout.trajectory import Trajectory
 from rrl.train.critic import State, make_critic
@@ -107,15 +108,17 @@ class Learner:
         self, step: int, trajectories: Sequence[Trajectory], advantages: Float[np.ndarray, "N"]
     ) -> Lesson:
         """Learns from the trajectories of a step (counted from 0), given the recipe's advantages, which a critic replaces; the
-        policy waits for the first `config.waits` steps."""
+        policy waits for the first `config.waits` steps. The metric advantage_std is over trajectories, with a critic over
+        policy tokens."""
         skipped, metrics = self._skipped, dict[str, float]()
         credit: Advantages
         if self._critic is None:
+            spread = float(advantages.std())
             credit = self._updater.credit(self._reference, self._fixed, trajectories, advantages)
         else:
             penalties = self._updater.kl_penalties(self._reference, self._fixed, trajectories)
             estimate = self._critic.estimate(self._values[0], trajectories, penalties)
-            credit = estimate.advantages
+            credit, spread = estimate.advantages, estimate.spread
             self._values[0], found = self._critic.learn(self._values[0], trajectories, estimate)
             metrics |= {f"critic/{name}": value for name, value in found.items()}
         if step >= self.config.waits:
@@ -123,6 +126,7 @@ class Learner:
                 self._params, self._opt_state, self._reference, self._fixed, trajectories, credit
             )
             metrics |= {f"train/{name}": value for name, value in found.items()}
+        metrics["train/advantage_std"] = spread  # as it was before whitening, after which it is 1
         return Lesson(metrics, credit, self._skipped == skipped)
 
     def average(self, steps: int) -> None:
@@ -131,9 +135,10 @@ class Learner:
             count = max(1, steps - self.config.averaged_from)
             self._average = running_mean(self._average, self._params, count)
 
-    def rate(self, steps: int) -> float:
-        """The learning rate of the last of so many steps; 0 as long as the policy waits."""
-        taken = max(steps - self.config.waits, 0) * self.config.objective.optimizer_steps
+    @property
+    def rate(self) -> float:
+        """The learning rate of the last update that was taken; 0 before the first."""
+        taken = taken_updates(self._opt_state)
         return float(self._rate(taken - 1)) if taken else 0.0
 
     @property

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from rrl.errors import UserError, at_least, one_of
+from rrl.errors import UserError, at_least, at_most, one_of
 from rrl.rl.batch import Batch
 from rrl.rl.logprobs import TokenScores
 from rrl.rl.losses import AGGREGATIONS, KL_ESTIMATORS, clipped_objective, kl_estimate, truncated_importance
@@ -58,6 +58,7 @@ class ObjectiveConfig:
             raise UserError(f"objective.lengths={self.lengths} must be increasing row lengths")
         at_least(1, self, "minibatches", "epochs", "microbatch_tokens", "constant_tokens", where="objective.")
         at_least(0, self, "kl_coef", "clip_low", "clip_high", "entropy_coef", where="objective.")
+        at_most(1, self, "clip_low", where="objective.")  # no ratio is below 0
         if self.drop_spread is not None:
             at_least(0, self, "drop_spread", where="objective.")
         for field in ("dual_clip", "importance_cap"):
@@ -87,7 +88,7 @@ class ObjectiveConfig:
     def sums(self) -> tuple[str, ...]:
         """What `policy_loss` sums over the tokens of an update."""
         weighed = ("importance",) if self.importance_cap is not None else ()
-        return ("kl", "entropy", "ratio", "clip_fraction", "logp_gap", "tokens", *weighed)
+        return ("kl", "entropy", "ratio", "clip_fraction", "step_kl", "logp_gap", "tokens", *weighed)
 
     def rows(self, length: int, shards: int = 1) -> int:
         """Rows of this length in a microbatch: the same number, at least one, on each of the data shards."""
@@ -133,6 +134,7 @@ def policy_loss(
         "entropy": jnp.sum(mask * scores.entropy),
         "ratio": jnp.sum(mask * ratio),
         "clip_fraction": jnp.sum(mask * clipped),
+        "step_kl": jnp.sum(mask * kl_estimate(old, scores.logp, "k3")),
         "logp_gap": jnp.sum(mask * jnp.abs(scores.logp - old)),
         "tokens": jnp.sum(mask),
     }

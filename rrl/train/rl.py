@@ -58,7 +58,7 @@ class Outcome:
     evaluated: list[Trajectory]
     """Of the last evaluation, likewise."""
     reason: str = ""
-    """What the guard saw."""
+    """What the guard saw last."""
 
 
 def train(
@@ -143,7 +143,8 @@ def train(
                     record.before, _ = measure(0)
             record.writer.write(step, metrics)
             last = None
-            if reason := record.guard.look(step, metrics):
+            if seen := record.guard.look(step, metrics):
+                reason = seen
                 record.progress.note(f"step {step}: collapsed? {reason}")
                 if config.guard.action == "stop":
                     stopped = "collapse"
@@ -183,12 +184,10 @@ def _learn(
 ) -> dict[str, float]:
     """Learns from what a step (counted from 0) sampled; returns critic/... and train/... ."""
     left_out = sampled.left_out
-    used, metrics = np.flatnonzero(~left_out), dict[str, float]()
-    advantages = np.zeros(0, np.float32)
+    used, metrics = np.flatnonzero(~left_out), {"train/advantage_std": 0.0}
     if len(used):
         trajectories = [sampled.trajectories[i] for i in used]
-        advantages = recipe.advantages(trajectories)
-        lesson = learner.learn(step, trajectories, advantages)
+        lesson = learner.learn(step, trajectories, recipe.advantages(trajectories))
         metrics |= lesson.metrics
         if not lesson.finite:
             record.not_finite(step + 1, trajectories, lesson)
@@ -199,10 +198,9 @@ def _learn(
         )
     totals, groups = np.array([(t.rewards["total"], t.group) for t in sampled.trajectories]).T
     return metrics | {
-        "train/lr": learner.rate(step + 1),
+        "train/lr": learner.rate,
         "train/zero_spread": float(low_spread(totals, groups).mean()),
         "train/left_out": float(left_out.mean()),
-        "train/advantage_std": float(advantages.std()) if len(advantages) else 0.0,
         "train/searches_failed": float(sampled.stats.searches_failed),
         "train/groups": float(len(np.unique(groups))),
     }

@@ -27,6 +27,9 @@ class RLConfig:
     rounds: int = 1
     """Above 1, dynamic sampling (DAPO): further questions are asked, at most so many times, until `questions` groups have
     rewards further apart than `drop_spread`; those are learned from."""
+    overlong: tuple[int, ...] = ()
+    """DAPO's rule for long outputs, (longest, cache) in policy tokens of an episode: its last `cache` tokens before `longest`
+    take up to 1 from the reward (`rrl.rl.shaping.overlong_penalty`), in training only; empty: no such rule."""
     temperature: float = 1.0
     temperatures: tuple[float, ...] = ()
     """One for each of the samples of a question (R3-RAG), in place of `temperature`; empty: all have that."""
@@ -51,13 +54,24 @@ class RLConfig:
                 f"train.temperatures={self.temperatures} must be {self.samples} numbers of at least 0, one for each of "
                 f"train.samples={self.samples}; or none, for train.temperature"
             )
+        if self.steps and self.samples == 1 and self.drop_spread is not None:
+            raise UserError(
+                "train.samples=1 gives groups of one, whose rewards never differ, so that nothing would be learned from: "
+                f"raise it, or leave objective.drop_spread={self.objective.drop_spread} at None and "
+                f"train.rounds={self.rounds} at 1"
+            )
+        if self.overlong and not (len(self.overlong) == 2 and 0 < self.overlong[1] <= self.overlong[0]):
+            raise UserError(
+                f"train.overlong={self.overlong} must be (longest, cache) with 0 < cache <= longest, in policy tokens of an "
+                "episode; or (), for no such rule"
+            )
         if not 0 <= self.average_last <= 1:
             raise UserError(
                 f"train.average_last={self.average_last} must lie in 0..1, a share of the updates."
             )
         if self.steps and self.waits > self.steps:
             raise UserError(
-                f"critic.warmup_steps={self.waits} must be at most train.steps={self.steps}: the policy waits for so many"
+                f"train.steps={self.steps} must be at least critic.warmup_steps={self.waits}: the policy waits for so many"
             )
 
     @property

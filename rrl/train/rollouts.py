@@ -12,6 +12,7 @@ from rrl.data.questions import Question
 from rrl.recipes.base import ALONE, Recipe, Scoring
 from rrl.retrieval.retriever import Retriever
 from rrl.rl.refill import Refill
+from rrl.rl.shaping import overlong_penalty
 from rrl.rollout.curriculum import Curriculum
 from rrl.rollout.engine import Engine, RolloutStats
 from rrl.rollout.episodes import Request
@@ -126,6 +127,7 @@ def sample_step(
         scoring=scoring.at(step, config.steps),
         learn=curriculum.learn,
         shuffle=shuffle if config.permute_rewards else None,
+        overlong=config.overlong,
     )
 
 
@@ -142,13 +144,14 @@ def sample_rounds(
     scoring: Scoring,
     learn: Callable[[Sequence[Trajectory]], None] = lambda trajectories: None,
     shuffle: Callable[[int], np.random.Generator] | None = None,
+    overlong: tuple[int, ...] = (),
 ) -> Sampled:
     """Rounds of rollouts until `refill` has enough groups with spread (dynamic sampling); one round where it allows no more.
 
     `ask(round, n)` gives n questions, and `learn` is told what came of them before it is asked again. A step is a pure function
     of parameters, key and questions: round 0 samples with `key` itself, a later one with its number folded in. With
     `shuffle(round)` the rewards of each round are dealt out at random before groups are chosen by them: a choice by the true
-    ones would tell what the control must not know.
+    ones would tell what the control must not know. `overlong` is `RLConfig.overlong`.
     """
     found: list[Trajectory] = []
     stats = RolloutStats()
@@ -165,6 +168,8 @@ def sample_rounds(
             scoring=scoring,
         )
         learn(some)
+        if overlong:
+            punish_long(some, *overlong)
         if shuffle is not None:
             permute_rewards(some, shuffle(number))
         for trajectory in some:
@@ -174,6 +179,17 @@ def sample_rounds(
         found += some
         stats += engine.stats
     return Sampled(found, frozenset(refill.kept), stats)
+
+
+def punish_long(trajectories: Sequence[Trajectory], longest: int, cache: int) -> None:
+    """Adds DAPO's penalty for long outputs (`overlong_penalty`) to the rewards, as "overlong", to their total, and to what the
+    last turn earned, where turns earn; in place."""
+    penalties = overlong_penalty(np.array([t.policy_tokens for t in trajectories]), longest, cache)
+    for trajectory, penalty in zip(trajectories, penalties.tolist(), strict=True):
+        trajectory.rewards["overlong"] = penalty
+        trajectory.rewards["total"] += penalty
+        if trajectory.turn_rewards:
+            trajectory.turn_rewards[max(trajectory.turn_rewards)] += penalty
 
 
 def permute_rewards(trajectories: Sequence[Trajectory], rng: np.random.Generator) -> None:

@@ -1,5 +1,6 @@
 """One policy update: trajectories into length-bucketed packed rows, gradients summed over them, optimiser steps."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -134,14 +135,18 @@ class Updater:
         `params` and `reference` are trained parameters now and at the start, `fixed` the others, which both models share
         (`rrl.rl.optim.split_trained`).
 
-        Returns new parameters, optimiser state, and means over policy tokens: kl, entropy, ratio, clip_fraction,
-        logp_gap (|log-prob here - log-prob that the ratio starts from|; before the first step the numerical gap to the
-        sampler), importance (where it is weighed).
+        Returns new parameters, optimiser state, and means over policy tokens, and over the steps with a finite gradient where
+        there is one: kl (from the reference), step_kl (k3 of where the ratio starts from here), entropy, ratio,
+        clip_fraction, importance (where it is weighed). And logp_gap, |trainer's log-prob - sampler's| before anything has
+        moved: over the first minibatch, or over all where importance is weighed.
         """
         config = self.config
         old = [t.logps for t in trajectories]
+        gap: dict[str, float] = {}
         if config.importance_cap is not None:
             old = self.logps(params, fixed, trajectories)["logp"]
+            gaps = [np.abs(o - t.logps)[t.roles == POLICY] for o, t in zip(old, trajectories, strict=True)]
+            gap = {"logp_gap": float(np.concatenate(gaps).mean())}
         with use_mesh(self.mesh):
             groups = np.array([t.group for t in trajectories])
             names = np.unique(groups)
@@ -157,14 +162,14 @@ class Updater:
                         [old[i] for i in inside],
                     )
                 )
-            steps, metrics = packed * config.epochs, dict[str, float]()
-            for batches, total in steps:
+            steps: list[dict[str, float]] = []
+            for batches, total in packed * config.epochs:
                 params, opt_state, found = self.descent.step(
                     params, opt_state, (reference, fixed), batches, total
                 )
-                tokens = max(found.pop("tokens"), 1.0)
-                skipped = found.pop("skipped")
-                means = {n: v if n in ("loss", "grad_norm") else v / tokens for n, v in found.items()}
-                metrics = {n: metrics.get(n, 0.0) + v / len(steps) for n, v in means.items()}
-                metrics["skipped"] = skipped
+                tokens, whole = max(found.pop("tokens"), 1.0), ("loss", "grad_norm", "skipped")
+                steps.append({n: v if n in whole else v / tokens for n, v in found.items()})
+        finite = [step for step in steps if math.isfinite(step["grad_norm"])] or steps
+        metrics = {name: float(np.mean([step[name] for step in finite])) for name in steps[0]}
+        metrics |= {"logp_gap": steps[0]["logp_gap"], "skipped": steps[-1]["skipped"], **gap}
         return params, opt_state, metrics

@@ -418,6 +418,8 @@ def test_its_card_brings_it_back(tmp_path):
         ({"reflect_table": "x"}, r"recipe\.reflect_table='x' .*paper, released"),
         ({"advantage": "batch"}, r"recipe\.advantage='batch' .*grpo_population.*reinforce_plus_plus"),
         ({"thinking_weight": -1.0}, r"recipe\.thinking_weight=-1\.0 must be at least 0"),
+        ({"difficulty_steepness": float("nan")}, r"recipe\.difficulty_steepness=nan must be at least 0"),
+        ({"filter_high": 90.0}, r"recipe\.filter_high=90\.0 must lie in 0\.\.1"),
         ({"shown_reflections": 1.5}, r"recipe\.shown_reflections=1\.5 must lie in 0\.\.1"),
     ],
 )

@@ -15,6 +15,7 @@ from rrl.rl.optim import (
     running_mean,
     skipped_updates,
     split_trained,
+    taken_updates,
 )
 
 
@@ -88,7 +89,8 @@ def test_muon_leaves_embeddings_norms_and_biases_to_adam():
 def test_weight_decay_is_on_matrices_only(name):
     params = stacked_params()
     optimizer = make_optimizer(OptimConfig(name=name, lr=1.0, weight_decay=0.5))
-    updates, _ = optimizer.update(jax.tree.map(jnp.zeros_like, params), optimizer.init(params), params)
+    updates, state = optimizer.update(jax.tree.map(jnp.zeros_like, params), optimizer.init(params), params)
+    assert taken_updates(state) == 1
     np.testing.assert_allclose(updates["layers"]["q"], -0.5 * params["layers"]["q"], rtol=1e-5)
     assert not updates["layers"]["attention_norm"].any() and not updates["embedding"].any()
 
@@ -107,6 +109,7 @@ def test_update_with_a_gradient_that_is_not_finite_is_skipped_and_counted(bad):
     got, last = optimizer.update(good, after, params)
     jax.tree.map(np.testing.assert_array_equal, got, want)
     assert skipped_updates(last) == 1
+    assert [taken_updates(state) for state in (once, after, last)] == [1, 1, 2]
 
 
 def test_adamw_is_optax_adamw():
@@ -126,6 +129,8 @@ def test_adamw_is_optax_adamw():
         ({"warmup_ratio": 0.5, "warmup_steps": 3}, ["warmup_ratio", "warmup_steps"]),
         ({"warmup_ratio": 95}, ["warmup_ratio", "95"]),
         ({"b1": 1.5}, ["optim.b1=1.5", "at most 1"]),
+        ({"b2": 1.0}, ["optim.b2=1", "below 1"]),
+        ({"eps": 0.0}, ["optim.eps=0", "above 0"]),
         ({"final_ratio": 7.0}, ["optim.final_ratio=7.0", "at most 1"]),
         ({"clip_norm": -1.0}, ["optim.clip_norm=-1.0", "at least 0"]),
         ({"adam_lr": -1.0}, ["optim.adam_lr=-1.0", "at least 0"]),

@@ -126,11 +126,18 @@ def test_a_mesh_gives_the_estimate_and_the_step_of_one_device():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), *found)
 
 
-def test_whitened_advantages_have_mean_0_and_deviation_1_over_policy_tokens():
+def test_whitened_advantages_have_mean_0_and_deviation_1_over_policy_tokens_and_tell_what_they_had():
     critic, state = make_critic(model(), CONFIG, dataclasses.replace(OBJECTIVE, whiten=True))
-    found = critic.estimate(state, TRAJECTORIES).advantages
-    every = [float(a[s]) for a, own in zip(found, OWN, strict=True) for s in own]
-    np.testing.assert_allclose([statistics.mean(every), statistics.pstdev(every)], [0, 1], atol=1e-4)
+    white = critic.estimate(state, TRAJECTORIES)
+    critic.objective = OBJECTIVE
+    plain = critic.estimate(state, TRAJECTORIES)
+    (mean, deviation), (_, spread) = (
+        (statistics.mean(every), statistics.pstdev(every))
+        for found in (white, plain)
+        for every in [[float(a[s]) for a, own in zip(found.advantages, OWN, strict=True) for s in own]]
+    )
+    np.testing.assert_allclose([mean, deviation], [0, 1], atol=1e-4)
+    np.testing.assert_allclose([white.spread, plain.spread], spread, rtol=1e-4)
 
 
 @pytest.mark.parametrize(

@@ -78,13 +78,25 @@ def test_ppo_has_a_critic_and_the_kl_in_the_reward_and_is_else_grpo(folders):
     assert same == grpo.train and settings.recipe == grpo.recipe
 
 
+def test_advantages_within_groups_of_one_are_refused(folders):
+    single = config()
+    single.objective.drop_spread, single.train.samples = None, 1
+    with pytest.raises(UserError, match=r"recipe\.advantage='grpo' .*train\.samples=1"):
+        Settings.of(single)
+    single.recipe.advantage = "reinforce_plus_plus"
+    assert Settings.of(single).train.samples == 1
+
+
 def test_schedules_count_the_optimisers_steps(folders):
     changed = config("steps=20", "rsearch_ppo")
     changed.objective.epochs, changed.critic.minibatches, changed.critic.warmup_steps = 3, 2, 4
     train = Settings.of(changed).train
     assert (train.optim.total_steps, train.critic.optim.total_steps) == (16 * 3, 20 * 2)
     changed.critic.trace = 2.0
-    with pytest.raises(UserError, match=r"critic\.trace=2.0 must lie in 0\.\.1"):
+    with pytest.raises(UserError, match=r"^critic\.trace=2.0 must lie in 0\.\.1"):
+        Settings.of(changed)
+    changed.critic.trace, changed.critic_optim.lr = 1.0, -1.0
+    with pytest.raises(UserError, match=r"^critic_optim\.lr=-1.0 must be at least 0"):
         Settings.of(changed)
 
 

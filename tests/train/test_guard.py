@@ -42,7 +42,10 @@ def test_off_does_not_look():
     assert guard.look(1, {"reward/total": 0.0}) == "" and not guard.suspects
 
 
-@pytest.mark.parametrize("wrong", [{"action": "halt"}, {"steps": 0}, {"kl": -1.0}, {"entropy": float("nan")}])
+@pytest.mark.parametrize(
+    "wrong",
+    [{"action": "halt"}, {"steps": 0}, {"kl": -1.0}, {"entropy": float("nan")}, {"reward": float("nan")}],
+)
 def test_settings_out_of_range_are_refused(wrong):
     with pytest.raises(UserError, match=rf"^guard\.{next(iter(wrong))}="):
         GuardConfig(**wrong)

@@ -104,6 +104,7 @@ def test_nothing_outside_the_policys_tokens_is_read(name):
     "wrong",
     [
         {"dual_clip": 0.5},
+        {"clip_low": 2.0},
         {"importance_cap": 0.0},
         {"entropy_coef": -1.0},
         {"kl_estimator": "k4"},

@@ -159,7 +159,7 @@ def test_with_a_critic_the_policy_waits_for_it_and_a_run_that_died_continues_to_
         CONFIG.objective, kl_in="reward", kl_estimator="k1", whiten=True, epochs=2
     )
     config = dataclasses.replace(
-        CONFIG, steps=3, eval_every=0, checkpoint_every=2, objective=objective, critic=critic
+        CONFIG, steps=3, samples=1, eval_every=0, checkpoint_every=2, objective=objective, critic=critic
     )
 
     def values():
@@ -176,6 +176,8 @@ def test_with_a_critic_the_policy_waits_for_it_and_a_run_that_died_continues_to_
     assert first["train/lr"] == 0 < second["train/lr"]
     assert first["critic/explained_variance"] == pytest.approx(0, abs=1e-5)  # its output starts at 0
     assert all(np.isfinite(line["critic/loss"]) for line in (first, second, third))
+    # Its own advantages': the recipe's, of groups of one, have none.
+    assert all(line["train/advantage_std"] > 0.1 for line in (first, second, third))
     _, waiting = run(parts, tmp_path / "one", dataclasses.replace(config, steps=1), value_model=values())
     jax.tree.map(np.testing.assert_array_equal, waiting, nnx.state(fresh()))
 
@@ -366,8 +368,9 @@ def test_a_run_that_collapsed_ends_at_its_last_good_checkpoint(parts, tmp_path):
         steps_of(tmp_path / "poor") == EVERY_LINE[:-1]
     )  # what happened is still there, step 2 evaluated once
     assert outcome.after["eval/f1"] == lines(tmp_path / "poor")[3]["eval/f1"]
-    warned = dataclasses.replace(guarded, guard=GuardConfig("warn", steps=2))
-    assert run(parts, tmp_path / "warned", warned, poor_from=5)[0].stopped == "done"
+    warned = dataclasses.replace(guarded, guard=GuardConfig("warn", steps=1))
+    outcome, _ = run(parts, tmp_path / "warned", warned, poor_from=5)
+    assert (outcome.stopped, outcome.reason) == ("done", "the reward is at most 0 in each step from 3 to 3")
 
 
 def test_a_run_that_collapsed_before_its_first_checkpoint_ends_at_its_start(parts, tmp_path):
@@ -405,12 +408,13 @@ def test_a_signal_keeps_no_checkpoint_of_what_may_be_a_collapse(parts, tmp_path,
 
 def test_a_critic_that_warms_up_for_longer_than_the_run_is_refused():
     critic = CriticConfig(OptimConfig(total_steps=STEPS), warmup_steps=STEPS + 1)
-    with pytest.raises(UserError, match=r"critic\.warmup_steps=5 must be at most train\.steps=4"):
+    with pytest.raises(UserError, match=r"train\.steps=4 must be at least critic\.warmup_steps=5"):
         dataclasses.replace(CONFIG, critic=critic)
 
 
 def test_a_batch_without_a_finite_gradient_is_left_out_and_kept_for_study(parts, tmp_path, capsys):
-    _, params = run(parts, tmp_path, CONFIG, poisoned=3)  # step 2
+    falling = dataclasses.replace(CONFIG, optim=dataclasses.replace(CONFIG.optim, schedule="linear"))
+    _, params = run(parts, tmp_path, falling, poisoned=3)  # step 2
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(params))
     assert "step 2: a gradient was not finite" in capsys.readouterr().err
     (file,) = (tmp_path / "not_finite").iterdir()
@@ -420,6 +424,8 @@ def test_a_batch_without_a_finite_gradient_is_left_out_and_kept_for_study(parts,
     assert len(about) == len(kept["lengths"]) == 12 and kept["lengths"].sum() == len(kept["tokens"])
     assert {one["id"] for one in about} <= {question.id for question in parts[0]}
     assert [line["train/skipped"] for line in lines(tmp_path) if "train/skipped" in line] == [0, 1, 1, 1]
+    rates = [line["train/lr"] for line in lines(tmp_path) if "train/lr" in line]
+    np.testing.assert_allclose(rates, [0.01, 0.01, 0.0075, 0.005])  # of the updates that were taken
 
 
 def test_a_recipe_knows_where_the_run_stands_and_what_it_leaves_out_is_not_learned_from(

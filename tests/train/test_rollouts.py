@@ -94,6 +94,47 @@ def test_the_control_chooses_its_groups_by_the_rewards_that_were_dealt_out(sampl
     assert found.kept
 
 
+def test_long_episodes_lose_reward_before_groups_are_chosen(sample, monkeypatch):
+    # Questions 0 and 2 earn nothing; their second samples are so long that the groups differ.
+    plain = rollouts.run_questions
+
+    def run(*given, **options):
+        found = plain(*given, **options)
+        for place, t in enumerate(found):
+            t.policy_tokens = 95 if place % 2 else 80
+            t.turn_rewards = {0: 0.5, 1: t.rewards["total"]}
+        return found
+
+    monkeypatch.setattr(rollouts, "run_questions", run)
+    found, _, _ = sample(Refill(4, 1), overlong=(100, 20))
+    assert found.kept == {0, 1, 2, 3}
+    assert [t.rewards["overlong"] for t in found.trajectories] == [0, -0.75] * 4  # DAPO, Eq. 13
+    assert [t.rewards["total"] for t in found.trajectories] == [0, -0.75, 0, 0.25] * 2
+    assert [t.turn_rewards for t in found.trajectories[2:4]] == [{0: 0.5, 1: 0}, {0: 0.5, 1: 0.25}]
+
+
+def test_a_step_asks_for_the_rule_for_long_outputs(monkeypatch):
+    found = []
+    monkeypatch.setattr(rollouts, "sample_rounds", lambda *_, overlong, **__: found.append(overlong))
+    config = RLConfig(2, OptimConfig(), ObjectiveConfig(), overlong=(400, 100))
+    sample_step(config, 0, None, None, None, Shuffled([], 1, 0), Scoring())
+    assert found == [(400, 100)]
+
+
+@pytest.mark.parametrize("wrong", [(100,), (100, 0), (100, 101), (100, 20, 1)])
+def test_a_rule_for_long_outputs_that_is_none_is_refused(wrong):
+    with pytest.raises(UserError, match=r"train\.overlong=.*longest, cache"):
+        RLConfig(2, OptimConfig(), ObjectiveConfig(), overlong=wrong)
+
+
+@pytest.mark.parametrize(("spread", "rounds"), [(0.0, 1), (None, 2)])
+def test_dropping_groups_without_spread_where_groups_have_one_sample_is_refused(spread, rounds):
+    objective = ObjectiveConfig(drop_spread=spread)
+    with pytest.raises(UserError, match=r"train\.samples=1 .* nothing would be learned from"):
+        RLConfig(2, OptimConfig(), objective, samples=1, rounds=rounds)
+    RLConfig(2, OptimConfig(), ObjectiveConfig(), samples=1)
+
+
 def test_the_controls_rewards_are_dealt_out_anew_in_each_step_and_round(monkeypatch):
     found = []
     monkeypatch.setattr(
