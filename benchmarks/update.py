@@ -61,8 +61,11 @@ class Learner:
     def __init__(self, decoder: Decoder, config: ObjectiveConfig) -> None:
         graph, params, self.fixed = split_trained(decoder, ())
         self.reference = jax.tree.map(jnp.copy, params)
-        self.params, optimizer = params, make_optimizer(OPTIM)
-        self.state = optimizer.init(params)
+        optimizer = make_optimizer(OPTIM)
+        # Put where a step returns them, for which it would be compiled again.
+        self.params, self.state = jax.tree.map(
+            lambda x: jax.device_put(x, x.sharding), (params, optimizer.init(params))
+        )
         self.updater = Updater(graph, optimizer, config)
         self.loss = 0.0
 

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
 from rrl.parallel.mesh import put_rows
@@ -68,7 +68,10 @@ class Descent:
         (steps without a finite gradient since the start).
         """
         grads = jax.tree.map(lambda x: jnp.zeros_like(x, device=x.sharding), params)
-        sums = {name: jnp.zeros(()) for name in self.sums}
+        # Where `accumulate` returns them: from anywhere else the first call would compile it a second time.
+        place = jax.tree.leaves(params)[0].sharding
+        whole = NamedSharding(place.mesh, PartitionSpec()) if isinstance(place, NamedSharding) else place
+        sums = {name: jnp.zeros((), device=whole) for name in self.sums}
         for batch in batches:
             grads, sums = self.accumulate(params, frozen, grads, sums, put_rows(batch, self.mesh))
         params, opt_state, extra = self.apply(params, opt_state, grads, jnp.float32(total))
