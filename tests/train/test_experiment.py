@@ -351,8 +351,15 @@ def test_what_is_found_wrong_after_loading_leaves_nothing_behind(tmp_path, monke
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("name", ["rsearch_grpo", "rsearch_ppo", "r3rag_ppo", "r2ag"])
-def test_a_smoke_run_compiles_one_update_and_a_longer_run_has_its_rows_of_every_length(name):
-    assert len(made.config(name, "steps=2").objective.lengths) == 1
-    assert len(made.config(name, "steps=6").objective.lengths) == 3
-    assert len(made.config(name).objective.lengths) == 3
+@pytest.mark.parametrize(
+    "name", ["rsearch_grpo", "rsearch_ppo", "tiresrag_grpo", "r3rag_ppo", "r2ag", "search_r1"]
+)
+def test_runs_in_the_built_in_world_compile_one_update(name):
+    assert len(made.config(name).objective.lengths) == 1
+
+
+def test_a_smoke_run_compiles_one_update_and_a_longer_run_has_its_rows_of_every_length(tmp_path):
+    made.save_random_policy(tmp_path / "policy")
+    for steps, lengths in ((2, 1), (6, 3)):
+        arg = f"steps={steps},policy={tmp_path / 'policy'}"
+        assert len(made.config("rsearch_grpo", arg).objective.lengths) == lengths
