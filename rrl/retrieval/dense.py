@@ -149,8 +149,8 @@ def _build(embeddings: Float[np.ndarray, "N E"], config: ScannConfig) -> Any:
 def _read_singly(embeddings: Float[np.ndarray, "N E"]) -> None:
     """Tells Linux that a memory-mapped file is read a vector here and there: else it reads 128 KiB around each, which takes a
     first query from a cold disk half a second."""
-    if isinstance(embeddings, np.memmap) and hasattr(mmap, "MADV_RANDOM"):
-        embeddings._mmap.madvise(mmap.MADV_RANDOM)  # type: ignore[attr-defined]
+    if isinstance(mapped := embeddings.base, mmap.mmap) and hasattr(mmap, "MADV_RANDOM"):
+        mapped.madvise(mmap.MADV_RANDOM)
 
 
 def _scann() -> Any:

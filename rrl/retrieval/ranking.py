@@ -8,8 +8,8 @@ from jaxtyping import Float, Int
 MARGIN = 8
 """Candidates beyond k that are rescored, so that float32 rounding at the edge cannot lose a passage."""
 
-RESCORED_TOGETHER = 256
-"""Queries whose candidates are read at once: bounds the memory."""
+RESCORED_TOGETHER = 16 << 20
+"""Numbers of candidates' vectors that are read at once, those of one query at least: bounds the memory."""
 
 NOTHING = -1
 """Id of an empty place in a ranking, where fewer than k passages were found."""
@@ -49,8 +49,10 @@ def rescore(
     same whoever else asks at the same time. Most of many candidates are told apart by float32, at a fraction of the time.
     """
     ids, scores = empty_ranking(len(queries), k)
-    for start in range(0, len(queries), RESCORED_TOGETHER):
-        some = slice(start, start + RESCORED_TOGETHER)
+    most = max(map(len, candidates), default=0)
+    step = max(1, RESCORED_TOGETHER // max(1, most * embeddings.shape[1]))
+    for start in range(0, len(queries), step):
+        some = slice(start, start + step)
         asked, found = queries[some], _padded(candidates[some], len(embeddings))
         if found.shape[1] > k + MARGIN:
             rough = np.matmul(_vectors(embeddings, found), asked[:, :, None])[..., 0]

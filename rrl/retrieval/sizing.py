@@ -43,7 +43,10 @@ class ScannConfig:
 
 
 def serving_bytes(config: ScannConfig, passages: int, dim: int) -> int:
-    """Memory of an open index. Embeddings and passages stay on the disk, but for brute force."""
+    """Memory of an open index. Embeddings and passages stay on the disk, but for brute force.
+
+    After a query 205 to 228 MB were measured where this says 215 (1,000,000 × 384, spilled).
+    """
     if not config.leaves:
         return passages * dim * 4
     leaves = 2 if config.spilled else 1
@@ -59,7 +62,8 @@ def training_sample(config: ScannConfig, passages: int) -> int:
 
 def building_bytes(config: ScannConfig, passages: int, dim: int) -> int:
     """Memory while the largest part is indexed: three times its vectors (as read, and two copies in ScaNN's hands), the
-    training sample, and its own index. 210 MB were measured where this says 204 (100,000 × 128).
+    training sample, and its own index. Measured: 5.2 GB, with the process around it, where this says 5.1 (1,000,000 × 384);
+    290 MB where it says 195 (100,000 × 128), for the pages that are mapped count too.
     """
     part = min(passages, config.part or passages)
     vectors = 3 * part + training_sample(config, part)

@@ -1,8 +1,11 @@
 """The order of rankings: scores, then positions, whatever else is in the batch."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 
+from rrl.retrieval import ranking
 from rrl.retrieval.ranking import NOTHING, rescore, top_k
 
 
@@ -22,6 +25,31 @@ def test_rescoring_pads_and_breaks_ties_by_position() -> None:
     )
     assert ids.tolist() == [[0, 2, 3, NOTHING], [NOTHING] * 4]
     assert scores[0].tolist() == [1, 1, 0.5, -np.inf]
+
+
+def test_rescoring_reads_no_more_vectors_at_once_than_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Watched(np.ndarray):
+        most = 0
+
+        def __getitem__(self, index: Any) -> Any:
+            found = np.asarray(super().__getitem__(index))
+            Watched.most = max(Watched.most, found.size)
+            return found
+
+    rng = np.random.default_rng(1)
+    embeddings, queries = (rng.normal(size=(n, 8)).astype(np.float32) for n in (300, 40))
+    candidates = [rng.permutation(300)[: 50 + row] for row in range(40)]
+    whole = rescore(embeddings, queries, candidates, 5)
+    for limit in (8, 2_000):
+        monkeypatch.setattr(ranking, "RESCORED_TOGETHER", limit)
+        Watched.most = 0
+        for part, expected in zip(
+            rescore(embeddings.view(Watched), queries, candidates, 5), whole, strict=True
+        ):
+            np.testing.assert_array_equal(part, expected)
+        assert Watched.most <= max(limit, 89 * 8)
+    scores = embeddings.astype(np.float64) @ queries[7].astype(np.float64)
+    assert whole[0][7].tolist() == sorted(candidates[7].tolist(), key=lambda i: -scores[i])[:5]
 
 
 def test_rescoring_a_query_gives_the_same_bits_in_any_batch() -> None:
