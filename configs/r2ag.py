@@ -104,6 +104,7 @@ def get_config(arg: str = "") -> ConfigDict:
         "drop_spread": 0.0,
         "lengths": (640,) if tiny else (2048, 4096, 8192, 16384),
         "microbatch_tokens": 4096 if tiny else 32768,
+        "streams": 2 if tiny else 1,
     }
     config.optim = {
         "name": "adamw",

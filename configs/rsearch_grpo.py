@@ -97,6 +97,7 @@ def get_config(arg: str = "") -> ConfigDict:
         "drop_spread": 0.7 if ours and not real else None,
         "lengths": sized((1024,), (1024, 2048, 4096), (1024, 2048, 4096, 8192)),
         "microbatch_tokens": sized(2048, 8192, 32768),
+        "streams": sized(2, 1, 1),
     }
     config.optim = {
         "name": "adamw",

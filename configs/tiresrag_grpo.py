@@ -108,6 +108,7 @@ def get_config(arg: str = "") -> ConfigDict:
         "constant_tokens": 1,
         "lengths": (1024,) if tiny else (2048, 4096, 8192, 16384),
         "microbatch_tokens": 2048 if tiny else 32768,
+        "streams": 2 if tiny else 1,
     }
     config.optim = {
         "name": "adamw",

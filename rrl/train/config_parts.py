@@ -104,6 +104,7 @@ def learn_in_miniwiki(config: ConfigDict, args: types.SimpleNamespace, recipe: M
         "clip_high": 0.28,
         "lengths": (1024,),
         "microbatch_tokens": 2048,
+        "streams": 2,
     }
     config.optim = {
         "name": "adamw",

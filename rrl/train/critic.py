@@ -116,7 +116,7 @@ class Critic:
             return jnp.sum(mask * found), sums
 
         self._estimate = Scorer(estimate, objective, mesh)
-        self.descent = Descent(loss, optimizer, (*MOMENTS, "clip_fraction"), mesh)
+        self.descent = Descent(loss, optimizer, (*MOMENTS, "clip_fraction"), mesh, objective.streams)
 
     def estimate(
         self,

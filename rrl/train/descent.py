@@ -1,6 +1,7 @@
 """Gradients summed over microbatches and divided once, then one optimiser step."""
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -11,6 +12,7 @@ from jaxtyping import PyTree
 
 from rrl.parallel.mesh import put_rows
 from rrl.parallel.rules import constrain_state
+from rrl.parallel.runtime import cores_here
 from rrl.rl.batch import Batch
 from rrl.rl.optim import skipped_updates
 
@@ -31,10 +33,14 @@ class Descent:
         optimizer: optax.GradientTransformation,
         sums: Sequence[str],
         mesh: Mesh | None = None,
+        streams: int = 1,
     ) -> None:
-        """`sums` are the names that `loss` returns."""
+        """`sums` are the names that `loss` returns; `streams` is as in `ObjectiveConfig`."""
         self.mesh = mesh
         self.sums = (*sums, "loss")
+        device = jax.devices()[0] if mesh is None else mesh.devices.flat[0]
+        alone = mesh is None or mesh.size == 1
+        self.streams = streams if alone and device.platform == "cpu" else 1
 
         def accumulate(
             params: PyTree, frozen: PyTree, grads: PyTree, sums: dict[str, jax.Array], batch: Batch
@@ -53,6 +59,9 @@ class Descent:
 
         self.accumulate: Callable[..., Any] = jax.jit(accumulate, donate_argnums=(2, 3))
         self.apply: Callable[..., Any] = jax.jit(apply, donate_argnums=(0, 1))
+        self.join: Callable[..., Any] = jax.jit(
+            lambda *parts: jax.tree.map(jnp.add, *parts), donate_argnums=0
+        )
 
     def step(
         self,
@@ -67,13 +76,33 @@ class Descent:
         Returns new parameters, optimiser state, and the sums, with "loss" divided by `total`, "grad_norm", and "skipped"
         (steps without a finite gradient since the start).
         """
-        grads = jax.tree.map(lambda x: jnp.zeros_like(x, device=x.sharding), params)
         # Where `accumulate` returns them: from anywhere else the first call would compile it a second time.
         place = jax.tree.leaves(params)[0].sharding
         whole = NamedSharding(place.mesh, PartitionSpec()) if isinstance(place, NamedSharding) else place
-        sums = {name: jnp.zeros((), device=whole) for name in self.sums}
-        for batch in batches:
-            grads, sums = self.accumulate(params, frozen, grads, sums, put_rows(batch, self.mesh))
+        shares = [batches[first :: self.streams] for first in range(min(self.streams, max(1, len(batches))))]
+
+        def zeros() -> tuple[PyTree, dict[str, jax.Array]]:
+            grads = jax.tree.map(lambda x: jnp.zeros_like(x, device=x.sharding), params)
+            return grads, {name: jnp.zeros((), device=whole) for name in self.sums}
+
+        def add(held: tuple[PyTree, dict[str, jax.Array]], share: Sequence[Batch]) -> Any:
+            for batch in share:
+                held = self.accumulate(params, frozen, *held, put_rows(batch, self.mesh))
+                if len(shares) > 1:
+                    jax.block_until_ready(
+                        held[1]
+                    )  # else the device's queue would put all streams in one line
+            return held
+
+        held = [zeros() for _ in shares]
+        if len(shares) == 1 or cores_here() == 1:
+            held = list(map(add, held, shares))
+        else:
+            with ThreadPoolExecutor(len(shares), "rrl-update") as pool:
+                held = list(pool.map(add, held, shares))
+        grads, sums = held[0]
+        for part in held[1:]:
+            grads, sums = self.join((grads, sums), part)
         params, opt_state, extra = self.apply(params, opt_state, grads, jnp.float32(total))
         found = {name: float(value) for name, value in jax.device_get({**sums, **extra}).items()}
         return params, opt_state, found | {"loss": found["loss"] / total}

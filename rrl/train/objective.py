@@ -52,11 +52,23 @@ class ObjectiveConfig:
     """Tokens whose activations exist at a time."""
     lengths: tuple[int, ...] = (512, 1024, 2048, 4096, 8192)
     """Row lengths that are compiled; the last is the longest trajectory."""
+    streams: int = 1
+    """On one CPU: microbatches that are computed at once, each stream adding to a sum of its own, since one by itself leaves
+    a part of a second core idle. Other devices have one. The last bits of a gradient depend on it, not on the cores."""
 
     def __post_init__(self) -> None:
         if not self.lengths or list(self.lengths) != sorted(set(self.lengths)) or self.lengths[0] < 1:
             raise UserError(f"objective.lengths={self.lengths} must be increasing row lengths")
-        at_least(1, self, "minibatches", "epochs", "microbatch_tokens", "constant_tokens", where="objective.")
+        at_least(
+            1,
+            self,
+            "minibatches",
+            "epochs",
+            "microbatch_tokens",
+            "streams",
+            "constant_tokens",
+            where="objective.",
+        )
         at_least(0, self, "kl_coef", "clip_low", "clip_high", "entropy_coef", where="objective.")
         at_most(1, self, "clip_low", where="objective.")  # no ratio is below 0
         if self.drop_spread is not None:

@@ -80,7 +80,7 @@ class Updater:
             before = token_logprobs(nnx.merge(graph, reference, fixed), batch)
             return policy_loss(scores, jax.lax.stop_gradient(before.logp), batch, config)
 
-        self.descent = Descent(loss, optimizer, config.sums, mesh)
+        self.descent = Descent(loss, optimizer, config.sums, mesh, config.streams)
 
         def logps(params: PyTree, fixed: PyTree, batch: Batch) -> dict[str, jax.Array]:
             return {"logp": token_logprobs(nnx.merge(graph, params, fixed), batch).logp}
