@@ -76,7 +76,7 @@ class Descent:
         Returns new parameters, optimiser state, and the sums, with "loss" divided by `total`, "grad_norm", and "skipped"
         (steps without a finite gradient since the start).
         """
-        # Where `accumulate` returns them: from anywhere else the first call would compile it a second time.
+        # Zeros lie where `accumulate` returns them: from anywhere else the first call would compile it a second time.
         place = jax.tree.leaves(params)[0].sharding
         whole = NamedSharding(place.mesh, PartitionSpec()) if isinstance(place, NamedSharding) else place
         shares = [batches[first :: self.streams] for first in range(min(self.streams, max(1, len(batches))))]
@@ -88,10 +88,8 @@ class Descent:
         def add(held: tuple[PyTree, dict[str, jax.Array]], share: Sequence[Batch]) -> Any:
             for batch in share:
                 held = self.accumulate(params, frozen, *held, put_rows(batch, self.mesh))
-                if len(shares) > 1:
-                    jax.block_until_ready(
-                        held[1]
-                    )  # else the device's queue would put all streams in one line
+                if len(shares) > 1:  # else the device's queue would put all streams in one line
+                    jax.block_until_ready(held[1])
             return held
 
         held = [zeros() for _ in shares]
