@@ -20,8 +20,9 @@ def dump_batch(
     """Writes what an update learned from to `folder/step_N.npz`; None where there are `MOST` files already, and in every
     process but the first, whose folder it may be.
 
-    Arrays over the tokens of all trajectories, one after another: tokens, roles, logps, sampled_logps, turns, advantages;
-    lengths (tokens of each trajectory); and `about`, JSON with id, text, rewards, contexts and end of each.
+    Arrays over the tokens of all trajectories, one after another: tokens, roles, logps, sampled_logps, turns, rewards (what
+    is paid there), advantages; lengths (tokens of each trajectory); and `about`, JSON with id, text, rewards, contexts and
+    end of each.
     """
     if jax.process_index() != 0:
         return None
@@ -54,6 +55,7 @@ def dump_batch(
         logps=np.concatenate([t.logps for t in trajectories]),
         sampled_logps=np.concatenate([t.sampled_logps for t in trajectories]),
         turns=np.concatenate([t.turns for t in trajectories]),
+        rewards=np.concatenate([t.token_rewards for t in trajectories]),
         advantages=np.concatenate(along),
         lengths=np.array([len(t.tokens) for t in trajectories]),
         about=np.array(json.dumps(about)),

@@ -47,6 +47,7 @@ class Guard:
                 lambda x: not x <= config.kl,
             ),
             "no gradient is finite": ("train/grad_norm", lambda x: not math.isfinite(x)),
+            "no gradient of the critic is finite": ("critic/grad_norm", lambda x: not math.isfinite(x)),
         }
         self._since: dict[str, list[int]] = {sign: [] for sign in self._signs}
 

@@ -18,6 +18,7 @@ def test_a_batch_holds_all_tokens_and_what_they_were_learned_from(tmp_path):
         part = slice(end - len(t.tokens), end)
         np.testing.assert_array_equal(found["tokens"][part], t.tokens)
         np.testing.assert_array_equal(found["logps"][part], t.logps)
+        np.testing.assert_array_equal(found["rewards"][part], t.token_rewards)
         np.testing.assert_array_equal(found["advantages"][part], np.broadcast_to(advantage, len(t.tokens)))
     assert [one["rewards"] for one in json.loads(str(found["about"]))] == [t.rewards for t in trajectories]
 

@@ -16,6 +16,10 @@ WELL = {"reward/total": 1.0, "train/entropy": 0.5, "train/kl": 0.1, "train/grad_
         ({"train/kl": 10.5}, "the KL from the reference is above 10 in each step from 3 to 5"),
         ({"train/kl": float("nan")}, "the KL from the reference is above 10 in each step from 3 to 5"),
         ({"train/grad_norm": float("inf")}, "no gradient is finite in each step from 3 to 5"),
+        (
+            {"critic/grad_norm": float("nan")},
+            "no gradient of the critic is finite in each step from 3 to 5",
+        ),
     ],
 )
 def test_a_sign_that_lasts_is_named_once(sick, sign):
