@@ -83,7 +83,7 @@ def get_config(arg: str = "") -> ConfigDict:
         "feed_tokens": 512 if tiny else 2048,
         "loops": 2 if tiny else 0,
     }
-    steps = args.steps if args.steps is not None else (60 if tiny else 80)
+    steps = args.steps if args.steps is not None else (110 if tiny else 80)
     config.train = {
         "steps": steps,
         "questions": 32 if tiny else 128,
