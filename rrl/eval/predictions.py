@@ -48,6 +48,8 @@ class Prediction:
     counts: Mapping[str, float] = dataclasses.field(default_factory=dict)
     record: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """All of it, for gold answers that stand beside the prediction."""
+    failed: int = 0
+    """Searches that failed, where the record says so."""
 
 
 def load_predictions(path: str | Path, field: str = "", judge_field: str = "") -> list[Prediction]:
@@ -118,6 +120,7 @@ def _prediction(place: str, record: Any, field: str, judge_field: str) -> Predic
         verdict=_verdict(fields[judge_field]) if judge_field else None,
         counts=dict(_counts(fields)),
         record=fields,
+        failed=_failed(fields),
     )
 
 
@@ -165,6 +168,12 @@ def _verdict(value: Any) -> bool | None:
     words = {"true": True, "1": True, "yes": True, "correct": True, "false": False, "0": False, "no": False}
     words |= {"1.0": True, "0.0": False, "wrong": False, "incorrect": False}
     return words.get(str(value).strip().strip('."').lower())
+
+
+def _failed(fields: dict[str, Any]) -> int:
+    searches = fields.get("searches")
+    listed = searches if isinstance(searches, list) else ()
+    return sum(isinstance(one, dict) and one.get("failed") is True for one in listed)
 
 
 def _counts(fields: dict[str, Any]) -> Iterator[tuple[str, float]]:

@@ -56,6 +56,8 @@ class Scores:
     """Questions without a prediction, which count as wrong."""
     unparsed: int = 0
     """Verdicts of the judge that could not be understood, which count as wrong."""
+    failed: int = 0
+    """Searches that failed, as far as the predictions say."""
 
     @property
     def main(self) -> str:
@@ -171,6 +173,7 @@ def score(
         titles,
         missing=len(predictions) - len(there),
         unparsed=sum(p.verdict is None for p in there) if judged else 0,
+        failed=sum(p.failed for p in there),
     )
 
 
@@ -187,6 +190,8 @@ def report(scores: Scores, *, seed: int = 0, level: float = 0.95) -> dict[str, A
     }
     if "judge" in scores.metrics:
         found["judge_unparsed"] = scores.unparsed
+    if scores.failed:
+        found["searches_failed"] = scores.failed
     groups = {
         "by_kind": [q.kind for q in scores.questions],
         "by_hops": [str(q.hops) if q.hops else "" for q in scores.questions],
@@ -252,6 +257,10 @@ def as_text(found: Mapping[str, Any]) -> str:
     for key, words in (
         ("missing", "questions without a prediction count as wrong"),
         ("judge_unparsed", "verdicts of the judge could not be understood and count as wrong"),
+        (
+            "searches_failed",
+            "searches failed, and nothing was found by them: mend the index or its service and evaluate anew",
+        ),
     ):
         if found.get(key):
             lines += ["", f"{found[key]} {words}"]

@@ -28,7 +28,17 @@ from rrl.rewards.retrieval_tree import (
 )
 from rrl.rollout.curriculum import Curriculum
 from rrl.rollout.forest import STOP, Forest, Node
-from rrl.rollout.protocol import CONTEXT, TURN_TOKENS, Action, Append, Episode, Finish, Restart, SearchFor
+from rrl.rollout.protocol import (
+    CONTEXT,
+    TURN_TOKENS,
+    Action,
+    Append,
+    Episode,
+    Finish,
+    Restart,
+    SearchFor,
+    Stream,
+)
 from rrl.rollout.trajectory import POLICY, Search, Trajectory
 from rrl.text.chat import Prompt
 from rrl.text.normalize import title_key
@@ -113,13 +123,13 @@ class Expanding:
         """There are no observations: documents stand in the next prompt."""
         return 0
 
-    def prompt(self, question: Question, documents: Sequence[Passage]) -> Prompt:
-        """The question with the documents kept so far."""
-        shown = render(documents)
+    def prompt(self, question: Question, documents: Sequence[Passage], failed: bool = False) -> Prompt:
+        """The question with the documents kept so far, and whether a search for more has just `failed`."""
+        shown, after = render(documents), f"\n{Stream.failure}" if failed else ""
         if self.opening == "bare":
-            return Prompt(question.text, body=f"\n{shown}" if shown else "")
+            return Prompt(question.text, body=f"\n{shown}" if shown else "", after=after)
         head = f"{INSTRUCTION}\n\nUser question: {question.text}\n\nEvidences:\n"
-        return Prompt(head, body=shown or "(none)")
+        return Prompt(head, body=shown or "(none)", after=after)
 
     def asked(self, question: Question, proposal: Proposal) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """The base and predicted queries of an output that are searched."""
@@ -143,7 +153,7 @@ class Expanding:
             return Finish("expanded")
         if episode.turn + 1 >= self.expansions:
             return Finish("turn_limit")
-        return Restart(self.prompt(episode.question, documents_of(episode.searches)))
+        return Restart(self.prompt(episode.question, documents_of(episode.searches), None in found))
 
     def overflow(self, episode: Episode, message: Append, room: int) -> Action:
         raise NotImplementedError("nothing is appended to a context: each expansion has a prompt of its own")

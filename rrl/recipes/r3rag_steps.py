@@ -9,7 +9,17 @@ from collections.abc import Sequence
 from rrl.data.passages import Passage, render
 from rrl.data.questions import Question
 from rrl.errors import at_least, one_of
-from rrl.rollout.protocol import CONTEXT, TURN_TOKENS, Action, Append, Episode, Finish, Restart, SearchFor
+from rrl.rollout.protocol import (
+    CONTEXT,
+    TURN_TOKENS,
+    Action,
+    Append,
+    Episode,
+    Finish,
+    Restart,
+    SearchFor,
+    Stream,
+)
 from rrl.rollout.trajectory import Search
 from rrl.text.short_answers import FINAL_ANSWER
 
@@ -106,14 +116,17 @@ class Steps:
     def again(self, episode: Episode) -> Restart:
         """The next step's context, after all that was said and found."""
         steps = [step for step in map(parse_step, episode.said) if step is not None]
-        return Restart(
-            self.prompt(episode.question, list(zip(steps, self.documents(episode.searches), strict=True)))
-        )
+        shown = [
+            None if search.failed else passages
+            for search, passages in zip(episode.searches, self.documents(episode.searches), strict=True)
+        ]
+        return Restart(self.prompt(episode.question, list(zip(steps, shown, strict=True))))
 
-    def prompt(self, question: Question, past: Sequence[tuple[Step, Sequence[Passage]]]) -> str:
-        """What the step after `past` reads, as the user's turn; the steps in one form, whatever the policy's own spacing."""
+    def prompt(self, question: Question, past: Sequence[tuple[Step, Sequence[Passage] | None]]) -> str:
+        """What the step after `past` reads, as the user's turn; the steps in one form, whatever the policy's own spacing. Of a
+        search that failed (None) it reads that."""
         steps = "".join(
-            f"\n{step.written(number)}\n{DOCUMENTS} {render(passages)}"
+            f"\n{step.written(number)}\n{DOCUMENTS} {Stream.failure if passages is None else render(passages)}"
             for number, (step, passages) in enumerate(past, start=1)
         )
         if self.opening == "steps":

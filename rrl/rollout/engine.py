@@ -24,6 +24,7 @@ from transformers import PreTrainedTokenizerBase
 from rrl.data.questions import Question
 from rrl.data.tokenizer import check_tokenizer, token_bytes
 from rrl.errors import UserError
+from rrl.models.config import DecoderConfig
 from rrl.models.decoder import Decoder
 from rrl.parallel.gather import gather_objects
 from rrl.parallel.mesh import make_mesh
@@ -77,6 +78,7 @@ class Engine:
         self.mesh = mesh or make_mesh(data=1, devices=jax.devices()[:1])
         check_tokenizer(tokenizer, decoder.config)
         self.bytes = token_bytes(tokenizer)
+        self._special = [piece for piece, number in tokenizer.get_vocab().items() if not self.bytes[number]]
         self.bytes += [b""] * (decoder.config.vocab_size - len(self.bytes))
         encoder = retriever.encoder if retriever is not None and retriever.needs_embeddings else None
         text_encoder = retriever.text_encoder if retriever is not None and encoder is not None else None
@@ -95,7 +97,7 @@ class Engine:
             decoder.config,
             config,
             self.mesh,
-            eos=jnp.asarray(_eos_ids(tokenizer), jnp.int32),
+            eos=jnp.asarray(_eos_ids(tokenizer, decoder.config), jnp.int32),
             answer=self._answer,
             encoder=query_encoder,
         )
@@ -108,7 +110,12 @@ class Engine:
     # -- public ------------------------------------------------------------------------------------------------------
 
     def check_prompt(self, question: Question, prompt: Int[np.ndarray, "T"]) -> None:
-        """Raises UserError for a prompt that does not fit the context."""
+        """Raises UserError for a prompt that does not fit the context, or has tokens that the model has not."""
+        size = self.programs.decoder_config.vocab_size
+        if wrong := [int(token) for token in (np.min(prompt), np.max(prompt)) if not 0 <= token < size]:
+            raise UserError(
+                f"the prompt of question {question.id!r} has token {wrong[0]}; the model's tokens are 0 to {size - 1}"
+            )
         if len(prompt) + 2 > self.config.context:
             raise UserError(
                 f"the prompt of question {question.id!r} has {len(prompt)} tokens, the context holds "
@@ -167,9 +174,7 @@ class Engine:
         for host in hosts:
             host.on_finish = finish
         found = self._drive(hosts, finished, params, environment, key, reference)
-        trajectories = [found[index] for index in range(len(requests))]
-        self.stats.policy_tokens = sum(trajectory.policy_tokens for trajectory in trajectories)
-        return trajectories
+        return [found[index] for index in range(len(requests))]
 
     def run_workflows(
         self,
@@ -187,9 +192,13 @@ class Engine:
 
         `environment` names all stop strings and the most tokens of one generation. `numbers` are the workflows' seeds, all
         of them different; their places unless given. `on_finish` gets each number with what its workflow returned; as in
-        `run`. Raises what a workflow raises.
+        `run`. Raises what a workflow raises, and UserError for a number that is there twice.
         """
         numbers = range(len(workflows)) if numbers is None else numbers
+        if twice := [number for number, count in collections.Counter(numbers).items() if count > 1]:
+            raise UserError(
+                f"numbers: {twice[0]} is there twice; each workflow needs one of its own, its seed"
+            )
         numbered, count = (
             list(zip(numbers, workflows, strict=True)),
             self.programs.shards * self.programs.loops,
@@ -233,9 +242,16 @@ class Engine:
         )
 
     def _compiled(self, sets: Sequence[tuple[str, ...]]) -> StopSets:
-        """The automata of these sets, compiled once."""
+        """The automata of these sets, compiled once; UserError for a string that can never be seen."""
         wanted = tuple(dict.fromkeys(sets))
         if wanted not in self._stops:
+            for string in {string for strings in wanted for string in strings}:
+                if hidden := [token for token in self._special if token in string]:
+                    raise UserError(
+                        f"the policy would never be seen to write the stop string {string!r}: {hidden[0]!r} is a special token "
+                        'of the tokenizer, which no text shows. Make it an ordinary one ("special": false in tokenizer.json '
+                        "and tokenizer_config.json), or choose another tag"
+                    )
             self._stops[wanted] = compile_sets(wanted, self.bytes)
         return self._stops[wanted]
 
@@ -256,7 +272,9 @@ class Engine:
         if reference and jax.process_count() > 1:
             raise UserError("the reference loop runs in one process only; leave reference=True out")
         start = time.perf_counter()
-        self._hosts = hosts
+        self._hosts, over = hosts, threading.Event()
+        for host in hosts:
+            host.over = over
         stops = hosts[0].stops
         signature = (environment.turn_tokens, stops.first_accept, reference)
         if signature not in self._built:
@@ -278,16 +296,19 @@ class Engine:
         errors = [host.error for host in hosts if host.error is not None]
         if jax.process_count() == 1 and errors:
             raise errors[0]
-        counts = [(host.searches.seconds, host.prefilled, host.searches.failed) for host in hosts]
+        counts = [
+            (host.searches.seconds, host.written, host.prefilled, host.searches.failed) for host in hosts
+        ]
         parts = gather_objects((found, [repr(error) for error in errors], counts))
         if errors:
             raise errors[0]
         if elsewhere := {process: words for process, (_, words, _) in enumerate(parts) if words}:
             raise RuntimeError(f"the rollout failed in another process: {elsewhere}")
-        searching, prefilled, failed = np.sum([counts for *_, counts in parts], axis=0).T
+        searching, written, prefilled, failed = np.sum([counts for *_, counts in parts], axis=0).T
         self.stats = RolloutStats(
             seconds=time.perf_counter() - start,
             retrieval_seconds=float(searching.max()),
+            policy_tokens=int(written.sum()),
             decode_steps=-(-sum(steps) // loops),
             prefilled_tokens=int(prefilled.sum()),
             searches_failed=int(failed.sum()),
@@ -343,7 +364,9 @@ def deal(prompts: Sequence[Int[np.ndarray, "T"]], shards: int, loops: int = 1) -
     return [places[shard::shards] for shard in range(shards)]
 
 
-def _eos_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+def _eos_ids(tokenizer: PreTrainedTokenizerBase, config: DecoderConfig) -> list[int]:
+    """The tokenizer's end, and whatever else the model's config says ends a text (Llama 3 has three)."""
     if tokenizer.eos_token_id is None:
         raise UserError("the tokenizer has no eos_token: set it in tokenizer_config.json")
-    return [int(tokenizer.eos_token_id)]
+    ends = config.eos_token_id if isinstance(config.eos_token_id, tuple) else ()
+    return sorted({int(tokenizer.eos_token_id), *ends})

@@ -7,25 +7,33 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from rrl.data.questions import Question
+from rrl.errors import UserError, at_least, at_most
 from rrl.rollout.protocol import Episode
 from rrl.rollout.trajectory import ENVIRONMENT, POLICY, PROMPT, Trajectory
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Request:
-    """One episode to run."""
+    """One episode to run. Raises UserError for what cannot be asked."""
 
     question: Question
     prompt: Int[np.ndarray, "T"]
     """Token ids of the prompt."""
     seed: int
-    """Folded into the sampling key; the same seed gives the same trajectory."""
+    """Folded into the sampling key; the same seed gives the same trajectory. 31 bits."""
     group: int = 0
     temperature: float = 1.0
+    """0 is greedy."""
     turn_tokens: int = 0
     """Most tokens of a turn, where that is less than the environment's; 0: the environment's."""
     stops: tuple[str, ...] | None = None
     """The strings that end its turns; None: the environment's."""
+
+    def __post_init__(self) -> None:
+        at_least(0, self, "seed", "temperature", "turn_tokens", where="request.")
+        at_most(2**31 - 1, self, "seed", where="request.")
+        if not len(self.prompt):
+            raise UserError(f"the prompt of question {self.question.id!r} is empty: give at least one token")
 
 
 class Live:

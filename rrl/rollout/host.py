@@ -1,15 +1,18 @@
 """The host's side of an episode batch: what happened to each row, what it is fed next, and the finished trajectories.
 
 One `Host` serves the rows of one data shard. `exchange` is called from inside the jitted loop: it is NumPy only, never
-calls JAX and never raises (an exception is kept in `error`, every row is switched off, and the engine raises it).
+calls JAX and never raises (an exception is kept in `error`, the rows of all hosts here are switched off, and the engine
+raises it).
 """
 
 import collections
+import threading
 from collections.abc import Callable
 
 import numpy as np
 from jaxtyping import Float, Int
 
+from rrl.errors import UserError
 from rrl.retrieval.retriever import Retriever
 from rrl.rollout.automaton import StopSets
 from rrl.rollout.episodes import Live, Request
@@ -36,6 +39,7 @@ from rrl.rollout.protocol import (
     Environment,
     Finish,
     Restart,
+    SearchFor,
     message_ids,
 )
 from rrl.rollout.searches import Asker, Found, Searches
@@ -102,7 +106,11 @@ class Host:
         self.exchanges = 0
         self.prefilled = 0
         """Tokens that were fed; a prompt that is copied from another row is not."""
+        self.written = 0
+        """Tokens of the policy."""
         self.error: BaseException | None = None
+        self.over = threading.Event()
+        """Set by an error: hosts that share it end with the one that met it."""
         for row in range(limits.rows):
             self._admit(row)
 
@@ -110,7 +118,7 @@ class Host:
         """Takes what the device has done and returns the next feeds, queries and marks (see `Limits.words`)."""
         self.exchanges += 1
         try:
-            if self.error is None:
+            if not self.over.is_set():
                 self.stage = "reading what the policy wrote"
                 self._read(turns)
                 self._search(turns, embeddings)
@@ -123,7 +131,7 @@ class Host:
                 return words
         except BaseException as error:  # raised again by the engine, outside the callback
             self.error = error
-            self.groups.clear()
+            self.over.set()
         self.stage = "ended by an error"
         return self._packed(*self._blank(), np.full(self.limits.rows, OFF + 1, np.int32))
 
@@ -137,6 +145,7 @@ class Host:
             if live is None or row in busy:
                 continue
             count = int(turns.length[row])
+            self.written += count
             ids = turns.ids[row, :count].copy()
             stop = int(turns.stop[row])
             name = _STOP_NAMES[stop] if stop < 0 else self.stops.strings[stop]
@@ -152,6 +161,11 @@ class Host:
             self._append(row, live, action)
         elif isinstance(action, Restart):
             self._restart(row, live, action)
+        elif not isinstance(action, SearchFor):
+            raise UserError(
+                f"environment {type(self.environment).__name__} answers turn {live.episode.turn} of question "
+                f"{live.request.question.id!r} with {action!r}; it must be SearchFor, Append, Restart or Finish"
+            )
         else:
             self.asked[row], self.answers[row] = (action.query, *action.also), {}
             self.to_encode += [(row, query) for query in dict.fromkeys(self.asked[row])]
@@ -176,6 +190,8 @@ class Host:
         prompt = action.prompt
         if isinstance(prompt, (str, Prompt)):
             prompt = self.encode_prompt(prompt)
+        if not len(prompt):
+            raise UserError(f"question {live.request.question.id!r}: the prompt of a Restart is empty")
         if len(prompt) + 2 > self.limits.context:
             self._finish(row, live, "context_limit")
             return

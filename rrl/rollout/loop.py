@@ -34,7 +34,7 @@ class EngineConfig:
     rows: int = 64
     """Episodes in flight, over all data shards."""
     context: int = 8192
-    """Most tokens of a trajectory."""
+    """Most tokens that the policy sees at a time, its own among them; a restart begins anew."""
     feeds: int = 16
     """How many paused rows of a data shard interrupt decoding; as many queries are encoded together."""
     feed_tokens: int = 256
@@ -59,7 +59,11 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         at_least(1, self, "rows", "context", "feeds", "feed_tokens", "patience", "top_k")
-        at_least(0, self, "loops", "sample_top_k", "search_seconds", "stall_seconds")
+        at_least(0, self, "loops", "sample_top_k", "stall_seconds")
+        if not self.search_seconds > 0:
+            raise UserError(
+                f"search_seconds={self.search_seconds} must be above 0: each search would be given up"
+            )
         if not 0 < self.top_p <= 1:
             raise UserError(f"top_p={self.top_p} must lie above 0 and not above 1")
 
@@ -121,7 +125,12 @@ class Programs:
         self.shards = data_shards(mesh)
         if config.rows % self.shards:
             raise UserError(
-                f"engine rows = {config.rows} must be a multiple of the {self.shards} data shards"
+                f"rollout.rows={config.rows} must be a multiple of data x fsdp = {self.shards} shards of the mesh"
+            )
+        if config.sample_top_k > decoder_config.vocab_size:
+            raise UserError(
+                f"rollout.sample_top_k={config.sample_top_k} must be at most {decoder_config.vocab_size}, the model's "
+                "vocab_size; 0 is off"
             )
         self.on_cpu = mesh.devices.flat[0].platform == "cpu"
         self.loops = _loops(config, self.on_cpu and mesh.size == 1)

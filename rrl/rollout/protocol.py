@@ -164,10 +164,10 @@ class Stream:
                 return Finish("search_limit") if last else SearchFor(queries[-1].strip())
         elif boxes(text, self.answer):
             return Finish("answer")
-        if last:
-            return Finish("turn_limit")
-        if not self.correction:
-            return Finish("no_action")
+        if last or not self.correction:
+            if stop == TURN_TOKENS:
+                return Finish("length")
+            return Finish("turn_limit" if last else "no_action")
         said = {"search": " and ".join(markers(self.search)), "answer": " and ".join(markers(self.answer))}
         return Append(prefix="\n" + self.correction.format(**said) + "\n")
 
@@ -202,7 +202,7 @@ class SingleTurn:
         return ()
 
     def react(self, episode: Episode, text: str, stop: str) -> Action:
-        return Finish("answer" if stop == EOS else "length")
+        return Finish({EOS: "answer", CONTEXT: "context_limit"}.get(stop, "length"))
 
     def observe(self, episode: Episode, passages: Sequence[Passage] | None) -> Append:
         raise NotImplementedError("a single-turn environment never searches")

@@ -113,7 +113,7 @@ class Searches:
             self.told.add(type(error))
             logging.getLogger(__name__).warning(
                 "search failed for %d queries, the first of which is %r: %r (told once for each kind of error; "
-                "train/searches_failed counts them)",
+                "searches_failed counts them)",
                 len(batch.queries),
                 batch.queries[0],
                 error,

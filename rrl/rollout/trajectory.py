@@ -76,6 +76,11 @@ class Trajectory:
         return [slice(*ends) for ends in itertools.pairwise((*self.starts, len(self.tokens)))]
 
     @property
+    def positions(self) -> Int[np.ndarray, "T"]:
+        """Position of each token in its context."""
+        return np.concatenate([np.arange(part.stop - part.start) for part in self.contexts])
+
+    @property
     def token_rewards(self) -> Float[np.ndarray, "T"]:
         """When what was earned is paid: `turn_rewards`, or the total at the last policy token."""
         paid = np.zeros(len(self.tokens), np.float32)

@@ -38,6 +38,7 @@ class Generate:
     tokens: int = 0
     """Most tokens; 0: as many as the engine was told."""
     temperature: float = 0.0
+    """0 is greedy."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -180,9 +181,10 @@ class Flows:
     def _generate(self, flow: int, place: int, ask: Generate, prompt: Int[np.ndarray, "T"]) -> None:
         number = next(self._numbers)
         self._places[number] = (flow, place)
-        seed = (flow << 12 ^ self._asked[flow]) & 0x7FFFFFFF
+        asked = self._asked[flow]
         self._asked[flow] += 1
-        question = Question(f"{flow}.{number}", "", ())
+        seed = (flow << 12 ^ asked) & 0x7FFFFFFF
+        question = Question(f"{flow}.{asked}", "", ())
         request = Request(question, prompt, seed, flow, ask.temperature, ask.tokens, ask.stops)
         self._host.queue.append((number, request))
 

@@ -229,7 +229,8 @@ def evaluate(
     scoring: Scoring = ALONE,
     on_finish: Callable[[int, Trajectory], None] = lambda place, trajectory: None,
 ) -> tuple[dict[str, float], list[Trajectory]]:
-    """One episode a question (greedy unless told): "eval/em", "eval/f1", ... and each metric of each kind, "eval/em/<kind>"."""
+    """One episode a question (greedy unless told): "eval/em", "eval/f1", ... and each metric of each kind, "eval/em/<kind>"; and
+    how many searches failed, for lack of which all of them may be low."""
     trajectories = run_questions(
         engine,
         params,
@@ -246,4 +247,5 @@ def evaluate(
         of_kind = [t for t in trajectories if t.question.kind == kind]
         for name in of_kind[0].metrics:
             found[f"eval/{name}/{kind}"] = float(np.mean([t.metrics[name] for t in of_kind]))
+    found["eval/searches_failed"] = float(engine.stats.searches_failed)
     return found, trajectories

@@ -40,12 +40,17 @@ def test_what_was_found_and_what_it_cost_is_read(tmp_path: Path) -> None:
     file = written(
         tmp_path,
         {"id": 1, "prediction": "x", "titles": ["T", "U"], "turns": 2, "tokens": 30, "seconds": 0.5},
-        {"id": 2, "prediction": "x", "searches": [{"query": "q", "titles": ["T"]}, {"titles": ["V"]}]},
+        {
+            "id": 2,
+            "prediction": "x",
+            "searches": [{"query": "q", "titles": ["T"], "failed": False}, {"titles": ["V"], "failed": True}],
+        },
         {"id": 3, "output": {"pred": "x", "retrieval_result": [{"id": "9", "contents": '"T"\ntext'}]}},
         {"id": 4, "prediction": "x", "searches": 3, "tokens": True},
     )
     found = load_predictions(file)
     assert [p.titles for p in found] == [("T", "U"), ("T", "V"), ("T",), None]
+    assert [p.failed for p in found] == [0, 1, 0, 0]
     assert [dict(p.counts) for p in found] == [
         {"turns": 2, "tokens": 30, "seconds": 0.5},
         {"searches": 2},

@@ -95,6 +95,14 @@ def test_no_answer_is_wrong_and_unparsed_verdicts_are_counted() -> None:
     assert "1 questions without a prediction count as wrong" in as_text(report(scores))
 
 
+def test_searches_that_failed_are_told_where_there_are_any() -> None:
+    predictions = said("Paris", "x", "yes")
+    assert "searches_failed" not in report(score(predictions, QUESTIONS, SQUAD))
+    predictions[1] = dataclasses.replace(predictions[1], failed=2)
+    found = report(score([*predictions[:2], None], QUESTIONS, SQUAD))
+    assert found["searches_failed"] == 2 and "2 searches failed" in as_text(found)
+
+
 def test_choices_are_scored_by_letter_and_not_mixed() -> None:
     choosing = [dataclasses.replace(question, answers=("B",), choices=("x", "y")) for question in QUESTIONS]
     scores = score(said("The answer is (B)", "A", "b"), choosing, SQUAD)

@@ -1,5 +1,6 @@
 """R2AG: protocol and prompts, one expansion or a whole tree, rewards and metrics of both, and its expert."""
 
+import dataclasses
 import math
 
 import numpy as np
@@ -111,7 +112,11 @@ def test_inference_searches_the_first_t_queries_and_goes_on_with_all_that_was_fo
         one.searches.append(Search(0, "a", passages=found))
     again = environment.observe(one, [NOISE], [A, NOISE], None)
     assert isinstance(again, Restart)
-    assert again.prompt.said == "Who?\n(Title: Noise) text of Noise\n(Title: A) text of A"
+    shown = "Who?\n(Title: Noise) text of Noise\n(Title: A) text of A"
+    assert again.prompt.said == f"{shown}\nThe search failed."  # one of the three
+    assert environment.observe(one, [NOISE], [A, NOISE], []).prompt.said == shown
+    instructed = dataclasses.replace(environment, opening="instruct").observe(one, None)
+    assert instructed.prompt.said.endswith("(Title: A) text of A\nThe search failed.")
     one.turn = 4
     assert environment.observe(one, [A]) == Finish("turn_limit")
 

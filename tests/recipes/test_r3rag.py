@@ -175,8 +175,9 @@ def test_documents_that_were_shown_are_left_out_and_the_rest_stays():
     assert kept.prompt.count("(Title: Silver Harbour)") == 2
 
 
-def test_a_failed_search_shows_nothing():
-    assert after((ASK, None)).prompt.endswith("The retrieval documents: ")
+def test_of_a_failed_search_the_policy_reads_that_it_failed():
+    assert after((ASK, [])).prompt.endswith("The retrieval documents: ")
+    assert after((ASK, None)).prompt.endswith("The retrieval documents: The search failed.")
 
 
 def test_a_document_has_512_characters_or_the_block_has():

@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 
 from rrl.data.questions import Question
+from rrl.errors import UserError
 from rrl.rollout.automaton import compile_sets
 from rrl.rollout.episodes import Request
-from rrl.rollout.exchange import HEADER, PARTS, PIECE, RUN, WAIT, Feed, Limits, Turns
+from rrl.rollout.exchange import HEADER, OFF, PARTS, PIECE, RUN, WAIT, Feed, Limits, Turns
 from rrl.rollout.host import Host
-from rrl.rollout.protocol import SingleTurn
+from rrl.rollout.protocol import Restart, SingleTurn
 
 LIMITS = Limits(rows=3, context=400, feeds=2, feed_tokens=2 * PIECE, query_tokens=0)
 NONE = np.zeros((0, 0), np.float32)
@@ -76,3 +77,56 @@ def test_rows_beyond_that_wait_for_the_next_exchange(monkeypatch, copies, served
     pieces(made)
     assert [feed.row for feed, _ in pieces(made)] == served
     assert [feed.row for feed, _ in pieces(made)] == [row for row in (1, 2) if row not in served]
+
+
+class Answers(SingleTurn):
+    """Answers a turn with whatever it is told to."""
+
+    def react(self, episode, text, stop):
+        return self.action
+
+
+def paused(made):
+    """What a host says to rows that have all written a token and paused."""
+    ids = np.zeros((LIMITS.rows, 4), np.int32)
+    ones = np.ones(LIMITS.rows, np.int64)
+    return made.exchange(Turns(ones * WAIT, -ones, ids, ids, ids, ones), NONE)
+
+
+@pytest.mark.parametrize(
+    ("action", "words"),
+    [
+        (None, r"environment Answers answers turn 0 of question '0' with None; it must be SearchFor, Append"),
+        (Restart(np.zeros(0, np.int32)), r"question '0': the prompt of a Restart is empty"),
+    ],
+)
+def test_what_an_environment_cannot_answer_is_named_and_ends_all_hosts(action, words):
+    made, other = host([1, 2]), host([3, 4], [5, 6])
+    for one in (made, other):
+        pieces(one)
+    other.over = made.over
+    made.environment = environment = Answers(turn_tokens=4)
+    object.__setattr__(environment, "action", action)
+    off = np.full(LIMITS.rows, OFF + 1)
+    assert (paused(made)[-2 - LIMITS.rows : -2] == off).all()
+    assert isinstance(made.error, UserError)
+    with pytest.raises(UserError, match=words):
+        raise made.error
+    assert (paused(other)[-2 - LIMITS.rows : -2] == off).all() and other.error is None
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"temperature": -0.1}, r"request\.temperature=-0\.1 must be at least 0"),
+        ({"temperature": float("nan")}, r"request\.temperature=nan must be at least 0"),
+        ({"turn_tokens": -1}, r"request\.turn_tokens=-1 must be at least 0"),
+        ({"seed": -1}, r"request\.seed=-1 must be at least 0"),
+        ({"seed": 2**31}, r"request\.seed=2147483648 must be at most 2147483647"),
+        ({"prompt": np.zeros(0, np.int32)}, r"the prompt of question 'q' is empty"),
+    ],
+)
+def test_what_cannot_be_asked_is_refused_by_name(wrong, words):
+    fields = {"prompt": np.zeros(3, np.int32), "seed": 0} | wrong
+    with pytest.raises(UserError, match=words):
+        Request(Question("q", "", ()), **fields)

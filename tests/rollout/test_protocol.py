@@ -16,6 +16,7 @@ from rrl.rollout.protocol import (
     Episode,
     Finish,
     SearchFor,
+    SingleTurn,
     Stream,
     message_ids,
 )
@@ -33,6 +34,7 @@ SEARCH = STREAM.stops[0]
         (0, "<answer>x</answer>", EOS, Finish("answer")),
         (2, "<answer>x</answer>", TURN_TOKENS, Finish("answer")),
         (2, "no answer", EOS, Finish("turn_limit")),
+        (2, "no answer", TURN_TOKENS, Finish("length")),
         (1, "<search>a</search>", CONTEXT, Finish("context_limit")),
     ],
 )
@@ -51,10 +53,20 @@ def test_a_malformed_turn_is_corrected_and_costs_a_turn(text, stop):
     assert action.body == ""
 
 
-@pytest.mark.parametrize(("turn", "text", "ended"), [(0, "hm", "no_action"), (2, "hm", "turn_limit")])
-def test_without_a_correction_a_malformed_turn_ends_the_episode(turn, text, ended):
+@pytest.mark.parametrize(
+    ("turn", "stop", "ended"),
+    [(0, EOS, "no_action"), (2, EOS, "turn_limit"), (0, TURN_TOKENS, "length"), (0, SEARCH, "no_action")],
+)
+def test_without_a_correction_a_malformed_turn_ends_the_episode(turn, stop, ended):
     stream = dataclasses.replace(STREAM, correction="")
-    assert stream.react(Episode(Question("q", "q", ("a",)), turn), text, EOS) == Finish(ended)
+    assert stream.react(Episode(Question("q", "q", ("a",)), turn), "hm", stop) == Finish(ended)
+
+
+@pytest.mark.parametrize(
+    ("stop", "ended"), [(EOS, "answer"), (TURN_TOKENS, "length"), (CONTEXT, "context_limit")]
+)
+def test_a_single_turn_tells_which_limit_ended_it(stop, ended):
+    assert SingleTurn().react(Episode(Question("q", "q", ("a",))), "hm", stop) == Finish(ended)
 
 
 def test_an_observation_holds_the_documents_as_printed_or_says_that_the_search_failed():

@@ -25,6 +25,11 @@ ONE = Trajectory(
 )
 
 
+def test_a_token_has_its_position_in_its_context():
+    assert ONE.positions.tolist() == [0, 1, 2, 3, 4, 5, 6]
+    assert dataclasses.replace(ONE, starts=(0, 3, 4)).positions.tolist() == [0, 1, 2, 0, 0, 1, 2]
+
+
 def test_the_total_is_paid_at_the_last_policy_token():
     assert ONE.token_rewards.tolist() == [0, 0, 0, 0, 0, 3, 0]
 

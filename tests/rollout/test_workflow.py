@@ -38,6 +38,9 @@ def test_results_come_back_in_their_places(engine):
     told = {}
     found = run.run_workflows(params, [hops(text) for text in texts], ASKS, KEY, on_finish=told.__setitem__)
     assert sorted(told) == list(range(6)) and all(told[at] is found[at] for at in told)
+    written = [part.trajectory for _, thought, both, _, last in found for part in (thought, both[1], *last)]
+    assert run.stats.policy_tokens == sum(trajectory.policy_tokens for trajectory in written)
+    assert len({trajectory.question.id for trajectory in written}) == len(written)
     for text, (passages, thought, both, nothing, last) in zip(texts, found, strict=True):
         assert [p.title for p in passages] == [h.passage.title for h in run.retriever.search([text], 2)[0]]
         assert thought.stop in ("e", "eos", "length") and "e" not in thought.text
@@ -92,6 +95,13 @@ def test_a_workflow_depends_on_its_number_and_not_on_its_place(engine):
     assert rest[0][1].trajectory.tokens.tolist() == whole[2][1].trajectory.tokens.tolist()
     other = run.run_workflows(params, [hops(texts[2])], ASKS, KEY)
     assert other[0][1].trajectory.tokens.tolist() != whole[2][1].trajectory.tokens.tolist()
+
+
+def test_two_workflows_of_one_number_are_refused(engine):
+    run, params, requests = engine
+    flows = [hops(request.question.text) for request in requests[:3]]
+    with pytest.raises(UserError, match=r"numbers: 7 is there twice"):
+        run.run_workflows(params, flows, ASKS, KEY, numbers=[7, 1, 7])
 
 
 def test_a_workflow_may_go_on_after_a_prompt_that_does_not_fit(engine):

@@ -19,10 +19,11 @@ from rrl.rl.refill import Refill
 from rrl.rollout.curriculum import Shuffled
 from rrl.rollout.engine import EngineConfig, RolloutStats
 from rrl.rollout.forest import Node
+from rrl.rollout.trajectory import Trajectory
 from rrl.train import rollouts
 from rrl.train.objective import ObjectiveConfig
 from rrl.train.rl_config import RLConfig
-from rrl.train.rollouts import run_questions, sample_rounds, sample_step
+from rrl.train.rollouts import evaluate, run_questions, sample_rounds, sample_step
 
 
 @pytest.fixture
@@ -200,6 +201,21 @@ def test_each_sample_of_a_question_has_a_temperature_of_its_own():
 
     assert ask(temperatures) == [(i // 4, i, temperatures[i % 4]) for i in range(8)]
     assert ask(0.5) == [(i // 4, i, 0.5) for i in range(8)]
+
+
+def test_an_evaluation_tells_how_many_searches_failed():
+    none = np.zeros(0)
+
+    class Stub:
+        tokenizer = load_tokenizer("assets/miniwiki-tokenizer")
+
+        def run(self, params, requests, *_, **__):
+            self.stats = RolloutStats(searches_failed=3)
+            return [Trajectory(r.question, 0, 0, *(none,) * 5, [], [], "no_action") for r in requests]
+
+    questions = [Question("a", "Who?", ("x",), "bridge"), Question("b", "What?", ("x",), "bridge")]
+    found, _ = evaluate(Stub(), None, RSearch(), questions, scoring=Scoring())
+    assert found["eval/searches_failed"] == 3 and found["eval/em"] == found["eval/em/bridge"] == 0
 
 
 def test_documents_that_leave_no_room_for_a_turn_give_way():
