@@ -1,5 +1,6 @@
 """The engine over two processes: python two_process_rollout.py PORT PROCESS; prints what the trajectories are."""
 
+import dataclasses
 import json
 import sys
 
@@ -15,7 +16,7 @@ if __name__ == "__main__":
 
     from rrl.parallel.mesh import make_mesh
     from rrl.parallel.rules import shard
-    from rrl.rollout.engine import Engine, EngineConfig
+    from rrl.rollout.engine import Engine
     from rrl.rollout.workflow import Completion
     from tests.rollout.test_engine import CONFIG, ENVIRONMENT_, KEY
     from tests.rollout.test_workflow import hops
@@ -32,7 +33,7 @@ if __name__ == "__main__":
         engine.run(params, requests, ENVIRONMENT_, KEY, reference=True)
     except ValueError as error:
         said["refused"] = str(error)
-    small = EngineConfig(rows=4, context=160, feeds=1, feed_tokens=48, patience=4, top_k=2)
+    small = dataclasses.replace(CONFIG, rows=4, context=160, feeds=1, patience=4)
     again = Engine(decoder, tokenizer, small, retriever=retriever, mesh=mesh)
     flows = [hops(request.question.text) for request in requests[:3]]
     thoughts = again.run_workflows(params, flows, Completion((("e",), ("e", "o")), 10), KEY)
