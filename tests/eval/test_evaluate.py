@@ -71,6 +71,7 @@ def test_a_run_says_how_it_came_about_and_is_judged_later_without_being_asked_ag
     assert run.found["seconds"]["answer"] > 0 and set(run.found["ended"]) <= {
         "answer",
         "no_action",
+        "length",
         "turn_limit",
         "search_limit",
         "context_limit",
