@@ -7,8 +7,6 @@ followed, and called "released" here. The protocol is in `rrl.recipes.r3rag_step
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 
-import numpy as np
-
 from rrl.data.miniwiki.questions import MiniQuestion
 from rrl.data.questions import Question
 from rrl.errors import UserError, at_least, one_of
@@ -26,7 +24,6 @@ CORRECT, INCORRECT, UNANSWERED, MALFORMED = "correct", "incorrect", "unanswered"
 """What came of a trajectory: an answer that is right or wrong, none within the limit, or a step that breaks the format."""
 
 LAST_STEPS = ("figure", "equation")
-CREDITS = ("step", "rest")
 MATCHES: Mapping[str, Callable[[str, Sequence[str]], float]] = {
     "cover": cover_exact_match,
     "exact": exact_match,
@@ -58,10 +55,6 @@ class R3Rag(OutcomeRecipe):
     """Where there is none within the limit: 1 + gamma_fail. Where a step breaks the format it is 1."""
     last_step: str = "figure"
     """The last step of a correct trajectory earns 2 ("figure": Figure 2, released), or 1 times lambda ("equation": Eq. 6)."""
-    credit: str = "step"
-    """What a step is to answer for: its own reward, each step a sample of its own ("step": released), or that and those of all
-    steps after it ("rest": Eq. 8 with steps for time, gamma = lambda = 1). Where answering at once is often right by luck, a
-    policy that is paid by the step learns to search less."""
     malformed_reward: float = -1.0
     """Of a step that breaks the format (Eq. 5). Released: -0.9."""
     short_answers: bool = True
@@ -72,7 +65,6 @@ class R3Rag(OutcomeRecipe):
         super().__post_init__()
         one_of(MATCHES, self, "match")
         one_of(LAST_STEPS, self, "last_step")
-        one_of(CREDITS, self, "credit")
         at_least(0, self, "correct_scale", "incorrect_scale", "unanswered_scale")
         if self.malformed_reward > 0:
             raise UserError(f"malformed_reward={self.malformed_reward} must be at most 0")
@@ -92,7 +84,7 @@ class R3Rag(OutcomeRecipe):
 
     def score(self, trajectories: Sequence[Trajectory], scoring: Scoring) -> None:
         """Eqs. 2-6. Components are unscaled: "answer" is Acc, "relevance" the sum of Rel over steps, "format" what broken steps
-        lose; "total" is the sum of r_all over steps. What `credit` says is paid where each step ends."""
+        lose; "total" is the sum of r_all over steps, each of which is paid where its step ends."""
         for trajectory in trajectories:
             trajectory.answer = _answer(trajectory)
             gold = trajectory.question.answers
@@ -104,8 +96,7 @@ class R3Rag(OutcomeRecipe):
         for trajectory, found in zip(trajectories, relevance, strict=True):
             outcome = outcome_of(trajectory)
             paid = self.paid(found, outcome)
-            earned = paid if self.credit == "step" else np.cumsum(paid[::-1])[::-1].tolist()
-            trajectory.turn_rewards = dict(enumerate(earned))
+            trajectory.turn_rewards = dict(enumerate(paid))
             trajectory.rewards = {
                 "answer": trajectory.metrics["acc"],
                 "relevance": sum(found),

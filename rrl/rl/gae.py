@@ -25,8 +25,8 @@ def gae(
     for their length. Segments are independent.
 
     R3-RAG's default form needs nothing else: each step of an episode is a segment of its own (a fresh prompt), its reward
-    stands on its last token, discount = trace = 1, and the result is whitened over the batch. Its Eq. 8 read literally,
-    with steps for time, is this function on arrays whose entries are steps and whose segments are episodes.
+    stands on its last token, discount = trace = 1, and the result is whitened over the batch. Its Eq. 8, where later
+    steps count too, is this function on segments that are whole episodes (`CriticConfig.across_contexts`).
 
     Args:
       rewards: of each policy token.

@@ -38,6 +38,10 @@ class CriticConfig:
     """gamma."""
     trace: float = 1.0
     """lambda."""
+    across_contexts: bool = False
+    """Whether a context's last token is followed by the next context's first, so that a step answers for those after it (R3-RAG,
+    Eq. 8 over steps). False: each context is an episode of its own (R3-RAG as released), and where answering at once is often
+    right by luck the policy learns to search less."""
     clip: float | None = 0.5
     """How far a value may usefully move in one batch; None: any distance."""
     epochs: int = 1
@@ -132,11 +136,40 @@ class Critic:
         if penalties is not None:
             rewards = [paid - penalty for paid, penalty in zip(rewards, penalties, strict=True)]
         found = self._estimate(state[0], self.fixed, trajectories, {"reward": rewards})
+        if self.config.across_contexts:
+            found |= self._across_contexts(found["value"], rewards, trajectories)
         advantages, own = found["advantage"], [t.roles == POLICY for t in trajectories]
         spread = float(np.concatenate([a[mask] for a, mask in zip(advantages, own, strict=True)]).std())
         if self.objective.whiten:
             advantages = whiten(advantages, own)
         return Estimate(found["value"], found["return"], advantages, spread)
+
+    def _across_contexts(
+        self,
+        values: Sequence[Float[np.ndarray, "T"]],
+        rewards: Sequence[Float[np.ndarray, "T"]],
+        trajectories: Sequence[Trajectory],
+    ) -> dict[str, list[Float[np.ndarray, "T"]]]:
+        """GAE over all policy tokens of each trajectory, whatever context they stand in."""
+        sizes = [len(t.tokens) for t in trajectories]
+        width = self.objective.lengths[-1]
+        width *= -(-max(sizes) // width)  # few widths, so that few programs are compiled
+
+        def rows(parts: Sequence[np.ndarray]) -> np.ndarray:
+            return np.stack([np.pad(part, (0, width - len(part))) for part in parts])
+
+        advantages, returns = gae(
+            rows(rewards),
+            rows(values),
+            rows([t.roles == POLICY for t in trajectories]),
+            rows([np.ones(size, np.int32) for size in sizes]),
+            discount=self.config.discount,
+            trace=self.config.trace,
+        )
+        return {
+            name: [row[:size] for row, size in zip(np.asarray(found), sizes, strict=True)]
+            for name, found in (("advantage", advantages), ("return", returns))
+        }
 
     def learn(
         self, state: State, trajectories: Sequence[Trajectory], estimate: Estimate

@@ -79,7 +79,8 @@ class Descent:
         # Zeros lie where `accumulate` returns them: from anywhere else the first call would compile it a second time.
         place = jax.tree.leaves(params)[0].sharding
         whole = NamedSharding(place.mesh, PartitionSpec()) if isinstance(place, NamedSharding) else place
-        shares = [batches[first :: self.streams] for first in range(min(self.streams, max(1, len(batches))))]
+        streams = min(self.streams, len(batches)) or 1
+        shares = [batches[first::streams] for first in range(streams)]
 
         def zeros() -> tuple[PyTree, dict[str, jax.Array]]:
             grads = jax.tree.map(lambda x: jnp.zeros_like(x, device=x.sharding), params)
@@ -88,15 +89,15 @@ class Descent:
         def add(held: tuple[PyTree, dict[str, jax.Array]], share: Sequence[Batch]) -> Any:
             for batch in share:
                 held = self.accumulate(params, frozen, *held, put_rows(batch, self.mesh))
-                if len(shares) > 1:  # else the device's queue would put all streams in one line
+                if streams > 1:  # else the device's queue would put all streams in one line
                     jax.block_until_ready(held[1])
             return held
 
         held = [zeros() for _ in shares]
-        if len(shares) == 1 or cores_here() == 1:
+        if streams == 1 or cores_here() == 1:
             held = list(map(add, held, shares))
         else:
-            with ThreadPoolExecutor(len(shares), "rrl-update") as pool:
+            with ThreadPoolExecutor(streams, "rrl-update") as pool:
                 held = list(pool.map(add, held, shares))
         grads, sums = held[0]
         for part in held[1:]:

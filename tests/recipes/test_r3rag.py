@@ -261,14 +261,6 @@ def test_equation_6_read_literally_gives_the_last_step_1_6():
     assert one.turn_rewards == pytest.approx({0: 0.8, 1: 1.6})
 
 
-def test_equation_8_over_steps_pays_a_step_for_those_after_it_too():
-    one = scored(trajectory(ASK, ASK_MORE, RIGHT, found=([FILM], [BOOK])), R3Rag(credit="rest"))
-    own = scored(trajectory(ASK, ASK_MORE, RIGHT, found=([FILM], [BOOK])))
-    first, second, last = own.turn_rewards.values()
-    assert one.turn_rewards == pytest.approx({0: first + second + last, 1: second + last, 2: last})
-    assert one.rewards == own.rewards
-
-
 def test_a_wrong_answer_scales_by_0_8_and_earns_nothing_itself():
     one = scored(trajectory(ASK, WRONG, found=([FILM],)))
     assert one.turn_rewards == pytest.approx({0: 0.5 * 0.8, 1: 0.0})
@@ -407,7 +399,6 @@ def test_a_judge_is_needed_as_long_as_anything_asks_it():
     ("fields", "message"),
     [
         ({"last_step": "two"}, "recipe.last_step='two' is unknown"),
-        ({"credit": "all"}, "recipe.credit='all' is unknown"),
         ({"match": "near"}, "recipe.match='near' is unknown"),
         ({"advantage": "best"}, "recipe.advantage='best' is unknown"),
         ({"correct_scale": -1}, "recipe.correct_scale=-1 must be at least 0"),

@@ -67,19 +67,40 @@ def test_advantages_are_gae_by_loops_on_each_trajectory_alone(alone, objective):
             np.testing.assert_allclose(found.values[row][s], value[s], atol=1e-5)
 
 
-def test_each_step_of_an_episode_with_several_contexts_is_a_sample_of_its_own(alone):
-    # R3-RAG (SPEC.md 6): gamma = lambda = 1 within a step, and no reward of one step reaches another
+def two_contexts():
+    """A trajectory whose two contexts are the first two of `TRAJECTORIES`, and where its second one starts."""
     first, second = TRAJECTORIES[0], TRAJECTORIES[1]
     names = ("tokens", "roles", "logps", "sampled_logps", "turns")
     joined = {name: np.concatenate([getattr(first, name), getattr(second, name)]) for name in names}
     size = len(first.tokens)
     joined["turns"] = np.repeat([0, 1], [size, len(second.tokens)])
-    one = dataclasses.replace(first, **joined, starts=(0, size), turn_rewards={0: 0.8, 1: 2.0})
+    return dataclasses.replace(first, **joined, starts=(0, size), turn_rewards={0: 0.8, 1: 2.0}), size
+
+
+def test_each_step_of_an_episode_with_several_contexts_is_a_sample_of_its_own(alone):
+    # R3-RAG (SPEC.md 6): gamma = lambda = 1 within a step, and no reward of one step reaches another
+    one, size = two_contexts()
     critic, state = make_critic(model(), CriticConfig(SGD), OBJECTIVE)
     (found,) = critic.estimate(state, [one]).advantages
     for row, (own, reward, start) in enumerate(zip(OWN, (0.8, 2.0), (0, size))):
         for s in own:
             np.testing.assert_allclose(found[start + s], reward - alone[row, s - 1], atol=1e-5)
+
+
+def test_across_contexts_a_step_answers_for_those_after_it(alone):
+    # R3-RAG, Eq. 8: the rewards of later steps are taken into account
+    one, size = two_contexts()
+    critic, state = make_critic(model(), dataclasses.replace(CONFIG, across_contexts=True), OBJECTIVE)
+    found = critic.estimate(state, [one, TRAJECTORIES[2]])
+    paid, advantage, following = {OWN[0][-1]: 0.8, size + OWN[1][-1]: 2.0}, 0.0, 0.0
+    tokens = [(s, alone[0, s - 1]) for s in OWN[0]] + [(size + s, alone[1, s - 1]) for s in OWN[1]]
+    for place, value in reversed(tokens):
+        advantage = paid.get(place, 0.0) + 0.9 * following - value + 0.9 * 0.8 * advantage
+        following = value
+        np.testing.assert_allclose(found.advantages[0][place], advantage, atol=1e-5)
+        np.testing.assert_allclose(found.returns[0][place], advantage + value, atol=1e-5)
+    (single,) = make_critic(model(), CONFIG, OBJECTIVE)[0].estimate(state, [TRAJECTORIES[2]]).advantages
+    np.testing.assert_allclose(found.advantages[1], single, atol=1e-6)
 
 
 def test_any_split_into_microbatches_gives_the_same_step_and_its_metrics_are_those_of_before():
