@@ -1,6 +1,7 @@
 """The programs of a step."""
 
 import dataclasses
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -60,6 +61,22 @@ def test_streams_take_the_step_of_one_and_their_bits_do_not_depend_on_the_cores(
     for params, loss in steps[1:]:
         np.testing.assert_allclose(params, steps[0][0], rtol=1e-6)
         np.testing.assert_allclose(loss, steps[0][1], rtol=1e-6)
+
+
+@pytest.mark.parametrize(("streams", "cores", "threads"), [(1, 2, 0), (2, 1, 0), (2, 2, 2)])
+def test_streams_have_threads_of_their_own_where_there_are_cores(monkeypatch, streams, cores, threads):
+    monkeypatch.setattr("rrl.train.descent.cores_here", lambda: cores)
+    descent, params, state = made(streams)
+    accumulate, seen, together = descent.accumulate, set(), threading.Barrier(max(1, threads), timeout=30)
+
+    def watched(*given):
+        together.wait()  # for as many streams as there shall be
+        seen.add(threading.current_thread().name)
+        return accumulate(*given)
+
+    descent.accumulate = watched
+    descent.step(params, state, (), [batch(1.0)] * 4, 1.0)
+    assert sum(name.startswith("rrl-update") for name in seen) == threads
 
 
 def test_what_a_stream_raises_comes_out_of_the_step():
