@@ -109,6 +109,7 @@ def get_config(arg: str = "") -> ConfigDict:
         "clip_high": 0.2,
         "lengths": (1024,) if tiny else (1024, 2048, 4096, 8192),
         "microbatch_tokens": 4096 if tiny else 32768,
+        "share_prefixes": tiny,
         "streams": 2 if tiny else 1,
     }
     config.critic = {"discount": 1.0, "trace": 1.0, "warmup_steps": min(2, steps // 4) if tiny else 0}

@@ -21,8 +21,10 @@ def causal_attention(
     k: Float[Array, "B T K H"],
     v: Float[Array, "B T K H"],
     segment_ids: Int[Array, "B T"] | None = None,
+    branches: Int[Array, "B T"] | None = None,
 ) -> Float[Array, "B T N H"]:
-    """Each token attends to itself and earlier tokens of its own segment; q must be scaled already."""
+    """Each token attends to itself and earlier tokens of its own segment, of these to the trunk's (branch 0) and its own
+    branch's; q must be scaled already."""
     batch, time, heads, width = q.shape
     group = heads // k.shape[2]
     outputs = []
@@ -34,10 +36,17 @@ def causal_attention(
         mask = (jnp.arange(start, end)[:, None] >= jnp.arange(end))[None]
         if segment_ids is not None:
             mask = mask & (segment_ids[:, start:end, None] == segment_ids[:, None, :end])
+        if branches is not None:
+            mask = mask & on_its_way(branches[:, start:end], branches[:, :end])
         outputs.append(
             softmax_attention(grouped[:, :, start:end], keys[:, :, :end], values[:, :, :end], mask)
         )
     return jnp.concatenate(outputs, axis=2).transpose(0, 2, 1, 3, 4).reshape(q.shape)
+
+
+def on_its_way(queries: Int[Array, "B t"], keys: Int[Array, "B s"]) -> Bool[Array, "B t s"]:
+    """Whether a key's branch is the trunk or the query's own."""
+    return (keys == 0)[:, None, :] | (queries[:, :, None] == keys[:, None, :])
 
 
 @jax.custom_vjp

@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from rrl.errors import UserError
-from rrl.models.attention import causal_attention
+from rrl.models.attention import causal_attention, on_its_way
 from rrl.models.block_attention import block_attention
 from rrl.parallel.mesh import ROW_AXES
 from rrl.parallel.rules import fit
@@ -55,15 +55,24 @@ def packed_attention(
     k: Float[Array, "B T K H"],
     v: Float[Array, "B T K H"],
     segment_ids: Int[Array, "B T"] | None = None,
+    branches: Int[Array, "B T"] | None = None,
 ) -> Float[Array, "B T N H"]:
-    """Causal attention within segments by the given kernel; q must be scaled already."""
+    """Causal attention within segments and their branches by the given kernel; q must be scaled already.
+
+    Raises:
+        UserError: splash is asked for branches, which its kernel does not know.
+    """
     if backend == "cudnn":
-        return cudnn_attention(q, k, v, segment_ids)
+        return cudnn_attention(q, k, v, segment_ids, branches)
     if backend == "splash":
+        if branches is not None:
+            raise UserError(
+                "attention=splash cannot share prefixes: set objective.share_prefixes=False or compute.attention=xla"
+            )
         return splash_attention(q, k, v, segment_ids)
     if backend == "blocks":
-        return over_mesh(block_attention, q, k, v, segment_ids)
-    return causal_attention(q, k, v, segment_ids)
+        return over_mesh(block_attention, q, k, v, segment_ids, branches)
+    return causal_attention(q, k, v, segment_ids, branches)
 
 
 def over_mesh(
@@ -72,24 +81,26 @@ def over_mesh(
     k: Float[Array, "B T K H"],
     v: Float[Array, "B T K H"],
     segment_ids: Int[Array, "B T"] | None,
+    branches: Int[Array, "B T"] | None = None,
 ) -> Float[Array, "B T N H"]:
     """A kernel that the partitioner cannot split, over the mesh in use: rows over data and fsdp, heads over tensor.
 
     Key heads that the tensor axis does not divide are repeated for each query head.
     """
     segments = jnp.ones(q.shape[:2], jnp.int32) if segment_ids is None else segment_ids
+    marks = (segments,) if branches is None else (segments, branches)
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.size == 1:
-        return kernel(q, k, v, segments)
+        return kernel(q, k, v, *marks)
     if k.shape[2] % mesh.shape["tensor"]:
         k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
     spec = fit("attention", PartitionSpec(ROW_AXES, None, "tensor", None), k.shape, mesh)
     return jax.shard_map(
         kernel,
-        in_specs=(spec, spec, spec, PartitionSpec(*spec[:2])),
+        in_specs=(spec, spec, spec, *[PartitionSpec(*spec[:2])] * len(marks)),
         out_specs=spec,
         check_vma=False,
-    )(q, k, v, segments)
+    )(q, k, v, *marks)
 
 
 def cudnn_attention(
@@ -97,10 +108,14 @@ def cudnn_attention(
     k: Float[Array, "B T K H"],
     v: Float[Array, "B T K H"],
     segment_ids: Int[Array, "B T"] | None = None,
+    branches: Int[Array, "B T"] | None = None,
     implementation: Literal["cudnn", "xla"] = "cudnn",
 ) -> Float[Array, "B T N H"]:
-    """cuDNN's flash attention; segments become a [B, 1, T, T] mask."""
+    """cuDNN's flash attention; segments and branches become a [B, 1, T, T] mask."""
     mask = None if segment_ids is None else (segment_ids[:, None, :, None] == segment_ids[:, None, None, :])
+    if branches is not None:
+        way = on_its_way(branches, branches)[:, None]
+        mask = way if mask is None else mask & way
     return jax.nn.dot_product_attention(
         q, k, v, mask=mask, scale=1.0, is_causal=True, implementation=implementation
     )

@@ -5,14 +5,20 @@ nor backward, and no more than one block of scores exists at a time. The blocks 
 what a processor's caches want; accelerators have kernels of their own (`rrl.models.attention_backends`).
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
+
+from rrl.models.attention import on_its_way
 
 BLOCK = 64
 """Tokens of a block. Fewer skip more, but their products are too small; more fall out of the second cache."""
 
 State = tuple[Array, ...]
+Marks = tuple[Int[Array, "B T"], ...]
+"""Segment ids, with the largest number on padding, and branches where there are some."""
 
 
 def block_attention(
@@ -20,8 +26,10 @@ def block_attention(
     k: Float[Array, "B T K H"],
     v: Float[Array, "B T K H"],
     segment_ids: Int[Array, "B T"] | None = None,
+    branches: Int[Array, "B T"] | None = None,
 ) -> Float[Array, "B T N H"]:
-    """Each token attends to itself and earlier tokens of its own segment, wherever they are; q must be scaled already.
+    """Each token attends to itself and earlier tokens of its own segment, wherever they are, of these to the trunk's (branch 0)
+    and its own branch's; q must be scaled already.
 
     Segments may lie in any order. Only those whose numbers grow along the row, padding (0) last, skip all that can be
     skipped: a block of keys is left out where its range of numbers does not meet that of the queries.
@@ -35,8 +43,9 @@ def block_attention(
     more = -time % block
     q, k, v = (jnp.pad(x, ((0, 0), (0, more), (0, 0), (0, 0))) for x in (q, k, v))
     ids = jnp.pad(ids, ((0, 0), (0, more)), constant_values=last)
+    marks = (ids,) if branches is None else (ids, jnp.pad(branches, ((0, 0), (0, more))))
     grouped = q.reshape(batch, time + more, kv_heads, heads // kv_heads, width).transpose(0, 2, 1, 3, 4)
-    out = _attend(grouped, k.swapaxes(1, 2), v.swapaxes(1, 2), ids, _first_blocks(ids, block))
+    out = _attend(grouped, k.swapaxes(1, 2), v.swapaxes(1, 2), marks, _first_blocks(ids, block))
     return out.transpose(0, 2, 1, 3, 4).reshape(q.shape)[:, :time]
 
 
@@ -67,10 +76,12 @@ def _scores(
     return jnp.where(seen[:, None, :, None, :], scores, jnp.finfo(jnp.float32).min)
 
 
-def _seen(ids: Int[Array, "B T"], row: Array, queries: Array, keys: Array, size: int) -> Bool[Array, "1 t s"]:
-    at, own = jnp.arange(size), (_cut(ids, row, queries, size), _cut(ids, row, keys, size))
+def _seen(marks: Marks, row: Array, queries: Array, keys: Array, size: int) -> Bool[Array, "1 t s"]:
+    at = jnp.arange(size)
+    own, theirs = (tuple(_cut(x, row, block, size) for x in marks) for block in (queries, keys))
     causal = (queries - keys) * size + at[:, None] >= at
-    return causal & (own[0][:, :, None] == own[1][:, None, :])
+    seen = causal & (own[0][:, :, None] == theirs[0][:, None, :])
+    return seen & on_its_way(own[1], theirs[1]) if len(marks) > 1 else seen
 
 
 def _with_ones(x: Array) -> Array:
@@ -83,15 +94,15 @@ def _attend(
     q: Float[Array, "B K T G H"],
     k: Float[Array, "B K T H"],
     v: Float[Array, "B K T H"],
-    ids: Int[Array, "B T"],
+    marks: Marks,
     first: Int[Array, "B blocks"],
 ) -> Float[Array, "B K T G H"]:
     """A running softmax over the blocks of keys (Milakov & Gimelshein 2018), whose backward pass recomputes the weights
     (Dao et al. 2022)."""
-    return _forward(q, k, v, ids, first)[0]
+    return _forward(q, k, v, marks, first)[0]
 
 
-def _forward(q: Array, k: Array, v: Array, ids: Array, first: Array) -> tuple[Array, State]:
+def _forward(q: Array, k: Array, v: Array, marks: Marks, first: Array) -> tuple[Array, tuple[Any, ...]]:
     number = first.shape[1]
     size, ones = q.shape[2] // number, _with_ones(v)
 
@@ -101,7 +112,7 @@ def _forward(q: Array, k: Array, v: Array, ids: Array, first: Array) -> tuple[Ar
 
         def add(block: Array, carry: State) -> State:
             peak, mixed = carry
-            scores = _scores(queries, _cut(k, row, block, size), _seen(ids, row, at, block, size))
+            scores = _scores(queries, _cut(k, row, block, size), _seen(marks, row, at, block, size))
             higher = jnp.maximum(peak, scores.max(axis=-1, keepdims=True))
             weights = jnp.exp(scores - higher).astype(v.dtype)
             added = jnp.einsum(
@@ -121,11 +132,11 @@ def _forward(q: Array, k: Array, v: Array, ids: Array, first: Array) -> tuple[Ar
 
     start = jnp.zeros_like(q), jnp.zeros((*q.shape[:-1], 1), jnp.float32)
     out, norm = jax.lax.fori_loop(0, first.size, one_block, start)
-    return out, (q, k, v, ids, first, out, norm)
+    return out, (q, k, v, marks, first, out, norm)
 
 
-def _backward(kept: State, grad: Array) -> tuple[Array, Array, Array, None, None]:
-    q, k, v, ids, first, out, norm = kept
+def _backward(kept: tuple[Any, ...], grad: Array) -> tuple[Array, Array, Array, None, None]:
+    q, k, v, marks, first, out, norm = kept
     number = first.shape[1]
     size, ones = q.shape[2] // number, _with_ones(v).astype(jnp.float32)
     # A column beside the output's gradient subtracts the softmax's correction within the product with `ones`.
@@ -139,7 +150,7 @@ def _backward(kept: State, grad: Array) -> tuple[Array, Array, Array, None, None
         def add(block: Array, carry: State) -> State:
             dq, dk, dv = carry
             keys = _cut(k, row, block, size)
-            weights = jnp.exp(_scores(queries, keys, _seen(ids, row, at, block, size)) - norms)
+            weights = jnp.exp(_scores(queries, keys, _seen(marks, row, at, block, size)) - norms)
             slope = jnp.einsum("BKTGH,BKSH->BKTGS", wides, _cut(ones, row, block, size))
             slope = (weights * slope).astype(q.dtype)
             dq += jnp.einsum("BKTGS,BKSH->BKTGH", slope, keys, preferred_element_type=jnp.float32)

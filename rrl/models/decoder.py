@@ -156,6 +156,7 @@ class Decoder(nnx.Module):
         *,
         positions: Int[Array, "B T"],
         segment_ids: Int[Array, "B T"] | None = None,
+        branches: Int[Array, "B T"] | None = None,
     ) -> Float[Array, "B T D"]:
         """Hidden states of a packed batch.
 
@@ -163,6 +164,7 @@ class Decoder(nnx.Module):
             tokens: ids below vocab_size.
             positions: RoPE position of each token in its own segment.
             segment_ids: a token sees earlier tokens of its own segment only; 0 is padding. None: each row is one segment.
+            branches: of these it sees those of branch 0, the trunk, and of its own branch. None: all are trunk.
         """
         rotary = rotation(self.config, positions)
         graph, stacked = nnx.split(self.layers)
@@ -171,7 +173,7 @@ class Decoder(nnx.Module):
             layer = nnx.merge(graph, state)
 
             def attend(q: Array, k: Array, v: Array) -> Array:
-                return packed_attention(self.attention, q, k, v, segment_ids)
+                return packed_attention(self.attention, q, k, v, segment_ids, branches)
 
             return constrain(layer(x, rotary, attend), ROW_AXES, None, None), None
 

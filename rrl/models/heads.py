@@ -41,9 +41,10 @@ class ValueModel(Decoder):
         *,
         positions: Int[Array, "B T"],
         segment_ids: Int[Array, "B T"] | None = None,
+        branches: Int[Array, "B T"] | None = None,
     ) -> Float[Array, "B T"]:
         """The value after each token of a packed batch; arguments as for `Decoder.__call__`."""
-        hidden = self(tokens, positions=positions, segment_ids=segment_ids)
+        hidden = self(tokens, positions=positions, segment_ids=segment_ids, branches=branches)
         return jnp.matmul(hidden, self.score[...].astype(hidden.dtype), preferred_element_type=jnp.float32)[
             ..., 0
         ]

@@ -21,3 +21,6 @@ class Batch:
     """True where the token itself is a target (it is predicted from the token before it)."""
     extras: dict[str, Shaped[Array, "B T"]] = dataclasses.field(default_factory=dict)
     """Per-token side arrays by name: advantages, old log-probabilities, ..."""
+    branches: Int[Array, "B T"] | None = None
+    """Where sequences share a beginning: 0 on the segment's trunk, which all of the segment that stands right of it sees; 1, 2,
+    ... on what its own branch alone sees. None: no segment branches."""

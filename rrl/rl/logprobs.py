@@ -35,6 +35,7 @@ class LanguageModel(Protocol):
         *,
         positions: Int[Array, "B T"],
         segment_ids: Int[Array, "B T"] | None = None,
+        branches: Int[Array, "B T"] | None = None,
     ) -> Float[Array, "B T D"]: ...
 
     def unembed(self, hidden: Float[Array, "... D"]) -> Float[Array, "... V"]: ...
@@ -77,7 +78,9 @@ def token_logprobs(
     Returns:
         Scores of shape [B, T] aligned with `batch.tokens`: entry t is about token t.
     """
-    hidden = decoder(batch.tokens, positions=batch.positions, segment_ids=batch.segment_ids)
+    hidden = decoder(
+        batch.tokens, positions=batch.positions, segment_ids=batch.segment_ids, branches=batch.branches
+    )
     return score_targets(
         decoder.unembed,
         hidden,

@@ -10,7 +10,7 @@ import numpy as np
 import optax
 from flax import nnx
 from jax.sharding import Mesh
-from jaxtyping import Float, PyTree
+from jaxtyping import Float, Int, PyTree
 
 from rrl.errors import UserError, at_least
 from rrl.models.heads import ValueModel
@@ -96,21 +96,15 @@ class Critic:
 
         def values(params: PyTree, fixed: PyTree, batch: Batch) -> jax.Array:
             found = nnx.merge(graph, params, fixed).values(
-                batch.tokens, positions=batch.positions, segment_ids=batch.segment_ids
+                batch.tokens,
+                positions=batch.positions,
+                segment_ids=batch.segment_ids,
+                branches=batch.branches,
             )
             return before_token(found)
 
         def estimate(params: PyTree, fixed: PyTree, batch: Batch) -> dict[str, jax.Array]:
-            value = values(params, fixed, batch)
-            advantage, returns = gae(
-                batch.extras["reward"],
-                value,
-                batch.loss,
-                batch.segment_ids,
-                discount=config.discount,
-                trace=config.trace,
-            )
-            return {"value": value, "return": returns, "advantage": advantage}
+            return {"value": values(params, fixed, batch)}
 
         def loss(params: PyTree, fixed: PyTree, batch: Batch) -> tuple[jax.Array, dict[str, jax.Array]]:
             old, returns = batch.extras["value"], batch.extras["return"]
@@ -135,22 +129,22 @@ class Critic:
         rewards = [t.token_rewards for t in trajectories]
         if penalties is not None:
             rewards = [paid - penalty for paid, penalty in zip(rewards, penalties, strict=True)]
-        found = self._estimate(state[0], self.fixed, trajectories, {"reward": rewards})
-        if self.config.across_contexts:
-            found |= self._across_contexts(found["value"], rewards, trajectories)
-        advantages, own = found["advantage"], [t.roles == POLICY for t in trajectories]
+        values = self._estimate(state[0], self.fixed, trajectories)["value"]
+        advantages, returns = self._gae(values, rewards, trajectories)
+        own = [t.roles == POLICY for t in trajectories]
+        values = [np.where(mask, value, 0.0) for mask, value in zip(own, values, strict=True)]
         spread = float(np.concatenate([a[mask] for a, mask in zip(advantages, own, strict=True)]).std())
         if self.objective.whiten:
             advantages = whiten(advantages, own)
-        return Estimate(found["value"], found["return"], advantages, spread)
+        return Estimate(values, returns, advantages, spread)
 
-    def _across_contexts(
+    def _gae(
         self,
         values: Sequence[Float[np.ndarray, "T"]],
         rewards: Sequence[Float[np.ndarray, "T"]],
         trajectories: Sequence[Trajectory],
-    ) -> dict[str, list[Float[np.ndarray, "T"]]]:
-        """GAE over all policy tokens of each trajectory, whatever context they stand in."""
+    ) -> tuple[list[Float[np.ndarray, "T"]], list[Float[np.ndarray, "T"]]]:
+        """Advantages and returns over the policy tokens of each context, or of all contexts of a trajectory."""
         sizes = [len(t.tokens) for t in trajectories]
         width = self.objective.lengths[-1]
         width *= -(-max(sizes) // width)  # few widths, so that few programs are compiled
@@ -158,18 +152,24 @@ class Critic:
         def rows(parts: Sequence[np.ndarray]) -> np.ndarray:
             return np.stack([np.pad(part, (0, width - len(part))) for part in parts])
 
-        advantages, returns = gae(
+        def episodes(trajectory: Trajectory) -> Int[np.ndarray, "T"]:
+            at = np.arange(len(trajectory.tokens))
+            if self.config.across_contexts:
+                return np.ones_like(at)
+            return np.searchsorted(trajectory.starts, at, side="right")
+
+        found = gae(
             rows(rewards),
             rows(values),
             rows([t.roles == POLICY for t in trajectories]),
-            rows([np.ones(size, np.int32) for size in sizes]),
+            rows([episodes(t) for t in trajectories]),
             discount=self.config.discount,
             trace=self.config.trace,
         )
-        return {
-            name: [row[:size] for row, size in zip(np.asarray(found), sizes, strict=True)]
-            for name, found in (("advantage", advantages), ("return", returns))
-        }
+        advantages, returns = (
+            [row[:size] for row, size in zip(np.asarray(part), sizes, strict=True)] for part in found
+        )
+        return advantages, returns
 
     def learn(
         self, state: State, trajectories: Sequence[Trajectory], estimate: Estimate
@@ -187,8 +187,8 @@ class Critic:
                 "value": [estimate.values[i] for i in share],
                 "return": [estimate.returns[i] for i in share],
             }
-            buckets = bucketed(chosen, self.objective, data_shards(self.mesh), extras)
-            packed.append((buckets.batches, max(sum(t.policy_tokens for t in chosen), 1)))
+            rows = bucketed(chosen, self.objective, data_shards(self.mesh), extras)
+            packed.append((rows.buckets.batches, max(sum(t.policy_tokens for t in chosen), 1)))
         found: list[dict[str, float]] = []
         params, opt_state = state
         with use_mesh(self.mesh):

@@ -64,6 +64,8 @@ def pack(
     loss: Sequence[Bool[np.ndarray, "T"]],
     row_length: int,
     *,
+    positions: Sequence[Int[np.ndarray, "T"]] | None = None,
+    branches: Sequence[Int[np.ndarray, "T"]] | None = None,
     extras: Mapping[str, Sequence[np.ndarray]] | None = None,
     rows: int | None = None,
     multiple: int = 1,
@@ -78,6 +80,8 @@ def pack(
         tokens: the sequences.
         loss: for each token whether it is a target.
         row_length: T.
+        positions: of each token; None: they count from 0.
+        branches: as `Batch.branches`, of each sequence; None: none branches.
         extras: per-token arrays by name, one for each sequence; padding gets 0.
         rows: B; more rows than needed are padding. None: as many as needed.
         multiple: B is rounded up to a multiple of this (so that few shapes are compiled, or rows divide over devices).
@@ -124,19 +128,20 @@ def pack(
     new_row = np.diff(row_of[by_place], prepend=-1) != 0
     index = np.arange(len(kept))
     segment[by_place] = index - np.maximum.accumulate(np.where(new_row, index, 0)) + 1
-    segment_ids, positions = np.zeros(count * row_length, np.int32), np.zeros(count * row_length, np.int32)
-    segment_ids[flat], positions[flat] = np.repeat(segment, lengths), within
-    mask = scatter(loss, 0, np.dtype(bool))
-    mask &= positions.reshape(mask.shape) > 0
+    segment_ids, columns = np.zeros(count * row_length, np.int32), np.zeros(count * row_length, np.int32)
+    segment_ids[flat], columns[flat] = np.repeat(segment, lengths), within
+    places = columns.reshape(count, row_length)
+    mask = scatter(loss, 0, np.dtype(bool)) & (places > 0)
 
     row, start = np.full(len(tokens), -1, np.int64), np.zeros(len(tokens), np.int64)
     row[kept], start[kept] = row_of, start_of
     batch = Batch(
         tokens=scatter(tokens, pad_id, np.dtype(np.int32)),
-        positions=positions.reshape(mask.shape),
+        positions=places if positions is None else scatter(positions, 0, np.dtype(np.int32)),
         segment_ids=segment_ids.reshape(mask.shape),
         loss=mask,
         extras={name: scatter(parts, 0) for name, parts in (extras or {}).items()},
+        branches=None if branches is None else scatter(branches, 0, np.dtype(np.int32)),
     )
     return Packed(batch, row, start)
 
@@ -165,9 +170,12 @@ def pack_buckets(
     lengths: Sequence[int],
     rows: Sequence[int],
     *,
+    positions: Sequence[Int[np.ndarray, "T"]] | None = None,
+    branches: Sequence[Int[np.ndarray, "T"]] | None = None,
     extras: Mapping[str, Sequence[np.ndarray]] | None = None,
 ) -> Buckets:
-    """Packs sequences into batches of `rows[i]` rows of `lengths[i]` tokens (increasing), each sequence in the shortest.
+    """Packs sequences into batches of `rows[i]` rows of `lengths[i]` tokens (increasing), each sequence in the shortest; what
+    stands beside the tokens is as for `pack`.
 
     Those that do not fill a batch of their length move up to the next one, so that only the last is padded.
     """
@@ -184,6 +192,8 @@ def pack_buckets(
             [loss[i] for i in chosen],
             length,
             multiple=count,
+            positions=None if positions is None else [positions[i] for i in chosen],
+            branches=None if branches is None else [branches[i] for i in chosen],
             extras={name: [parts[i] for i in chosen] for name, parts in (extras or {}).items()},
         )
         used = int(packed.row.max(initial=-1)) + 1
@@ -213,4 +223,5 @@ def take_rows(batch: Batch, rows: Int[np.ndarray, "B"]) -> Batch:
         take(batch.segment_ids),
         take(batch.loss),
         {name: take(x) for name, x in batch.extras.items()},
+        None if batch.branches is None else take(batch.branches),
     )

@@ -219,7 +219,8 @@ def _microbatch(objective: ObjectiveConfig, extras: Iterable[str], mesh: Mesh) -
         return jax.ShapeDtypeStruct((rows, length), dtype, sharding=split)
 
     beside = {name: side(jnp.float32) for name in extras}
-    return Batch(side(jnp.int32), side(jnp.int32), side(jnp.int32), side(jnp.bool_), beside)
+    branches = side(jnp.int32) if objective.share_prefixes else None
+    return Batch(side(jnp.int32), side(jnp.int32), side(jnp.int32), side(jnp.bool_), beside, branches)
 
 
 def _accumulate(

@@ -1,5 +1,6 @@
 """Trajectories in packed rows of few lengths, to a model and back: per-token numbers without a gradient."""
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 
 import jax
@@ -11,8 +12,29 @@ from rrl.errors import UserError
 from rrl.parallel.mesh import data_shards, put_rows, use_mesh
 from rrl.rl.batch import Batch
 from rrl.rollout.trajectory import POLICY, Trajectory
+from rrl.train.layout import Layout, layouts
 from rrl.train.objective import ObjectiveConfig
 from rrl.train.pack import Buckets, pack_buckets
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """Trajectories in packed rows, and the way back."""
+
+    buckets: Buckets
+    layouts: list[tuple[int, Layout]]
+    """Each sequence of the rows, with the index of its trajectory."""
+
+    def unpack(
+        self, values: Sequence[Float[np.ndarray, "B T"]], trajectories: Sequence[Trajectory]
+    ) -> list[Float[np.ndarray, "T"]]:
+        """Per-token values of each trajectory from those of the batches. A token that several contexts have in common may get
+        them as another context saw it: only the policy's own are never shared."""
+        found = [np.zeros(len(t.tokens), np.float32) for t in trajectories]
+        parts = self.buckets.unpack(values, [len(layout.tokens) for _, layout in self.layouts])
+        for (index, layout), part in zip(self.layouts, parts, strict=True):
+            found[index][layout.held] = part[layout.columns]
+        return found
 
 
 def bucketed(
@@ -20,28 +42,37 @@ def bucketed(
     config: ObjectiveConfig,
     shards: int = 1,
     extras: Mapping[str, Sequence[Float[np.ndarray, "T"]]] | None = None,
-) -> Buckets:
+) -> Rows:
     """Trajectories in packed rows, whose targets are the policy's tokens, with per-token arrays beside them.
 
-    Each context is a sequence of its own, as the policy saw it. Raises UserError for one longer than every length.
+    Each context is a sequence of its own, as the policy saw it, or a branch of one (`rrl.train.layout`). Raises UserError for
+    one longer than every length.
     """
-    contexts = [(index, part) for index, t in enumerate(trajectories) for part in t.contexts]
-    longest = max((part.stop - part.start for _, part in contexts), default=0)
-    if longest > config.lengths[-1]:
+    most = config.lengths[-1]
+    longest = max((part.stop - part.start for t in trajectories for part in t.contexts), default=0)
+    if longest > most:
         raise UserError(
             f"a trajectory of {longest} tokens is longer than the longest of objective.lengths={config.lengths}"
         )
+    laid = [
+        (index, one)
+        for index, t in enumerate(trajectories)
+        for one in layouts(t, config.share_prefixes, most)
+    ]
 
     def cut(values: Sequence[np.ndarray]) -> list[np.ndarray]:
-        return [values[index][part] for index, part in contexts]
+        return [values[index][layout.tokens] for index, layout in laid]
 
-    return pack_buckets(
+    buckets = pack_buckets(
         cut([t.tokens for t in trajectories]),
         cut([t.roles == POLICY for t in trajectories]),
         config.lengths,
         [config.rows(length, shards) for length in config.lengths],
+        positions=[layout.positions for _, layout in laid],
+        branches=[layout.branches for _, layout in laid] if config.share_prefixes else None,
         extras={name: cut(values) for name, values in (extras or {}).items()},
     )
+    return Rows(buckets, laid)
 
 
 class Scorer:
@@ -70,15 +101,10 @@ class Scorer:
     ) -> dict[str, list[Float[np.ndarray, "T"]]]:
         """What the function says of every token of each trajectory, by name; `extras` stand beside the tokens."""
         with use_mesh(self.mesh):
-            buckets = bucketed(trajectories, self.config, data_shards(self.mesh), extras)
+            rows = bucketed(trajectories, self.config, data_shards(self.mesh), extras)
             found = [
                 jax.device_get(self.program(params, fixed, put_rows(batch, self.mesh)))
-                for batch in buckets.batches
+                for batch in rows.buckets.batches
             ]
-        sizes = [part.stop - part.start for t in trajectories for part in t.contexts]
         names = found[0] if found else ()
-        contexts = {name: iter(buckets.unpack([part[name] for part in found], sizes)) for name in names}
-        return {
-            name: [np.concatenate([next(parts) for _ in t.contexts]) for t in trajectories]
-            for name, parts in contexts.items()
-        }
+        return {name: rows.unpack([part[name] for part in found], trajectories) for name in names}

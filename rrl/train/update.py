@@ -55,7 +55,7 @@ def microbatches(
     }
     if "sampled_logp" in config.extras:
         extras["sampled_logp"] = [t.sampled_logps for t in trajectories]
-    return bucketed(trajectories, config, shards, extras).batches, total
+    return bucketed(trajectories, config, shards, extras).buckets.batches, total
 
 
 class Updater:

@@ -13,6 +13,7 @@ from rrl.models.attention_backends import (
     packed_attention,
     splash_attention,
 )
+from rrl.models.block_attention import block_attention
 from rrl.parallel.mesh import make_mesh
 
 SEGMENTS = np.repeat([1, 2, 3, 0], [60, 37, 80, 23])[None].repeat(4, 0)  # T = 200, no multiple of a block
@@ -87,6 +88,31 @@ def test_the_mask_given_to_cudnn_is_ours():
         ours = with_gradients(causal_attention, inputs, segments)
         theirs = with_gradients(stand_in, inputs, segments)
         close(ours, theirs)
+
+
+@pytest.mark.parametrize("kernel", ["blocks", "cudnn's mask"])
+def test_a_branch_is_seen_by_itself_alone_whatever_the_kernel(kernel):
+    branches = jnp.asarray(
+        np.repeat([0, 1, 0, 2, 0, 1, 3, 0], [20, 15, 25, 10, 27, 40, 40, 23])[None].repeat(4, 0)
+    )
+
+    def stand_in(q, k, v, segments):
+        if kernel == "blocks":
+            return block_attention(q, k, v, segments, branches)
+        return cudnn_attention(q, k, v, segments, branches, implementation="xla")
+
+    def textbook(q, k, v, segments):
+        k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
+        at = jnp.arange(200)
+        seen = (at[:, None] >= at) & (segments[:, :, None] == segments[:, None])
+        seen &= (branches[:, None] == 0) | (branches[:, :, None] == branches[:, None])
+        scores = jnp.where(seen[:, None], jnp.einsum("BTNH,BSNH->BNTS", q, k), -jnp.inf)
+        return jnp.einsum("BNTS,BSNH->BTNH", jax.nn.softmax(scores, axis=-1), v)
+
+    inputs, segments = masked(draw(2)), jnp.asarray(SEGMENTS)
+    theirs = with_gradients(textbook, inputs, segments)
+    close(with_gradients(stand_in, inputs, segments), theirs)
+    close(with_gradients(lambda *x: causal_attention(*x, branches), inputs, segments), theirs)
 
 
 @pytest.mark.skipif(jax.default_backend() != "gpu", reason="cuDNN's kernel needs an NVIDIA GPU")
