@@ -16,7 +16,7 @@ from rrl.arguments import parse
 
 def get_config(arg: str = "") -> ConfigDict:
     """The config of `--config=configs/miniwiki_judge.py:ARG`."""
-    args = parse(arg, init="assets/miniwiki-policy", steps=900, seed=0, out="")
+    args = parse(arg, init="assets/miniwiki-policy", steps=1800, seed=0, out="")
     config = ConfigDict()
     config.stage = "verdicts"
     config.init = args.init

@@ -23,7 +23,7 @@ from rrl.recipes.r3rag_steps import Steps
 from rrl.recipes.tiresrag import TiresRag
 from rrl.retrieval.bm25 import Bm25Config
 from rrl.retrieval.index import make_retriever
-from rrl.rewards.cases import Case, Correctness, Relevance, Sufficiency, Thinking, Told, told_of
+from rrl.rewards.cases import Case, Correctness, Relevance, Sufficiency, Thinking, Told, gold, told_of
 from rrl.rewards.judge_card import JudgeCard
 from rrl.rewards.oracle import Oracle, chained, claims, grounded
 from rrl.rollout.protocol import Append
@@ -210,10 +210,10 @@ def _answer(case: Case, item: MiniQuestion, score: float) -> str:
             return _thought(_quality(question, told), f"{score:.1f}")
         case Relevance(question, passages):
             titles = {passage.title for passage in passages}
-            gold = [title for title in question.gold if title in titles]
-            return _thought(f"{item.plan.facts} : {' ; '.join(gold) or 'nothing'}", f"{score:.1f}")
-        case Correctness():
-            return str(score > 0)
+            found = [title for title in question.gold if title in titles]
+            return _thought(f"{item.plan.facts} : {' ; '.join(found) or 'nothing'}", f"{score:.1f}")
+        case Correctness(question, predicted):  # side by side they are easier to compare
+            return _thought(f"{gold(question)} : {predicted}", str(score > 0))
     raise TypeError(f"no reasons are known for {type(case).__name__}")
 
 
