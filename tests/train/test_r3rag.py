@@ -57,7 +57,8 @@ def test_the_ablations_and_the_other_readings_are_arguments(arg, changed):
 def test_the_built_in_world_is_judged_by_its_oracle_and_pays_exact_answers():
     settings = Settings.parse(config())
     assert settings.judge.judge.kind == "oracle" and settings.recipe.match == "exact"
-    assert settings.train.temperatures == (0.1, 0.4, 0.7, 1.0) and settings.train.critic is not None
+    assert settings.train.temperatures == (1.0,) and settings.train.critic.across_contexts
+    assert settings.train.objective.share_prefixes
     without = Settings.parse(config("ablation=process"))
     assert not without.recipe.judged
 

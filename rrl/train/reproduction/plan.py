@@ -51,23 +51,21 @@ class Arm:
 
 
 ARMS: Mapping[str, Arm] = {
-    "rsearch": Arm("rsearch", "configs/rsearch_grpo.py", 11),
+    "rsearch": Arm("rsearch", "configs/rsearch_grpo.py", 10),
     # The evidence stays in what the policy was shown to write, and neither reward reads it.
     "rsearch_no_evidence": Arm("rsearch", "configs/rsearch_grpo.py", 10, {"recipe.use_evidence": False}),
     # As long as GRPO's run: an update learns from all answers, and teaches the critic.
-    "rsearch_ppo": Arm("rsearch", "configs/rsearch_ppo.py:steps=32", 12),
-    "r3rag": Arm("r3rag", "configs/r3rag_ppo.py:steps=14", 9, {"train.questions": 16}, "r3rag_cold"),
-    "r3rag_no_process": Arm(
-        "r3rag", "configs/r3rag_ppo.py:steps=14,ablation=process", 9, {"train.questions": 16}, "r3rag_cold"
-    ),
-    "tiresrag": Arm("tiresrag", "configs/tiresrag_grpo.py:steps=32", 7, start="tiresrag_cold"),
+    "rsearch_ppo": Arm("rsearch", "configs/rsearch_ppo.py:steps=30", 10),
+    "r3rag": Arm("r3rag", "configs/r3rag_ppo.py", 17, start="r3rag_cold"),
+    "r3rag_no_process": Arm("r3rag", "configs/r3rag_ppo.py:ablation=process", 17, start="r3rag_cold"),
+    "tiresrag": Arm("tiresrag", "configs/tiresrag_grpo.py:steps=66", 8, start="tiresrag_cold"),
     "tiresrag_no_filter": Arm(
-        "tiresrag", "configs/tiresrag_grpo.py:steps=32,ablation=filter", 9, start="tiresrag_cold"
+        "tiresrag", "configs/tiresrag_grpo.py:steps=66,ablation=filter", 9, start="tiresrag_cold"
     ),
     "tiresrag_naive": Arm(
-        "tiresrag", "configs/tiresrag_grpo.py:steps=32,ablation=naive", 9, start="tiresrag_cold"
+        "tiresrag", "configs/tiresrag_grpo.py:steps=66,ablation=naive", 9, start="tiresrag_cold"
     ),
-    "r2ag": Arm("r2ag", "configs/r2ag.py:steps=24", 9, start="r2ag_cold"),
+    "r2ag": Arm("r2ag", "configs/r2ag.py:steps=66", 7, start="r2ag_cold"),
 }
 PROMPTED: Mapping[str, tuple[str, float, Mapping[str, Any]]] = {
     "direct": ("method=direct", 0.5, {}),
@@ -81,7 +79,7 @@ PROMPTED: Mapping[str, tuple[str, float, Mapping[str, Any]]] = {
 }
 """Prompted methods: arguments of configs/eval.py, minutes, fields. The shipped reader is asked: of the shipped models it is
 the one that was trained to answer a question from passages."""
-EVALUATION = {"rsearch": 1.0, "r3rag": 1.5, "tiresrag": 1.0, "r2ag": 1.5}
+EVALUATION = {"rsearch": 1.0, "r3rag": 1.0, "tiresrag": 1.0, "r2ag": 1.5}
 """Minutes of an evaluation, by recipe."""
 RETRIEVERS = ("exact", "bm25")
 """Other ones than R3-RAG's policy is trained with."""
@@ -116,7 +114,7 @@ def runs(seeds: Sequence[int], smoke: bool = False) -> dict[str, Run]:
         if how.start and how.start not in {run.name for run in found}:
             recipe = f"recipe={how.recipe},init={SHIPPED}"
             found.append(Run(how.start, "sft", f"configs/miniwiki_cold_start.py:{recipe}", 4))
-            found.append(_policy(f"{how.start}-eval", how.recipe, f"{{out}}/{how.start}/model", (how.start,)))
+            found += _everywhere(how.start, how.recipe, f"{{out}}/{how.start}/model")
         for seed in seeds:
             found += _trained(arm, how, seed)
     return {run.name: _small(run) if smoke else run for run in found}
@@ -130,10 +128,16 @@ def _trained(arm: str, how: Arm, seed: int) -> list[Run]:
     needs = (how.start,) if how.start else ()
     policy = f"{{out}}/{name}/policy"
     found = [Run(name, "train", config, how.minutes, {**WATCHED, **how.fields}, needs)]
-    found.append(_policy(f"{name}-eval", how.recipe, policy, (name,)))
-    for retriever in RETRIEVERS if arm == "r3rag" else ():
-        found.append(_policy(f"{name}-{retriever}", how.recipe, policy, (name,), f"retriever={retriever}"))
-    return found
+    if arm == "r3rag":
+        return found + _everywhere(name, how.recipe, policy)
+    return [*found, _policy(f"{name}-eval", how.recipe, policy, (name,))]
+
+
+def _everywhere(name: str, recipe: str, policy: str) -> list[Run]:
+    """The evaluations of a run's policy; R3-RAG's with the other retrievers too."""
+    others = RETRIEVERS if recipe == "r3rag" else ()
+    found = [_policy(f"{name}-{other}", recipe, policy, (name,), f"retriever={other}") for other in others]
+    return [_policy(f"{name}-eval", recipe, policy, (name,)), *found]
 
 
 def _policy(name: str, recipe: str, policy: str, needs: tuple[str, ...] = (), *more: str) -> Run:
