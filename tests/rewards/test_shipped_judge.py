@@ -1,0 +1,37 @@
+"""The judge in `assets/`: as small as it may be, and of the oracle's mind more often than whoever knew nothing would be."""
+
+import pathlib
+import re
+
+import numpy as np
+import pytest
+
+from rrl.eval.agreement import agreement, held_out_verdicts
+from rrl.models.weights import folder_hash
+from rrl.train.hardware import ComputeConfig, MeshConfig
+from rrl.train.judges import JudgeSettings, sections_of
+from rrl.train.verdicts import VerdictConfig
+
+ROOT = pathlib.Path(__file__).parents[2]
+FOLDER = ROOT / "assets" / "miniwiki-judge"
+
+
+def test_it_is_the_one_that_the_readme_tells_of_and_small():
+    table = re.search(r"`assets/miniwiki-judge` .*`([0-9a-f]{12})` \|", (ROOT / "README.md").read_text())
+    assert table is not None and folder_hash(FOLDER).startswith(table[1])
+    assert sum(file.stat().st_size for file in FOLDER.iterdir()) < 8 * 2**20
+
+
+@pytest.mark.slow
+def test_it_agrees_with_the_oracle_more_often_than_one_verdict_for_all():
+    sections = sections_of(str(FOLDER))
+    sections["judge_rollout"]["rows"] = 16
+    settings = JudgeSettings.parse(sections)
+    verdicts = held_out_verdicts(25, VerdictConfig(), "dev")
+    judge = settings.load(
+        [verdict.case.question for verdict in verdicts], ComputeConfig(), MeshConfig().make()
+    )
+    found = agreement(judge, verdicts)
+    assert set(found) == {"Relevance", "Sufficiency", "Thinking", "Correctness"}
+    near, majority = (np.mean([of[name] for of in found.values()]) for name in ("near", "majority_near"))
+    assert near > majority + 0.1, found
