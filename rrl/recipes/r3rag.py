@@ -104,7 +104,7 @@ class R3Rag(OutcomeRecipe):
                 "total": sum(paid),
             }
             trajectory.metrics["relevance"] = sum(found) / max(len(found), 1)
-            trajectory.metrics["steps"] = float(len(paid))
+            trajectory.metrics["steps"] = float(max(len(paid), len(_said(trajectory))))
             trajectory.metrics["malformed"] = float(outcome == MALFORMED)
 
     def _judge(self, trajectories: Sequence[Trajectory], scoring: Scoring) -> list[list[float]]:
@@ -143,7 +143,7 @@ class R3Rag(OutcomeRecipe):
 
     def paid(self, relevance: Sequence[float], outcome: str) -> list[float]:
         """r_all of each step (Eqs. 5 and 6): the retrieval steps, whose documents are so relevant, and the last one, which is
-        none of them but where the trajectory is "unanswered"."""
+        none of them; but where the trajectory is "unanswered": then a last step that the context cut earns nothing."""
         scale = {
             CORRECT: self.correct_scale,
             INCORRECT: self.incorrect_scale,
@@ -209,7 +209,7 @@ def outcome_of(trajectory: Trajectory) -> str:
     """What came of a trajectory whose "acc" is known."""
     if trajectory.ended == "answer":
         return CORRECT if trajectory.metrics["acc"] else INCORRECT
-    # The next step's prompt may have no room in the context: no fault of the steps before it.
+    # The context may have no room for the next step's prompt, or for all of its words: no fault of the policy's form.
     return UNANSWERED if trajectory.ended in ("turn_limit", "context_limit") else MALFORMED
 
 

@@ -68,7 +68,9 @@ def parse_step(text: str) -> Step | None:
 class Steps:
     """At most five steps, each answered in a context of its own; a malformed one ends the episode.
 
-    A query of the last step is searched too (Algorithm 1), though no further step can read what it finds.
+    A query of the last step is searched too (Algorithm 1), though no further step can read what it finds. A step that reaches
+    `turn_tokens` has no form (Eq. 4; the released parser reads whatever stands there by then); one that the context ends has
+    met a limit, as one whose prompt does not fit.
     """
 
     max_steps: int = 5
@@ -100,8 +102,10 @@ class Steps:
         return 0
 
     def react(self, episode: Episode, text: str, stop: str) -> Action:
-        if stop in (TURN_TOKENS, CONTEXT):
+        if stop == TURN_TOKENS:
             return Finish("length")
+        if stop == CONTEXT:
+            return Finish("context_limit")
         step = parse_step(text)
         if step is None:
             return Finish("malformed")

@@ -127,7 +127,7 @@ def test_a_step_ends_with_the_text_alone():
     assert environment.react(episode, RIGHT, EOS) == Finish("answer")
     assert environment.react(episode, BROKEN, EOS) == Finish("malformed")
     assert environment.react(episode, RIGHT, TURN_TOKENS) == Finish("length")
-    assert environment.react(episode, RIGHT, CONTEXT) == Finish("length")
+    assert environment.react(episode, RIGHT, CONTEXT) == Finish("context_limit")
 
 
 def after(*said_and_found, environment=None):
@@ -272,6 +272,14 @@ def test_no_answer_within_the_limit_scales_by_0_9(ended):
     one = scored(trajectory(ASK, ASK_MORE, found=([FILM], [BOOK]), ended=ended))
     assert one.turn_rewards == pytest.approx({0: 0.45, 1: 0.45})
     assert one.answer == "" and one.rewards["answer"] == 0 and one.metrics["em"] == 0
+
+
+def test_a_step_that_the_context_cuts_is_a_limit_and_no_broken_form():
+    # SPEC.md 6: no answer within the limit 0.9; the cut step itself earns nothing
+    one = scored(trajectory(ASK, BROKEN, found=([FILM],), ended="context_limit"))
+    assert one.turn_rewards == pytest.approx({0: 0.45}) and one.rewards["format"] == 0
+    assert (one.answer, one.metrics["malformed"], one.metrics["steps"]) == ("", 0, 2)
+    assert R3Rag().fault(one) == "unanswered"
 
 
 @pytest.mark.parametrize("ended", ["malformed", "length"])
