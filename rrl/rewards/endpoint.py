@@ -106,6 +106,8 @@ class Reply:
     text: str = ""
     cut: bool = False
     """Whether it ended at `EndpointConfig.answer_tokens`."""
+    refused: bool = False
+    """Whether the service would not answer this prompt (too long, filtered)."""
 
 
 class Endpoint:
@@ -128,7 +130,7 @@ class Endpoint:
         return [reply.text for reply in self.replies(prompts)]
 
     def replies(self, prompts: Sequence[str | Prompt]) -> list[Reply]:
-        """The same, and whether an answer was cut.
+        """The same, and whether an answer was cut or refused.
 
         Equal prompts are asked once. In several processes each asks a share, and all get every answer.
 
@@ -179,7 +181,7 @@ class Endpoint:
         if reply is None:
             with self._lock:
                 self.refused += 1
-            return Reply()
+            return Reply(refused=True)
         _remember(file, self.config.model, reply)
         return reply
 

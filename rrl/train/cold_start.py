@@ -35,7 +35,7 @@ from rrl.train.hardware import ComputeConfig, MeshConfig
 from rrl.train.judges import SECTIONS as JUDGE
 from rrl.train.judges import JudgeSettings
 from rrl.train.rollouts import refuse_long_prompts
-from rrl.train.strong import PolicyFolder, Service, Strong
+from rrl.train.strong import REFUSED, PolicyFolder, Service, Strong
 from rrl.train.tasks import Corpus, DataConfig, RetrieverConfig, encoder_folder, load_corpora
 
 
@@ -285,7 +285,7 @@ def sample_block(
     recipe.score(trajectories, Scoring(judge=judge))
     records = []
     for place, trajectory in enumerate(trajectories):
-        fault = recipe.fault(trajectory)
+        fault = REFUSED if trajectory.ended == REFUSED else recipe.fault(trajectory)
         records.append(
             {
                 "number": trajectory.group,

@@ -20,6 +20,9 @@ from rrl.rollout.protocol import EOS, TURN_TOKENS, Action, Episode, Finish, Rest
 from rrl.rollout.trajectory import POLICY, PROMPT, Search, Trajectory
 from rrl.text.chat import Prompt, chat_ids
 
+REFUSED = "refused"
+"""Why a trajectory ended of which a service would not answer a step."""
+
 
 class Strong(Protocol):
     """Gives trajectories of questions."""
@@ -97,6 +100,9 @@ class Service:
                 asked = [row[sample] for row in lives if not row[sample].ended]
                 replies = endpoint.replies([live.prompt for live in asked])
                 for live, reply in zip(asked, replies, strict=True):
+                    if reply.refused:
+                        live.ended = REFUSED
+                        continue
                     text = reply.text
                     live.said += [(PROMPT, _words(live.prompt)), (POLICY, text)]
                     live.episode.said.append(text)

@@ -215,7 +215,7 @@ def test_a_refusal_of_us_is_wrong_input_and_not_repeated(service, status):
 def test_a_prompt_that_is_refused_gets_no_answer_and_the_others_theirs(service, status, caplog):
     service.script = [(status, {}, "context length exceeded")]
     endpoint = Endpoint(service.config(concurrency=1))
-    assert endpoint.answers(["a", "say two"]) == ["", "TWO"]
+    assert endpoint.replies(["a", "say two"]) == [Reply(refused=True), Reply("TWO")]
     assert endpoint.refused == 1 and "context length exceeded" in caplog.text
     assert endpoint.answers(["a"]) == ["A"]  # it was not kept
 

@@ -44,6 +44,7 @@ class Strong:
         self.asked = collections.Counter()
         self.before = lambda text: None
         self.cut = lambda said: False
+        self.refused = lambda body: False
 
     def answer(self, body):
         text = body["messages"][-1]["content"]
@@ -69,6 +70,9 @@ def strong():
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_POST(self):
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            if found.refused(body):
+                self.send_error(400, "too long")
+                return
             try:
                 said = found.answer(body)
             except ConnectionError:
@@ -133,7 +137,7 @@ def test_the_right_and_well_formed_are_kept_and_the_report_says_why_the_rest_fel
     assert len(records) == 50 and all(record["said"] for record in records)
 
 
-def test_a_step_that_the_service_cuts_is_malformed_and_unread_judgements_are_told(
+def test_a_step_that_the_service_cuts_is_malformed_and_refusals_and_unread_judgements_are_told(
     strong, tmp_path, monkeypatch, capsys
 ):
     monkeypatch.setattr(strong, "cut", lambda said: "The final answer:" in said)
@@ -141,7 +145,13 @@ def test_a_step_that_the_service_cuts_is_malformed_and_unread_judgements_are_tol
     assert report.fell == {"malformed": 10} and report.unread == 0
     assert "could not be read" not in capsys.readouterr().out
 
+    # What the service will not answer has no form at all.
     monkeypatch.setattr(strong, "cut", lambda said: False)
+    monkeypatch.setattr(strong, "refused", lambda body: "Previous Steps:" in body["messages"][-1]["content"])
+    report = cold_start.run(settings(strong, tmp_path / "c", temperatures=(0.1,)), tmp_path / "refused")
+    assert report.fell == {"refused": 10}
+
+    monkeypatch.setattr(strong, "refused", lambda body: False)
     judge = f",judge={strong.url},judge_model=j"
     made = settings(strong, tmp_path / "b", judge, temperatures=(0.4,), questions=2)
     made.judge_endpoint.update({"cache": str(tmp_path / "b"), "retries": 0, "time_out": 5.0})
