@@ -25,6 +25,7 @@ def main(_: Sequence[str]) -> None:
     """Reads, judges and prints."""
     from rrl.eval.diagnose import diagnose, report
     from rrl.eval.trajectory_files import load_trajectories
+    from rrl.text.spans import tag_named
     from rrl.train.hardware import ComputeConfig, MeshConfig
     from rrl.train.judges import JudgeSettings, sections_of
 
@@ -32,8 +33,7 @@ def main(_: Sequence[str]) -> None:
     settings = JudgeSettings.parse(sections_of(_JUDGE.value, _MODEL.value, _CONTEXT.value))
     settings.check()
     judge = settings.load([t.question for t in trajectories], ComputeConfig(), MeshConfig().make())
-    tag = _TAG.value
-    print(report(diagnose(trajectories, judge, (tag, "") if tag.endswith(":") else tag)))
+    print(report(diagnose(trajectories, judge, tag_named(_TAG.value))))
 
 
 if __name__ == "__main__":

@@ -18,7 +18,9 @@ _QUESTIONS = flags.DEFINE_integer(
 _SPLIT = flags.DEFINE_enum("split", "test", ["dev", "test"], "Whose worlds.")
 _SEED = flags.DEFINE_integer("seed", 0, "Which worlds and cases.", lower_bound=0)
 _TRAJECTORIES = flags.DEFINE_string("trajectories", None, "trajectories.jsonl of a run, in place of cases.")
-_TAG = flags.DEFINE_string("answer", "answer", "Of trajectories: the tag of answers.")
+_TAG = flags.DEFINE_string(
+    "answer", "answer", "Of trajectories: the tag of answers, or their heading with its colon."
+)
 flags.mark_flags_as_required(["judge"])
 
 
@@ -26,11 +28,12 @@ def main(_: Sequence[str]) -> None:
     """Asks and prints."""
     from rrl.eval.agreement import held_out_verdicts, judge_report, verdicts_of
     from rrl.eval.trajectory_files import load_trajectories
+    from rrl.text.spans import tag_named
     from rrl.train.hardware import ComputeConfig, MeshConfig
     from rrl.train.verdicts import VerdictConfig
 
     if _TRAJECTORIES.value:
-        cases = verdicts_of(load_trajectories(_TRAJECTORIES.value), _TAG.value)
+        cases = verdicts_of(load_trajectories(_TRAJECTORIES.value), tag_named(_TAG.value))
     else:
         cases = held_out_verdicts(_QUESTIONS.value, VerdictConfig(), _SPLIT.value, _SEED.value)
     print(judge_report(_JUDGE.value or "", _MODEL.value, cases, ComputeConfig(), MeshConfig().make()))

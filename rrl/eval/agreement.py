@@ -41,7 +41,7 @@ def verdicts_of(trajectories: Sequence[Trajectory], answer: Tag = "answer") -> l
     """The oracle's verdicts about what a policy did: is it sufficient, how good is its thinking, is its answer right.
 
     Args:
-      trajectories: with one growing context; their questions name gold passages.
+      trajectories: their questions name gold passages.
       answer: the tag of answers, which are no part of what was thought.
     """
     cases: list[Case] = []

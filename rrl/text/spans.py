@@ -28,6 +28,11 @@ def markers(tag: Tag) -> tuple[str, str]:
     return (f"<{tag}>", f"</{tag}>") if isinstance(tag, str) else tag
 
 
+def tag_named(word: str) -> Tag:
+    """The tag of a name, or of a heading with its colon ("The final answer:"), as a command's argument gives it."""
+    return (word, "") if word.endswith(":") else word
+
+
 def boxed(tag: Tag, content: str) -> str:
     """A box with spaces around its content."""
     opening, closing = markers(tag)

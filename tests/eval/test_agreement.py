@@ -9,6 +9,7 @@ from rrl.eval.agreement import agreement, held_out_verdicts, report, verdicts_of
 from rrl.rewards.cases import Correctness, Thinking, Told
 from rrl.rewards.oracle import Oracle
 from rrl.rollout.trajectory import ENVIRONMENT, POLICY, PROMPT, Search, Trajectory
+from rrl.text.spans import tag_named
 from rrl.train.verdicts import KINDS, Verdict, VerdictConfig
 
 QUESTION = Question("q", "Who?", ("x",), gold=("A",))
@@ -79,3 +80,5 @@ def test_what_a_policy_did_is_judged_as_the_oracle_sees_it():
         ("Thinking", 0.0),
     ]
     assert "<answer>" not in verdicts_of(done)[0].case.told.text
+    done[0].segments = [(PROMPT, "Who?"), (POLICY, "The problem analysis: so\nThe final answer: x")]  # R3-RAG
+    assert verdicts_of(done, tag_named("The final answer:"))[0].case.told.text == "The problem analysis: so"

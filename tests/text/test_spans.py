@@ -13,6 +13,7 @@ from rrl.text.spans import (
     in_one_box,
     last_box,
     row_of_boxes,
+    tag_named,
     without_boxes,
 )
 
@@ -71,6 +72,7 @@ def test_two_markers_follow_the_rule_of_a_name(text: str) -> None:
 def test_a_heading_holds_all_that_follows_it() -> None:
     assert without_boxes("so\nThe answer: x <a>y</a>", ("The answer:", "")) == "so\n"
     assert without_boxes("so", ("The answer:", "")) == "so"
+    assert tag_named("The answer:") == ("The answer:", "") and tag_named("answer") == "answer"
 
 
 def test_what_is_written_as_a_box_is_read_as_one() -> None:
