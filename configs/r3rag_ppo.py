@@ -20,7 +20,8 @@ gamma = lambda = 1 within a step, advantages whitened over the batch, KL to the 
 weight, clip and rollout length it gives no numbers: 0.01, 0.2 and 512 tokens. Qwen2.5-14B-Instruct judges. The paper ran on
 H100s and reaches EM 46.4 on HotpotQA, 54.2 on 2Wiki and 21.4 on MuSiQue with E5 (Table 1; its cold start 45.2, 46.1, 21.9).
 Its other policy is Llama-3.1-8B, which these settings take too: policy=FOLDER. size=3b is none of the paper's: the same for
-Qwen2.5-3B. The paper evaluates with whole documents: --config.recipe.environment.document_characters=0 with steps=0.
+Qwen2.5-3B. steps=0, which evaluates only, shows whole documents, as the paper's evaluation does; held-out questions during
+training read what training reads.
 
 A policy is held against other retrievers than it was trained with by `steps=0`, its folder, and `retriever` or
 `--config.retriever.kind=bm25`, `exact`, ...
@@ -74,7 +75,7 @@ def get_config(arg: str = "") -> ConfigDict:
     config.recipe.environment = {
         "max_steps": 5,
         "turn_tokens": 128 if tiny else 512,
-        "document_characters": 512,
+        "document_characters": 0 if args.steps == 0 and not tiny else 512,
         "cut": args.cut,
     }
     config.rollout = {

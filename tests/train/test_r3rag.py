@@ -73,6 +73,16 @@ def test_a_policy_is_held_against_any_retriever(kind):
     assert by_argument.retriever.kind == kind and by_argument.train.steps == 0
 
 
+def test_training_reads_512_characters_of_a_document_and_evaluation_all_of_it():
+    # SPEC.md 2: "documents cut to 512 characters in RL training"; section 4.3: "complete retrieved documents"
+    for arg, characters in (
+        (BIG, 512),
+        (f"{BIG},steps=0", 0),
+        ("steps=0,policy=assets/miniwiki-policy", 512),
+    ):
+        assert config(arg).recipe.environment.document_characters == characters
+
+
 def test_every_field_can_be_overridden():
     filled = config()
     assert filled.recipe.correct_scale == 1.6 and filled.recipe.environment.max_steps == 5
