@@ -51,6 +51,10 @@ class SearchR1(OutcomeRecipe):
 
     The form is right where the policy writes nothing but boxes: a thought and a search in every turn but the last, a thought and
     the answer in that, with white space between them and no further tag in them, and where it never had to be corrected.
+
+    Not kept: the released reward reads prompt, response and documents as one text, so that an answer counts only beside another
+    (the instruction's example) and a document's tags break the form. Its score for documents that hold the answer is 0 as
+    published, and left out.
     """
 
     instruction: str = INSTRUCTION
