@@ -4,7 +4,7 @@ A run's folder holds
 
 - config.json: all that decides the answers; another config is refused there;
 - questions.jsonl and results.jsonl: what was asked, and a line for each answer, in the order in which they came;
-- verdicts-*.jsonl: what a judge said;
+- verdicts-*.jsonl: what a judge said, of right and wrong and of short forms;
 - timing.jsonl: how long each stretch of questions took, by stage;
 - card.json, scores.jsonl, trajectories.html, and at last metrics.json, once every question is answered.
 """
@@ -21,13 +21,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from ml_collections import ConfigDict
 
 from rrl.data.questions import Question, save_questions
 from rrl.errors import UserError, at_least, at_most, one_of
 from rrl.eval.dataset import Dataset, DatasetConfig, load_dataset
-from rrl.eval.judging import PROMPTS, verdict_file, verdicts
+from rrl.eval.judging import PROMPTS, short_scores, verdict_file, verdicts
 from rrl.eval.predictions import load_predictions
 from rrl.eval.result_card import ResultCard, questions_fingerprint, save_card, versions_here
 from rrl.eval.results import Lines, read_lines
@@ -48,7 +49,7 @@ from rrl.rewards.reader import Reader
 from rrl.rollout.engine import Engine, EngineConfig
 from rrl.rollout.loop import PATIENCE
 from rrl.rollout.trajectory import Trajectory
-from rrl.text.metrics import exact_match
+from rrl.text.metrics import AnswerScores, exact_match
 from rrl.text.normalize import rule_named
 from rrl.text.short_answers import choice_correct
 from rrl.train.checkpoints import refuse_other_config
@@ -203,16 +204,21 @@ def run(config: Mapping[str, Any], workdir: str | Path, command: Sequence[str] =
             stream.write(json.dumps(identity, indent=2).encode() + b"\n")
         save_questions(workdir / "questions.jsonl", data.questions)
         answer(settings, _with_reader(settings), data, engine, params, workdir)
-        said = {}
+        said: dict[str, bool | None] = {}
+        short: dict[str, AnswerScores | None] = {}
         if judge is not None and settings.judge is not None:
             answers = {line["id"]: line["prediction"] for line in read_lines(workdir / "results.jsonl")}
             file = verdict_file(workdir, settings.judge.identity() | {"prompt": settings.eval.judge_prompt})
             began = time.perf_counter()
             before = len(read_lines(file))
             said = verdicts(file, judge, settings.eval.judge_prompt, data.questions, answers)
+            if settings.way.long_answers and not any(question.choices for question in data.questions):
+                name = settings.eval.normalization
+                file = verdict_file(workdir, settings.judge.identity() | {"short_answers": name})
+                short = short_scores(file, judge, rule_named(name), data.questions, answers)
             _timed(workdir, len(said) - before, judge=time.perf_counter() - began)
         card = card_of(settings, data, command)
-        found = finish(workdir, card, data.questions, settings, said)
+        found = finish(workdir, card, data.questions, settings, said, short)
     print(as_text(found))
     print(f"\n{_setting(card)}\n{workdir}")
     return found
@@ -323,6 +329,7 @@ def latency(workdir: Path) -> dict[str, float]:
 def card_of(settings: Settings, data: Dataset, command: Sequence[str] = ()) -> ResultCard:
     """What the result says of itself."""
     judge = settings.judge
+    shortened = {"short_answers": True} if settings.way.long_answers else {}
     encoder = encoder_folder(settings.retriever) if settings.searches else ""
     retriever = settings.retriever.identity() | {"encoder": encoder and folder_hash(encoder)[:12]}
     if isinstance(retriever.get("index"), Mapping):
@@ -341,7 +348,9 @@ def card_of(settings: Settings, data: Dataset, command: Sequence[str] = ()) -> R
         model=settings.policy,
         model_sha256=folder_hash(settings.policy),
         normalization=settings.eval.normalization,
-        judge=json.dumps(judge.identity() | {"prompt": settings.eval.judge_prompt}) if judge else "",
+        judge=json.dumps(judge.identity() | {"prompt": settings.eval.judge_prompt} | shortened)
+        if judge
+        else "",
         temperature=settings.eval.temperature,
         seed=settings.eval.seed,
         versions=versions_here(),
@@ -355,11 +364,14 @@ def finish(
     questions: Sequence[Question],
     settings: Settings,
     said: Mapping[str, bool | None],
+    short: Mapping[str, AnswerScores | None],
 ) -> dict[str, Any]:
     """Scores what results.jsonl holds and writes the report."""
-    scores = scores_of(workdir, questions, card.normalization, said)
+    scores = scores_of(workdir, questions, card.normalization, said, short)
     found: dict[str, Any] = {"normalization": card.normalization}
     found |= report(scores, seed=settings.eval.seed, level=settings.eval.level)
+    if short:
+        found["short_unread"] = sum(score is None for score in short.values())
     if not card.corpus:  # nothing was looked for
         found.pop("retrieval", None)
     lines = read_lines(workdir / "results.jsonl")
@@ -382,9 +394,14 @@ def finish(
 
 
 def scores_of(
-    workdir: Path, questions: Sequence[Question], normalization: str, said: Mapping[str, bool | None]
+    workdir: Path,
+    questions: Sequence[Question],
+    normalization: str,
+    said: Mapping[str, bool | None],
+    short: Mapping[str, AnswerScores | None],
 ) -> Scores:
-    """The scores of all questions, with a judge's verdicts where there are any.
+    """The scores of all questions, with a judge's verdicts where there are any, and those of short forms in place of those of
+    the answers as they stand, where they are known.
 
     Raises UserError for an answer that is missing, there twice, or none of theirs, with its line.
     """
@@ -393,7 +410,20 @@ def scores_of(
     if said:
         predictions = [dataclasses.replace(p, verdict=said[p.id or ""]) for p in predictions]
     pairs = matched(predictions, questions, str(file), str(workdir / "questions.jsonl"))
-    return score(pairs, questions, rule_named(normalization), judged=bool(said))
+    scores = score(pairs, questions, rule_named(normalization), judged=bool(said))
+    return with_short_forms(scores, short) if short else scores
+
+
+def with_short_forms(scores: Scores, short: Mapping[str, AnswerScores | None]) -> Scores:
+    """The same with the scores of short forms, by id, in place of em, f1 and cem; None changes nothing."""
+    metrics = dict(scores.metrics)
+    for name in AnswerScores._fields:
+        plain = scores.metrics[name].tolist()
+        known = [short[question.id] for question in scores.questions]
+        metrics[name] = np.array(
+            [value if of is None else getattr(of, name) for value, of in zip(plain, known, strict=True)]
+        )
+    return dataclasses.replace(scores, metrics=metrics)
 
 
 def scored_trajectories(workdir: Path, scores: Scores) -> list[Trajectory]:

@@ -60,7 +60,8 @@ class ResultCard:
     normalization: str
     """A name of `rrl.text.normalize.RULES`."""
     judge: str = ""
-    """The model that judged correctness, with its hash; "" where none did."""
+    """The model that judged correctness, with its hash, and whether EM and F1 are of short forms that it extracted; "" where none
+    did."""
     temperature: float = 0.0
     seed: int = 0
     versions: Mapping[str, str] = dataclasses.field(default_factory=dict)

@@ -257,6 +257,7 @@ def as_text(found: Mapping[str, Any]) -> str:
     for key, words in (
         ("missing", "questions without a prediction count as wrong"),
         ("judge_unparsed", "verdicts of the judge could not be understood and count as wrong"),
+        ("short_unread", "answers whose short forms could not be understood are scored as they stand"),
         (
             "searches_failed",
             "searches failed, and nothing was found by them: mend the index or its service and evaluate anew",

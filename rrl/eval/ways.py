@@ -63,6 +63,10 @@ class Way(Protocol):
         """As `Recipe.tags`."""
 
     @property
+    def long_answers(self) -> bool:
+        """Whether it answers in sentences, whose short forms a judge extracts for EM and F1 (R3-RAG, 4.1)."""
+
+    @property
     def limits(self) -> dict[str, int]:
         """Most searches, turns, tokens, ...: what a result card says."""
 
@@ -157,6 +161,10 @@ class Trained:
         return self.recipe.tags
 
     @property
+    def long_answers(self) -> bool:
+        return bool(getattr(self.recipe, "short_answers", False))
+
+    @property
     def limits(self) -> dict[str, int]:
         fields: Any = self.recipe.environment
         values = {field.name: getattr(fields, field.name) for field in dataclasses.fields(fields)}
@@ -208,6 +216,7 @@ class Prompted:
     method: Method
     settings: Prompting
     together = TOGETHER
+    long_answers = False
 
     @property
     def name(self) -> str:

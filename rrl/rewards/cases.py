@@ -15,6 +15,7 @@ from rrl.data.questions import Question
 from rrl.rollout.trajectory import ENVIRONMENT, POLICY, PROMPT, Trajectory
 from rrl.text.chat import Prompt
 from rrl.text.metrics import AnswerScores, score_answer
+from rrl.text.normalize import RRL, Rule
 from rrl.text.short_answers import EXTRACT_TEMPLATE, listed_answers
 from rrl.text.spans import Tag, in_one_box, without_boxes
 
@@ -321,6 +322,8 @@ class ShortAnswer:
     predicted: str
     metric: str
     """Of `AnswerScores`: "em", "f1" or "cem". Those of one answer are asked for in the same words."""
+    rule: Rule = RRL
+    """How the forms are compared."""
 
     @property
     def prompt(self) -> Prompt:
@@ -332,7 +335,7 @@ class ShortAnswer:
 
     def of(self, forms: Sequence[str]) -> float:
         """The metric of these short forms."""
-        scores: AnswerScores = score_answer(forms, self.question.answers)
+        scores: AnswerScores = score_answer(forms, self.question.answers, self.rule)
         return float(getattr(scores, self.metric))
 
 

@@ -7,8 +7,14 @@ from pathlib import Path
 import pytest
 
 from rrl.errors import UserError
-from rrl.eval.judging import verdict_file, verdicts
+from rrl.eval.evaluate import with_short_forms
+from rrl.eval.judging import short_scores, verdict_file, verdicts
+from rrl.eval.predictions import Prediction
 from rrl.eval.results import Lines, read_lines
+from rrl.eval.scoring import score
+from rrl.rewards.judge import ModelJudge
+from rrl.text.metrics import AnswerScores
+from rrl.text.normalize import RULES
 from tests.recipes.prompted.scripted import QUESTION
 
 
@@ -67,3 +73,27 @@ def test_a_judge_is_asked_once_for_each_answer_and_not_for_none(tmp_path: Path) 
     assert verdicts(file, judge, "r2ag", questions, answers) == found
     assert judge.asked[3:] == ["Rome"]
     assert verdict_file(tmp_path, {"kind": "y"}) != file
+
+
+def test_em_and_f1_of_long_answers_are_of_the_short_forms_that_the_judge_extracts(tmp_path: Path) -> None:
+    # R3-RAG, 4.1 (SPEC.md 6)
+    questions = [dataclasses.replace(QUESTION, id=name, answers=("Oslo",)) for name in "abcd"]
+    answers = {"a": "It lies in Oslo, I read.", "b": "It is hard to say: Oslo?", "c": "", "d": "Oslo"}
+    asked: list[str] = []
+
+    def says(prompts):
+        asked.extend(prompt.said for prompt in prompts)
+        return ['["Oslo", "the city"]' if "I read" in prompt.said else "Hm." for prompt in prompts]
+
+    file, rule = tmp_path / "short.jsonl", RULES["squad"]
+    found = short_scores(file, ModelJudge(says), rule, questions, answers)
+    whole = AnswerScores(1.0, 1.0, 1.0)
+    assert found == {"a": whole, "b": None, "c": AnswerScores(0.0, 0.0, 0.0), "d": whole}
+    assert len(asked) == 6 and all(answers["a"] in said or answers["b"] in said for said in asked)
+    assert short_scores(file, ModelJudge(lambda prompts: 1 / 0), rule, questions, answers) == found
+
+    plain = score([Prediction("line", q.id, "", (answers[q.id],)) for q in questions], questions, rule)
+    assert plain.metrics["em"].tolist() == [0, 0, 0, 1]
+    shortened = with_short_forms(plain, found)
+    assert shortened.metrics["em"].tolist() == [1, 0, 0, 1]
+    assert shortened.metrics["f1"][1] == plain.metrics["f1"][1] > 0  # not understood: as it stands

@@ -75,6 +75,9 @@ def test_methods_say_what_was_set_in_them() -> None:
     assert not make_way({"name": "direct"}, None, None).searches
     trained = make_way({"name": "rsearch"}, {"use_evidence": False, "environment": {"max_searches": 2}}, None)
     assert trained.name == "rsearch (use_evidence=False)"
+    assert make_way({"name": "r3rag"}, None, None).long_answers  # it answers in sentences
+    assert not make_way({"name": "r3rag"}, {"short_answers": False}, None).long_answers
+    assert not (trained.long_answers or way.long_answers)
     assert trained.limits == {"max_searches": 2, "turn_tokens": 500, "observation_tokens": 1800}
     assert json.dumps(trained.identity) and json.dumps(way.identity)
     assert trained.identity["environment"]["max_searches"] == 2
