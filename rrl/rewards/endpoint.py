@@ -37,6 +37,8 @@ TRANSIENT = (408, 409, 425, 429)
 """Refusals that may pass; so may all from 500 on."""
 OF_THE_PROMPT = (400, 413, 422)
 """Refusals of this prompt (too long, filtered): it gets no answer, and the others go on."""
+HOPELESS = 8
+"""Prompts refused, and none ever answered, after which it is not the prompts."""
 KEY_VARIABLE = "OPENAI_API_KEY"
 """Where the key is looked for."""
 
@@ -118,6 +120,7 @@ class Endpoint:
         self.cache = pathlib.Path(config.cache or "~/.cache/rrl/answers").expanduser()
         self.asked = self.remembered = self.refused = 0
         """Prompts of this process that were sent, that were found in the cache, and that the service would not answer."""
+        self._refusal = ""
         self._lock = threading.Lock()
         # urllib would send the key on to wherever a redirect points.
         self._open = urllib.request.build_opener(_NoRedirect).open
@@ -134,8 +137,8 @@ class Endpoint:
 
         Equal prompts are asked once. In several processes each asks a share, and all get every answer.
 
-        Raises UserError where the service refuses us (key, model, address), OSError where it does not answer in spite of
-        all retries.
+        Raises UserError where the service refuses us (key, model, address, a setting that it does not know), OSError where it
+        does not answer in spite of all retries.
         """
         wanted = list(dict.fromkeys(prompts))
         rank, count = jax.process_index(), jax.process_count()
@@ -157,6 +160,13 @@ class Endpoint:
                 found = list(pool.map(one, mine))
             finally:
                 stop.set()
+        if not errors and self.refused == self.asked >= HOPELESS and not self.remembered:
+            errors.append(
+                UserError(
+                    f"{self._refusal}; all of {self.asked} prompts were refused so: check model={self.config.model!r}, "
+                    f"answer_tokens={self.config.answer_tokens} and temperature={self.config.temperature}"
+                )
+            )
         error = errors[0] if errors else None
         parts = gather_objects((dict(zip(mine, found)), error and repr(error)))
         if error is not None:
@@ -219,6 +229,7 @@ class Endpoint:
                 why, wait = str(refusal), refusal.wait
                 if refusal.status in OF_THE_PROMPT:
                     log.warning("a prompt gets no answer: %s", why)
+                    self._refusal = why
                     return None
                 if refusal.status < 500 and refusal.status not in TRANSIENT:
                     raise UserError(

@@ -220,6 +220,20 @@ def test_a_prompt_that_is_refused_gets_no_answer_and_the_others_theirs(service, 
     assert endpoint.answers(["a"]) == ["A"]  # it was not kept
 
 
+def test_a_service_that_refuses_every_prompt_refuses_us(service):
+    unknown = (400, {}, "max_tokens is not supported")
+    prompts = [f"say {n}" for n in range(10)]
+    service.script = [unknown] * 8
+    with pytest.raises(UserError, match=r"not supported; all of 8 .*model='m', answer_tokens=1024"):
+        Endpoint(service.config()).answers(prompts[:8])
+    service.script = [unknown] * 7
+    assert Endpoint(service.config()).answers(prompts[:7]) == [""] * 7
+    endpoint = Endpoint(service.config(concurrency=1))
+    assert endpoint.answers(prompts[:1]) == ["0"]
+    service.script = [unknown] * 9
+    assert endpoint.answers(prompts[1:]) == [""] * 9  # it answers others
+
+
 def test_an_answer_without_text_is_an_empty_one(service):
     service.script = [(200, {}, '{"choices": [{"message": {"content": null}}]}')]
     assert Endpoint(service.config()).answers(["a"]) == [""]
