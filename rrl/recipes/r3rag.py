@@ -96,6 +96,7 @@ class R3Rag(OutcomeRecipe):
         for trajectory, found in zip(trajectories, relevance, strict=True):
             outcome = outcome_of(trajectory)
             paid = self.paid(found, outcome)
+            paid += [0.0] * (len(_said(trajectory)) - len(paid))  # a step that the context cut
             trajectory.turn_rewards = dict(enumerate(paid))
             trajectory.rewards = {
                 "answer": trajectory.metrics["acc"],
@@ -104,7 +105,7 @@ class R3Rag(OutcomeRecipe):
                 "total": sum(paid),
             }
             trajectory.metrics["relevance"] = sum(found) / max(len(found), 1)
-            trajectory.metrics["steps"] = float(max(len(paid), len(_said(trajectory))))
+            trajectory.metrics["steps"] = float(len(paid))
             trajectory.metrics["malformed"] = float(outcome == MALFORMED)
 
     def _judge(self, trajectories: Sequence[Trajectory], scoring: Scoring) -> list[list[float]]:
@@ -143,7 +144,7 @@ class R3Rag(OutcomeRecipe):
 
     def paid(self, relevance: Sequence[float], outcome: str) -> list[float]:
         """r_all of each step (Eqs. 5 and 6): the retrieval steps, whose documents are so relevant, and the last one, which is
-        none of them; but where the trajectory is "unanswered": then a last step that the context cut earns nothing."""
+        none of them but where the trajectory is "unanswered"."""
         scale = {
             CORRECT: self.correct_scale,
             INCORRECT: self.incorrect_scale,

@@ -277,7 +277,7 @@ def test_no_answer_within_the_limit_scales_by_0_9(ended):
 def test_a_step_that_the_context_cuts_is_a_limit_and_no_broken_form():
     # SPEC.md 6: no answer within the limit 0.9; the cut step itself earns nothing
     one = scored(trajectory(ASK, BROKEN, found=([FILM],), ended="context_limit"))
-    assert one.turn_rewards == pytest.approx({0: 0.45}) and one.rewards["format"] == 0
+    assert one.turn_rewards == pytest.approx({0: 0.45, 1: 0.0}) and one.rewards["format"] == 0
     assert (one.answer, one.metrics["malformed"], one.metrics["steps"]) == ("", 0, 2)
     assert R3Rag().fault(one) == "unanswered"
 
