@@ -59,6 +59,7 @@ class DecoderConfig:
     max_positions: int = 4096
     bos_token_id: int | None = None
     eos_token_id: int | tuple[int, ...] | None = None
+    """What ends a text; several where a model has more than one end."""
     pad_token_id: int | None = None
 
     def __post_init__(self) -> None:
@@ -87,8 +88,10 @@ class DecoderConfig:
         return FAMILIES[self.model_type].qk_norm
 
     @classmethod
-    def from_hf(cls, hf: Mapping[str, Any]) -> "DecoderConfig":
-        """Reads config.json of transformers 4 or 5.
+    def from_hf(cls, hf: Mapping[str, Any], generation: Mapping[str, Any] | None = None) -> "DecoderConfig":
+        """Reads config.json of transformers 4 or 5, and the ends of a text that generation_config.json adds to it.
+
+        Qwen2.5-Instruct and Llama 3 name some of theirs in the second file only.
 
         Raises:
             UserError: model_type is unknown, a field is missing or no number of its kind, or the config asks for
@@ -103,7 +106,7 @@ class DecoderConfig:
         _refuse_unsupported(hf)
         heads, hidden = _whole(hf, "num_attention_heads"), _whole(hf, "hidden_size")
         theta, scaling = _rope(hf)
-        eos = _token(hf, "eos_token_id", several=True)
+        ends = dict.fromkeys([*_ends(hf), *_ends(generation or {}, "generation_config.json")])
         return cls(
             vocab_size=_whole(hf, "vocab_size"),
             hidden=hidden,
@@ -119,7 +122,7 @@ class DecoderConfig:
             tie_embeddings=bool(hf.get("tie_word_embeddings", False)),
             max_positions=_whole(hf, "max_position_embeddings"),
             bos_token_id=_token(hf, "bos_token_id"),
-            eos_token_id=tuple(eos) if isinstance(eos, list) else eos,
+            eos_token_id=tuple(ends) if len(ends) > 1 else next(iter(ends), None),
             pad_token_id=_token(hf, "pad_token_id"),
         )
 
@@ -329,13 +332,23 @@ def _positive(fields: Mapping[str, Any], field: str, default: float | None = Non
     return float(value)
 
 
-def _token(hf: Mapping[str, Any], field: str, several: bool = False) -> Any:
-    """A token's id, or with `several` a list of them; None where there is none."""
+def _token(hf: Mapping[str, Any], field: str) -> int | None:
+    """A token's id; None where there is none."""
     value = hf.get(field)
-    each = value if several and isinstance(value, list) else [] if value is None else [value]
-    if any(isinstance(token, bool) or not isinstance(token, int) for token in each):
+    if isinstance(value, bool) or not isinstance(value, int | None):
         raise UserError(f"config.json: {field}={value!r} must be the id of a token, a whole number")
     return value
+
+
+def _ends(fields: Mapping[str, Any], file: str = "config.json") -> list[int]:
+    """What a file says ends a text: no token, one, or a list of them."""
+    value = fields.get("eos_token_id")
+    ends = value if isinstance(value, list) else [] if value is None else [value]
+    if any(isinstance(token, bool) or not isinstance(token, int) for token in ends):
+        raise UserError(
+            f"{file}: eos_token_id={value!r} must be the id of a token, a whole number, or a list of them"
+        )
+    return ends
 
 
 def _refuse_unsupported(hf: Mapping[str, Any]) -> None:

@@ -25,10 +25,12 @@ from rrl.models.lora import merged
 from rrl.models.transfer import Entry, export, load, shapes
 from rrl.models.weights import (
     CONFIG,
+    GENERATION,
     SHARD_SIZE,
     Weights,
     folder_hash,
     read_config,
+    read_generation_config,
     write_folder,
     write_json,
 )
@@ -99,9 +101,12 @@ _ENCODER_IGNORED = re.compile(r"pooler\..*|cls\..*|lm_head\..*|embeddings\.posit
 
 
 def read_decoder_config(folder: str | Path) -> DecoderConfig:
-    """The shape of the decoder in a folder; UserError as from `DecoderConfig.from_hf`, with the folder's name."""
+    """The shape of the decoder in a folder, and all ends of a text that its config.json and generation_config.json name.
+
+    Raises UserError as `DecoderConfig.from_hf`, with the folder's name.
+    """
     with _of(folder):
-        return DecoderConfig.from_hf(read_config(folder))
+        return DecoderConfig.from_hf(read_config(folder), read_generation_config(folder))
 
 
 def read_encoder_config(folder: str | Path, pooling: Pooling | None = None) -> EncoderConfig:
@@ -112,7 +117,7 @@ def read_encoder_config(folder: str | Path, pooling: Pooling | None = None) -> E
 
 @contextlib.contextmanager
 def _of(folder: str | Path) -> Iterator[None]:
-    """Errors within the block say whose config.json they are about."""
+    """Errors within the block say which folder they are about."""
     try:
         yield
     except UserError as error:
@@ -315,8 +320,6 @@ def _write(
 def _write_beside(folder: str | Path, hf: Mapping[str, Any], tokenizer: Any) -> None:
     """The files beside config.json and the weights. Sampling is left to the defaults: a policy is one at temperature 1."""
     ids = ("bos_token_id", "eos_token_id", "pad_token_id")
-    write_json(
-        Path(folder) / "generation_config.json", {name: hf[name] for name in ids if hf[name] is not None}
-    )
+    write_json(Path(folder) / GENERATION, {name: hf[name] for name in ids if hf[name] is not None})
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)

@@ -15,6 +15,7 @@ from rrl.errors import UserError
 from rrl.models.tensor_files import Stored, TensorFile, read_header
 
 CONFIG = "config.json"
+GENERATION = "generation_config.json"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 SHARD_SIZE = 5 * 10**9
@@ -48,6 +49,12 @@ def require_folder(field: str, folder: str | Path) -> None:
 def read_config(folder: str | Path) -> dict[str, Any]:
     """config.json of a model folder."""
     return read_json(Path(folder) / CONFIG, "which says what the model is")
+
+
+def read_generation_config(folder: str | Path) -> dict[str, Any]:
+    """generation_config.json of a model folder; empty where there is none."""
+    file = Path(folder) / GENERATION
+    return read_json(file, "") if file.is_file() else {}
 
 
 class Weights:

@@ -365,7 +365,8 @@ def deal(prompts: Sequence[Int[np.ndarray, "T"]], shards: int, loops: int = 1) -
 
 
 def _eos_ids(tokenizer: PreTrainedTokenizerBase, config: DecoderConfig) -> list[int]:
-    """The tokenizer's end, and whatever else the model's config says ends a text (Llama 3 has three)."""
+    """The tokenizer's end, and whatever else the model's config.json and generation_config.json say ends a text: Llama 3 has
+    three, Qwen2.5-Instruct two."""
     if tokenizer.eos_token_id is None:
         raise UserError("the tokenizer has no eos_token: set it in tokenizer_config.json")
     ends = config.eos_token_id if isinstance(config.eos_token_id, tuple) else ()

@@ -49,6 +49,52 @@ def test_export_then_import_is_exact(config, tmp_path):
     assert same(decoder, loaded)
 
 
+@pytest.mark.parametrize(
+    ("config", "generation", "found"),
+    [
+        (2, {"eos_token_id": [2, 7], "temperature": 0.7}, (2, 7)),  # Qwen2.5-Instruct
+        (7, {"eos_token_id": [7, 5, 2]}, (7, 5, 2)),  # Llama 3.1: the chat's end is not the first
+        ([7, 2], {"eos_token_id": 5}, (7, 2, 5)),
+        (None, {"eos_token_id": 2}, 2),
+        (2, {"eos_token_id": None}, 2),
+        (2, None, 2),
+    ],
+)
+def test_the_ends_of_a_text_are_those_of_both_files_and_an_export_keeps_them(
+    tmp_path, config, generation, found
+):
+    first, second = tmp_path / "first", tmp_path / "second"
+    tokenizer = train_tokenizer(["some text"], 259)  # whose end is 2
+    save_decoder(first, filled(dataclasses.replace(SMALL, vocab_size=259)), tokenizer)
+    hf = json.loads((first / "config.json").read_text())
+    (first / "config.json").write_text(json.dumps(hf | {"eos_token_id": config}))
+    if generation is None:
+        (first / "generation_config.json").unlink()
+    else:
+        (first / "generation_config.json").write_text(json.dumps(generation))
+    decoder, _ = load_language_model(first, "policy", chat=False)
+    assert decoder.config.eos_token_id == found
+    save_decoder(second, decoder, tokenizer)
+    written = list(found) if isinstance(found, tuple) else found
+    for file in ("config.json", "generation_config.json"):
+        assert json.loads((second / file).read_text())["eos_token_id"] == written
+    assert load_decoder(second).config == decoder.config
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"eos_token_id": [2, "end"]}', r"generation_config.json: eos_token_id=\[2, 'end'\] must be the id"),
+        ("{", r"generation_config.json is not valid JSON"),
+    ],
+)
+def test_a_generation_config_that_cannot_be_read_is_named(folder, text, message):
+    (folder / "generation_config.json").write_text(text)
+    with pytest.raises(UserError, match=message) as caught:
+        load_decoder(folder)
+    assert str(folder) in str(caught.value)
+
+
 def test_encoder_export_then_import_is_exact(encoder_config, tmp_path):
     encoder = filled(encoder_config)
     save_encoder(tmp_path, encoder)

@@ -32,7 +32,7 @@ SHAPE = DecoderConfig(
     kv_heads=2,
     head_dim=8,
     mlp=24,
-    eos_token_id=2,
+    eos_token_id=(2, 7),
     pad_token_id=0,
 )
 PLAIN = {"optim": {"frozen": []}, "run": {}}
