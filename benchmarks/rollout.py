@@ -287,13 +287,12 @@ def mixed(args: argparse.Namespace) -> list[Row]:
     made = engine(config)
     run = timed(made, asked, SingleTurn(turn_tokens=200), int(draws.sum()))
     found = alternate({"ours": run}, 1)["ours"]
-    busy = made.stats.policy_tokens / (made.stats.decode_steps * args.batch)
     return [
         Row(
             f"{len(draws)} requests of 20 to 200 tokens over {args.batch} slots: slots that write",
-            f"{100 * busy:.1f} % ({found:.2f} s)",
+            f"{100 * made.stats.busy:.1f} % ({found:.2f} s)",
             f"refilled at once, in the same order {100 * most:.1f} %",
-            f"{busy / most:.3f}",
+            f"{made.stats.busy / most:.3f}",
             "at least 85 %",
         )
     ]
@@ -341,8 +340,8 @@ def _useful_and_raw(
         turn += 1
         asked = questions[32 * (turn % 10) :][:32]
         run_questions(made, params, recipe, asked, key=jax.random.key(turn), samples=4)
-        rates["episodes"].append(made.stats.policy_tokens / made.stats.seconds)
-        busy.append(made.stats.policy_tokens / made.stats.decode_steps / made.config.rows)
+        rates["episodes"].append(made.stats.tokens_per_second)
+        busy.append(made.stats.busy)
         return made.stats.seconds
 
     def decoding() -> float:

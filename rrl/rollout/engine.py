@@ -48,11 +48,21 @@ class RolloutStats:
     seconds: float = 0.0
     retrieval_seconds: float = 0.0
     policy_tokens: int = 0
-    decode_steps: int = 0
-    """Each of which could have written a token in every row."""
+    row_steps: int = 0
+    """Decode steps, times rows: the tokens that would have been written if no row had ever been idle."""
     prefilled_tokens: int = 0
     """Of prompts and observations; a group's prompt counts once."""
     searches_failed: int = 0
+
+    @property
+    def busy(self) -> float:
+        """Mean share of the rows that were decoding, over the decode steps."""
+        return self.policy_tokens / max(self.row_steps, 1)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Policy tokens a second: of the whole run, prefilling and searches (and the first time compiling) included."""
+        return self.policy_tokens / self.seconds if self.seconds else 0.0
 
     def __add__(self, other: "RolloutStats") -> "RolloutStats":
         """Of two runs, one after the other."""
@@ -309,7 +319,7 @@ class Engine:
             seconds=time.perf_counter() - start,
             retrieval_seconds=float(searching.max()),
             policy_tokens=int(written.sum()),
-            decode_steps=-(-sum(steps) // loops),
+            row_steps=sum(steps) * self.programs.rows,
             prefilled_tokens=int(prefilled.sum()),
             searches_failed=int(failed.sum()),
         )

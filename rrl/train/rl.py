@@ -130,6 +130,8 @@ def train(
             done = time.perf_counter()
             record.seconds += done - began
             metrics |= {
+                "rollout/busy": sampled.stats.busy,
+                "rollout/tokens_per_second": sampled.stats.tokens_per_second,
                 "time/rollout": sampled.stats.seconds,
                 "time/retrieval": sampled.stats.retrieval_seconds,
                 "time/score": rolled - began - sampled.stats.seconds,

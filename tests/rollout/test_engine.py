@@ -17,7 +17,7 @@ from rrl.parallel.mesh import make_mesh
 from rrl.retrieval.encode import load_text_encoder
 from rrl.retrieval.index import make_retriever
 from rrl.rl.logprobs import token_logprobs
-from rrl.rollout.engine import Engine, EngineConfig
+from rrl.rollout.engine import Engine, EngineConfig, RolloutStats
 from rrl.rollout.episodes import Request
 from rrl.rollout.host import Host
 from rrl.rollout.protocol import Append, Finish, SearchFor, SingleTurn, Stream
@@ -90,7 +90,7 @@ def test_a_row_does_not_wait_for_others_while_its_query_is_encoded(world, monkey
     for change in (packed, patient):
         monkeypatch.setattr(Host, "_packed", change)
         runs.append(engine.run(nnx.state(decoder), requests, ENVIRONMENT_, KEY))
-        runs.append(engine.stats.decode_steps)
+        runs.append(engine.stats.row_steps)
     at_once, steps, later, more = runs
     same(at_once, later, 0)
     assert steps < more and any(search.titles for t in at_once for search in t.searches)
@@ -153,7 +153,7 @@ def test_loops_share_the_requests_and_give_the_bits_of_one_of_as_many_rows(world
     same(trajectories, found, tolerance=0)
     assert sorted(ended) == list(range(20))
     assert [host.limits.rows for host in engine._hosts] == [8, 8] and all(h.prefilled for h in engine._hosts)
-    assert sum(t.policy_tokens for t in found) == engine.stats.policy_tokens <= engine.stats.decode_steps * 16
+    assert sum(t.policy_tokens for t in found) == engine.stats.policy_tokens <= engine.stats.row_steps
 
 
 def test_loops_are_compiled_once(world, caplog):
@@ -187,6 +187,18 @@ def test_eight_devices_give_the_same_trajectories(world, trajectories, shape):
     mesh = make_mesh(*shape)
     engine = Engine(decoder, tokenizer, CONFIG, retriever=retriever, mesh=mesh)
     same(trajectories, engine.run(nnx.state(decoder), requests, ENVIRONMENT_, KEY))
+
+
+def test_one_row_of_eight_that_decodes_is_an_eighth_busy(world, engine):
+    start = RolloutStats()
+    assert (start.busy, start.tokens_per_second) == (0, 0)
+    found = engine.run(nnx.state(world[0]), world[3][4:5], ENVIRONMENT_, KEY)
+    one = engine.stats
+    assert one.policy_tokens == found[0].policy_tokens and one.row_steps == 8 * one.policy_tokens
+    assert one.busy == 1 / 8 and one.tokens_per_second == one.policy_tokens / one.seconds
+    engine.run(nnx.state(world[0]), world[3][4:8], ENVIRONMENT_, KEY)
+    both = one + engine.stats
+    assert 1 / 8 < both.busy < engine.stats.busy <= 4 / 8
 
 
 def test_rollout_log_probabilities_are_the_training_ones(world, trajectories):

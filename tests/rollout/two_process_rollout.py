@@ -28,7 +28,6 @@ if __name__ == "__main__":
     engine = Engine(decoder, tokenizer, CONFIG, retriever=retriever, mesh=mesh)
     found = engine.run(params, requests, ENVIRONMENT_, KEY)
     said = {"tokens": [t.tokens.tolist() for t in found], "logps": [t.logps.tolist() for t in found]}
-    said["steps"] = engine.stats.decode_steps
     try:
         engine.run(params, requests, ENVIRONMENT_, KEY, reference=True)
     except ValueError as error:

@@ -220,8 +220,8 @@ EVERY_LINE = ["eval 0", "train 1", "train 2", "eval 2", "train 3", "train 4", "e
 
 
 def lines(workdir):
-    """Every line of the metrics without its times and memory."""
-    drop = ("time/", "memory/", "minutes")
+    """Every line of the metrics without its times, speeds and memory."""
+    drop = ("time/", "rollout/", "memory/", "minutes")
     found = read_metrics(workdir / "metrics.jsonl")
     return [{k: v for k, v in line.items() if not k.startswith(drop)} for line in found]
 
@@ -298,6 +298,9 @@ def test_parameters_move_and_are_held_against_the_frozen_start(whole):
     assert lines[-1]["train/kl"] > 0
     assert lines[0]["train/logp_gap"] < 1e-5
     assert all(line["memory/host"] > 0.01 for line in lines)
+    assert all(0 < line["rollout/busy"] <= 1 for line in lines)
+    tokens = [line["rollout/tokens_per_second"] * line["time/rollout"] for line in lines]
+    assert tokens == pytest.approx([12 * line["tokens/policy"] for line in lines])
     assert set(outcome.after) >= {"eval/em", "eval/f1", "eval/searches"}
 
 
