@@ -160,7 +160,9 @@ class Engine:
         corpus behind the same encoder). `reference` runs the host-driven loop. Where the mesh spans several processes, each
         calls this with the same arguments, answers for its own data shards and gets all trajectories.
 
-        Raises what the environment raised, and UserError for a prompt that does not fit the context.
+        Raises what the environment raised, and UserError for a prompt that does not fit the context. Where another
+        process's environment raised, this process leaves the loop too, with a RuntimeError that names that process and the
+        cause.
         """
         self._check(requests, environment)
         finished: dict[int, Trajectory] = {}
@@ -304,16 +306,15 @@ class Engine:
                 with concurrent.futures.ThreadPoolExecutor(loops, "rrl-rollout") as pool:
                     steps = list(pool.map(run, range(loops)))
         errors = [host.error for host in hosts if host.error is not None]
-        if jax.process_count() == 1 and errors:
-            raise errors[0]
         counts = [
             (host.searches.seconds, host.written, host.prefilled, host.searches.failed) for host in hosts
         ]
         parts = gather_objects((found, [repr(error) for error in errors], counts))
         if errors:
             raise errors[0]
-        if elsewhere := {process: words for process, (_, words, _) in enumerate(parts) if words}:
-            raise RuntimeError(f"the rollout failed in another process: {elsewhere}")
+        for process, (_, words, _) in enumerate(parts):
+            if words:
+                raise RuntimeError(f"the rollout failed in process {process}: {words[0]}")
         searching, written, prefilled, failed = np.sum([counts for *_, counts in parts], axis=0).T
         self.stats = RolloutStats(
             seconds=time.perf_counter() - start,

@@ -13,6 +13,9 @@ next request); nothing left to do."""
 STOP_EOS, STOP_TURN, STOP_CONTEXT = -1, -2, -3
 """Why a row paused, where it was not one of the stop strings."""
 
+LEAVE = -1
+"""In place of the decode steps that a host gives the device: it met an error, and all devices leave the loop."""
+
 
 PIECE = 32
 """Most tokens of a piece: a shorter one is padded to it."""

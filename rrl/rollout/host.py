@@ -1,8 +1,8 @@
 """The host's side of an episode batch: what happened to each row, what it is fed next, and the finished trajectories.
 
 One `Host` serves the rows of one data shard. `exchange` is called from inside the jitted loop: it is NumPy only, never
-calls JAX and never raises (an exception is kept in `error`, the rows of all hosts here are switched off, and the engine
-raises it).
+calls JAX and never raises (an exception is kept in `error`, the device is told to leave the loop, in all processes, and the
+engine raises it).
 """
 
 import collections
@@ -19,6 +19,7 @@ from rrl.rollout.episodes import Live, Request
 from rrl.rollout.exchange import (
     HEADER,
     HELD,
+    LEAVE,
     OFF,
     RUN,
     STOP_CONTEXT,
@@ -133,7 +134,9 @@ class Host:
             self.error = error
             self.over.set()
         self.stage = "ended by an error"
-        return self._packed(*self._blank(), np.full(self.limits.rows, OFF + 1, np.int32))
+        words = self._packed(*self._blank(), np.zeros(self.limits.rows, np.int32))
+        words[-1] = LEAVE
+        return words
 
     # -- what the device has done ------------------------------------------------------------------------------------
 

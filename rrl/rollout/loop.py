@@ -24,7 +24,7 @@ from rrl.models.decoder import Decoder, computed
 from rrl.parallel.mesh import ROW_AXES, data_shards
 from rrl.parallel.runtime import cores_here
 from rrl.rollout.device import Rows, Sampler, decode_until, feed
-from rrl.rollout.exchange import HEADER, OFF, Feed, Limits
+from rrl.rollout.exchange import HEADER, LEAVE, OFF, Feed, Limits
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,6 +104,7 @@ class _Answers(NamedTuple):
     asked: Bool[Array, ""]
     """Whether there are queries."""
     patience: Int[Array, ""]
+    """LEAVE where any of them met an error."""
 
 
 class Programs:
@@ -158,7 +159,7 @@ class Programs:
             sampler = self._sampler(key, table, first_accept)
 
             def going(state: tuple) -> jax.Array:
-                return jnp.any(state[0].status != OFF)
+                return jnp.any(state[0].status != OFF) & (state[3] != LEAVE)
 
             def body(state: tuple) -> tuple:
                 rows, cache, embeddings, patience, steps = state
@@ -202,7 +203,7 @@ class Programs:
         def drive(params: PyTree, encoder_state: PyTree, key: Key, table: jax.Array, loop: int) -> jax.Array:
             rows, cache, embeddings = self._start(nnx.merge(self.graph, params), turn_tokens)
             patience, steps = jnp.int32(self.config.patience), jnp.int32(0)
-            while np.any(np.asarray(rows.status) != OFF):
+            while np.any(np.asarray(rows.status) != OFF) and patience != LEAVE:
                 rows, cache, more = decode_step(params, rows, cache, key, table, patience)
                 steps += more
                 report = [np.asarray(part) for part in _report(rows, embeddings)]

@@ -9,7 +9,7 @@ from rrl.data.questions import Question
 from rrl.errors import UserError
 from rrl.rollout.automaton import compile_sets
 from rrl.rollout.episodes import Request
-from rrl.rollout.exchange import HEADER, OFF, PARTS, PIECE, RUN, WAIT, Feed, Limits, Turns
+from rrl.rollout.exchange import HEADER, LEAVE, PARTS, PIECE, RUN, WAIT, Feed, Limits, Turns
 from rrl.rollout.host import Host
 from rrl.rollout.protocol import Restart, SingleTurn
 
@@ -107,12 +107,11 @@ def test_what_an_environment_cannot_answer_is_named_and_ends_all_hosts(action, w
     other.over = made.over
     made.environment = environment = Answers(turn_tokens=4)
     object.__setattr__(environment, "action", action)
-    off = np.full(LIMITS.rows, OFF + 1)
-    assert (paused(made)[-2 - LIMITS.rows : -2] == off).all()
+    assert paused(made)[-1] == LEAVE
     assert isinstance(made.error, UserError)
     with pytest.raises(UserError, match=words):
         raise made.error
-    assert (paused(other)[-2 - LIMITS.rows : -2] == off).all() and other.error is None
+    assert paused(other)[-1] == LEAVE and other.error is None
 
 
 @pytest.mark.parametrize(

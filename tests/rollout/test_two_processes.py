@@ -1,4 +1,4 @@
-"""A mesh over two processes gives every process the trajectories that one device gives."""
+"""A mesh over two processes gives every process the trajectories that one device gives, and both leave where one fails."""
 
 import jax
 import numpy as np
@@ -14,14 +14,20 @@ from tests.two_processes import ROOT, run_twice
 
 
 @pytest.mark.slow
-def test_two_processes_give_the_trajectories_of_one():
+def test_two_processes_give_the_trajectories_of_one_and_leave_together_where_one_fails():
     decoder, tokenizer, retriever, requests = make_world()
     engine = Engine(decoder, tokenizer, CONFIG, retriever=retriever)
     alone = engine.run(nnx.state(decoder), requests, ENVIRONMENT_, KEY)
     flows = [hops(request.question.text) for request in requests[:3]]
     thoughts = engine.run_workflows(nnx.state(decoder), flows, Completion((("e",), ("e", "o")), 10), KEY)
     jax.clear_caches()
-    for said in run_twice(str(ROOT / "tests/rollout/two_process_rollout.py")):
+    own = "LookupError('no such turn')"
+    failed = (f'RuntimeError("the rollout failed in process 1: {own}")', own)
+    both = run_twice(str(ROOT / "tests/rollout/two_process_rollout.py"))
+    for said, words in zip(both, failed, strict=True):
+        assert said["failed"] == words
+        whole, cut = said["exchanges"]
+        assert cut < whole / 2  # the first turns to end are the last of all
         assert said["tokens"] == [t.tokens.tolist() for t in alone]
         for found, expected in zip(said["logps"], alone, strict=True):
             np.testing.assert_allclose(found, expected.logps, atol=1e-5)

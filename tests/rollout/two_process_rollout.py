@@ -18,9 +18,17 @@ if __name__ == "__main__":
     from rrl.parallel.rules import shard
     from rrl.rollout.engine import Engine
     from rrl.rollout.workflow import Completion
-    from tests.rollout.test_engine import CONFIG, ENVIRONMENT_, KEY
+    from tests.rollout.test_engine import CONFIG, ENVIRONMENT_, KEY, Scripted
     from tests.rollout.test_workflow import hops
     from tests.rollout.world import make_world
+
+    class Faulty(Scripted):
+        """Fails in one of the processes."""
+
+        def react(self, episode, text, stop):
+            if PROCESS == 1:
+                raise LookupError("no such turn")
+            return super().react(episode, text, stop)
 
     decoder, tokenizer, retriever, requests = make_world()
     mesh = make_mesh(data=2, fsdp=2, tensor=2)
@@ -28,6 +36,12 @@ if __name__ == "__main__":
     engine = Engine(decoder, tokenizer, CONFIG, retriever=retriever, mesh=mesh)
     found = engine.run(params, requests, ENVIRONMENT_, KEY)
     said = {"tokens": [t.tokens.tolist() for t in found], "logps": [t.logps.tolist() for t in found]}
+    said["exchanges"] = [max(host.exchanges for host in engine._hosts)]
+    try:
+        engine.run(params, requests, Faulty(turn_tokens=12, observation_tokens=60), KEY)
+    except (LookupError, RuntimeError) as error:
+        said["failed"] = repr(error)
+    said["exchanges"].append(max(host.exchanges for host in engine._hosts))
     try:
         engine.run(params, requests, ENVIRONMENT_, KEY, reference=True)
     except ValueError as error:
