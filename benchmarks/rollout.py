@@ -17,7 +17,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
@@ -56,7 +55,7 @@ def engine(config: EngineConfig, retriever: Any = None) -> Engine:
     """An engine that never ends a sequence of itself."""
     decoder, tokenizer = model()
     made = Engine(decoder, tokenizer, config, retriever=retriever)
-    made.programs.eos = jnp.full(1, -1, jnp.int32)
+    made.programs.eos = np.full(1, -1, np.int32)
     return made
 
 
@@ -312,7 +311,7 @@ def training(args: argparse.Namespace) -> list[Row]:
         config = EngineConfig(rows=batch, context=1024, feeds=16, feed_tokens=256, top_k=2, top_p=0.95)
         made = Engine(decoder, tokenizer, config, retriever=retriever)
         alone = Engine(decoder, tokenizer, config)
-        alone.programs.eos = jnp.full(1, -1, jnp.int32)
+        alone.programs.eos = np.full(1, -1, np.int32)
         useful, busy, raw = _useful_and_raw(args.rounds, nnx.state(decoder), made, alone, recipe, questions)
         found.append(
             Row(

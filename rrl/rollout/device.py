@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from rrl.models.cache import KVCache
@@ -67,7 +68,7 @@ class Sampler(NamedTuple):
 
     key: Key[Array, ""]
     table: Int[Array, "states V"]
-    eos: Int[Array, "E"]
+    eos: Int[np.ndarray, "E"]
     first_accept: int
     top_p: float
     top_k: int

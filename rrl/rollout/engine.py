@@ -95,7 +95,8 @@ class Engine:
         self.encoder_state: Any = None
         query_encoder = None
         if text_encoder is not None:
-            graph, self.encoder_state = nnx.split(encoder)
+            graph, state = nnx.split(encoder)
+            self.encoder_state = self._everywhere(state)
             query_encoder = QueryEncoder(
                 graph,
                 pad_token_id=text_encoder.tokenizer.pad_token_id,
@@ -107,7 +108,7 @@ class Engine:
             decoder.config,
             config,
             self.mesh,
-            eos=jnp.asarray(_eos_ids(tokenizer, decoder.config), jnp.int32),
+            eos=np.array(_eos_ids(tokenizer, decoder.config), np.int32),
             answer=self._answer,
             encoder=query_encoder,
         )
@@ -156,9 +157,10 @@ class Engine:
         `on_finish` gets each of this process's as it ends, with its place in `requests`, from inside the loop: it must be
         quick and must not touch JAX; what it raises ends the run.
 
-        `params` is the decoder's state (`nnx.state(decoder)`). `retriever` stands in for the engine's own (another
-        corpus behind the same encoder). `reference` runs the host-driven loop. Where the mesh spans several processes, each
-        calls this with the same arguments, answers for its own data shards and gets all trajectories.
+        `params` is the decoder's state (`nnx.state(decoder)`), on the mesh's devices as `rrl.parallel.rules.shard` puts it: the
+        loop moves no array from one device to another. `retriever` stands in for the engine's own (another corpus behind
+        the same encoder). `reference` runs the host-driven loop. Where the mesh spans several processes, each calls this with
+        the same arguments, answers for its own data shards and gets all trajectories.
 
         Raises what the environment raised, and UserError for a prompt that does not fit the context. Where another
         process's environment raised, this process leaves the loop too, with a RuntimeError that names that process and the
@@ -292,11 +294,15 @@ class Engine:
         if signature not in self._built:
             build = self.programs.reference_loop if reference else self.programs.episode_loop
             self._built[signature] = build(environment.turn_tokens, stops.first_accept)
-        inputs = self._everywhere((self.encoder_state, key, stops.table))
+        key, table = self._everywhere((key, stops.table))
+        # The reference loop hands arrays to and fro at every step.
+        moving = "allow" if reference else "disallow"
 
         def run(loop: int) -> int:
-            with jax.set_mesh(self.mesh):
-                return int(self._built[signature](params, *inputs, loop))
+            number = self._everywhere(np.int32(loop))
+            with jax.set_mesh(self.mesh), jax.transfer_guard(moving):
+                steps = self._built[signature](params, self.encoder_state, key, table, number)
+            return int(steps)
 
         loops = self.programs.loops
         with Watchdog(self.config.stall_seconds, self._progress, self._stages):
@@ -327,12 +333,12 @@ class Engine:
         return {index: value for part, *_ in parts for index, value in part.items()}
 
     def _everywhere(self, tree: PyTree) -> PyTree:
-        """The same values on all devices of the mesh, where other processes have some of them."""
-        if jax.process_count() == 1:
-            return jax.tree.map(jnp.asarray, tree)
+        """The same values on all devices of the mesh; other processes may have some of them."""
         place = NamedSharding(self.mesh, PartitionSpec())
 
         def put(leaf: Any) -> jax.Array:
+            if jax.process_count() == 1:
+                return jax.device_put(leaf, place)
             if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
                 return jax.random.wrap_key_data(put(jax.random.key_data(leaf)))
             return jax.device_put(np.asarray(leaf), place)

@@ -117,7 +117,7 @@ class Programs:
         config: EngineConfig,
         mesh: Mesh,
         *,
-        eos: Int[Array, "E"],
+        eos: Int[np.ndarray, "E"],
         answer: Answer,
         encoder: QueryEncoder | None = None,
     ) -> None:

@@ -14,6 +14,7 @@ from rrl.data.miniwiki import generate
 from rrl.errors import UserError
 from rrl.models.decoder import Decoder
 from rrl.parallel.mesh import make_mesh
+from rrl.parallel.rules import shard
 from rrl.retrieval.encode import load_text_encoder
 from rrl.retrieval.index import make_retriever
 from rrl.rl.logprobs import token_logprobs
@@ -186,7 +187,14 @@ def test_eight_devices_give_the_same_trajectories(world, trajectories, shape):
     decoder, tokenizer, retriever, requests = world
     mesh = make_mesh(*shape)
     engine = Engine(decoder, tokenizer, CONFIG, retriever=retriever, mesh=mesh)
-    same(trajectories, engine.run(nnx.state(decoder), requests, ENVIRONMENT_, KEY))
+    same(trajectories, engine.run(shard(nnx.state(decoder), mesh), requests, ENVIRONMENT_, KEY))
+
+
+def test_the_loop_moves_no_array_from_where_it_is(world):
+    decoder, tokenizer, _, requests = world
+    engine = Engine(decoder, tokenizer, CONFIG, mesh=make_mesh(2, devices=jax.devices()[:2]))
+    with pytest.raises(Exception, match="Disallowed device-to-device transfer"):
+        engine.run(nnx.state(decoder), requests[:1], SingleTurn(turn_tokens=4), KEY)
 
 
 def test_one_row_of_eight_that_decodes_is_an_eighth_busy(world, engine):

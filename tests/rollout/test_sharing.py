@@ -11,6 +11,7 @@ from flax import nnx
 
 from rrl.errors import UserError
 from rrl.parallel.mesh import make_mesh
+from rrl.parallel.rules import shard
 from rrl.rl.logprobs import token_logprobs
 from rrl.rollout.engine import Engine, EngineConfig, deal
 from rrl.rollout.protocol import Finish, Restart, SearchFor, SingleTurn, Stream
@@ -75,8 +76,9 @@ def test_the_reference_loop_and_a_mesh_share_prompts_too(world, grouped):
     engine = Engine(decoder, tokenizer, CONFIG)
     same(engine.run(nnx.state(decoder), group(requests), ONE_TURN, KEY, reference=True), grouped[0])
     for sizes in ((2, 2, 2), (1, 2, 4)):
-        spread = Engine(decoder, tokenizer, CONFIG, mesh=make_mesh(*sizes))
-        same(spread.run(nnx.state(decoder), group(requests), ONE_TURN, KEY), grouped[0], 1e-5)
+        mesh = make_mesh(*sizes)
+        spread = Engine(decoder, tokenizer, CONFIG, mesh=mesh)
+        same(spread.run(shard(nnx.state(decoder), mesh), group(requests), ONE_TURN, KEY), grouped[0], 1e-5)
 
 
 def test_samples_of_a_prompt_go_to_one_shard_where_there_are_prompts_enough():
