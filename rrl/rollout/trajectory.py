@@ -50,7 +50,7 @@ class Trajectory:
     """(role, text) in order, neighbours of one role merged; decoded from the bytes of the ids."""
     searches: list[Search]
     ended: str
-    """Why the episode ended: "answer", "turn_limit", "context_limit", ..."""
+    """Why the episode ended: "answer", "turn_limit", "context_limit", ...; docs/metrics.md names all and what they mean."""
     starts: tuple[int, ...] = (0,)
     """Where each context begins: what the policy saw when it wrote a token is what lies between the last start and it."""
     rewards: dict[str, float] = dataclasses.field(default_factory=dict)

@@ -1,6 +1,7 @@
 """What the host sends in one exchange: texts in pieces, first come, first served, as far as there is room."""
 
 import collections
+import dataclasses
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from rrl.rollout.automaton import compile_sets
 from rrl.rollout.episodes import Request
 from rrl.rollout.exchange import HEADER, LEAVE, PARTS, PIECE, RUN, WAIT, Feed, Limits, Turns
 from rrl.rollout.host import Host
-from rrl.rollout.protocol import Restart, SingleTurn
+from rrl.rollout.protocol import Append, Restart, SingleTurn
 
 LIMITS = Limits(rows=3, context=400, feeds=2, feed_tokens=2 * PIECE, query_tokens=0)
 NONE = np.zeros((0, 0), np.float32)
@@ -112,6 +113,30 @@ def test_what_an_environment_cannot_answer_is_named_and_ends_all_hosts(action, w
     with pytest.raises(UserError, match=words):
         raise made.error
     assert paused(other)[-1] == LEAVE and other.error is None
+
+
+@pytest.mark.parametrize(
+    ("action", "ended"),
+    [
+        (Append("x" * 397), []),  # what stands in place of it leaves the policy one token
+        (Append("x" * 398), ["context_limit"]),
+        (Restart(np.zeros(398, np.int32)), []),
+        (Restart(np.zeros(399, np.int32)), ["context_limit"]),
+    ],
+)
+def test_what_does_not_fit_even_so_ends_the_episode_at_the_limit_of_its_context(action, ended):
+    class Shortens(Answers):
+        def overflow(self, episode, message, room):
+            assert room == LIMITS.context - 2 - 1  # two tokens of the prompt, and one that was written
+            return dataclasses.replace(message, prefix=message.prefix[1:])
+
+    made, found = host([1, 2]), []
+    made.encode, made.on_finish = lambda text: np.zeros(len(text), np.int32), lambda _, t: found.append(t)
+    made.environment = environment = Shortens(turn_tokens=4)
+    object.__setattr__(environment, "action", action)
+    pieces(made)
+    paused(made)
+    assert made.error is None and [trajectory.ended for trajectory in found] == ended
 
 
 @pytest.mark.parametrize(
