@@ -162,9 +162,9 @@ class Engine:
         the same encoder). `reference` runs the host-driven loop. Where the mesh spans several processes, each calls this with
         the same arguments, answers for its own data shards and gets all trajectories.
 
-        Raises what the environment raised, and UserError for a prompt that does not fit the context. Where another
-        process's environment raised, this process leaves the loop too, with a RuntimeError that names that process and the
-        cause.
+        Raises what the environment raised, and UserError for a prompt that does not fit the context, or a retriever over
+        another encoder. Where another process's environment raised, this process leaves the loop too, with a RuntimeError
+        that names that process and the cause.
         """
         self._check(requests, environment)
         finished: dict[int, Trajectory] = {}
@@ -248,12 +248,25 @@ class Engine:
             encode=self.encode,
             decode=self.decode,
             encode_prompt=lambda text: chat_ids(self.tokenizer, text),
-            retriever=retriever or self.retriever,
+            retriever=self._searched(retriever or self.retriever),
             top_k=self.config.top_k,
             search_seconds=self.config.search_seconds,
             share_prompts=self.config.share_prompts,
             told=self._told,
         )
+
+    def _searched(self, retriever: Retriever | None) -> Retriever | None:
+        """The same; UserError where the engine cannot embed its queries."""
+        if retriever is not None and retriever.needs_embeddings:
+            assert retriever.text_encoder is not None
+            wanted = retriever.text_encoder.dim
+            given = self.programs.encoder.dim if self.programs.encoder else 0
+            if wanted != given:
+                raise UserError(
+                    f"retriever: its {retriever.kind} index needs queries of {wanted} dimensions, the engine's query encoder "
+                    f"gives {given or 'none'}; make the engine with a retriever over the same encoder"
+                )
+        return retriever
 
     def _compiled(self, sets: Sequence[tuple[str, ...]]) -> StopSets:
         """The automata of these sets, compiled once; UserError for a string that can never be seen."""

@@ -3,6 +3,7 @@
 import dataclasses
 import os
 import re
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -359,6 +360,14 @@ def test_a_stop_string_with_a_special_token_is_refused_for_it_would_never_be_see
 def test_sizes_that_cannot_be_are_refused_by_name(world, wrong, words):
     with pytest.raises(UserError, match=words):
         Engine(*world[:2], dataclasses.replace(CONFIG, **wrong), mesh=make_mesh(2, devices=jax.devices()[:2]))
+
+
+def test_a_retriever_that_the_engine_cannot_embed_for_is_refused(world, engine):
+    other = SimpleNamespace(needs_embeddings=True, text_encoder=SimpleNamespace(dim=24), kind="exact")
+    with pytest.raises(
+        UserError, match=r"retriever: its exact index needs queries of 24 .* encoder gives none"
+    ):
+        engine.run(nnx.state(world[0]), world[3], ENVIRONMENT_, KEY, retriever=other)
 
 
 def test_a_tokenizer_larger_than_the_model_is_refused(world):
