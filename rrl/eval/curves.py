@@ -17,7 +17,7 @@ Source = Rows | str | pathlib.Path
 """Rows of metrics, each with "step", or the path of a metrics.jsonl."""
 
 INK, QUIET, GRID = "#2a2927", "#7a766f", "#e4e0d9"
-COLOURS = ("#2667c9", "#c26a00", "#7a3fc0", "#1c7f4a", "#c0362c", "#5b6570")
+COLOURS = ("#2667c9", "#c26a00", "#7a3fc0", "#1c7f4a", "#c0362c", "#5b6570", "#b0912f", "#c2559b")
 
 PANELS: tuple[tuple[str, tuple[tuple[str, str], ...], tuple[str, str] | None], ...] = (
     (
@@ -104,13 +104,13 @@ def plot_spread(
     for axis, (metric, panel) in zip(axes, metrics.items()):
         style_axis(axis, panel, "" if x == "step" else x.split("/")[-1])
         for at, (name, seeds) in enumerate(loaded.items()):
-            _band(
+            band(
                 axis,
                 seeds,
                 metric,
                 x,
                 f"{name} ({len(seeds)} seed{'s' if len(seeds) > 1 else ''})",
-                COLOURS[at % 6],
+                COLOURS[at % len(COLOURS)],
             )
         _finish(axis, legend=True)
     save_figure(figure, out_png)
@@ -145,7 +145,8 @@ def _line(axis: Any, steps: np.ndarray, values: np.ndarray, label: str, colour: 
     axis.plot(steps, smooth(values, width), marker=marker, color=colour, label=label, linewidth=1.7)
 
 
-def _band(axis: Any, seeds: Sequence[Rows], metric: str, x: str, label: str, colour: str) -> None:
+def band(axis: Any, seeds: Sequence[Rows], metric: str, x: str, label: str, colour: str) -> None:
+    """Draws the mean over seeds of one metric, in a band from the lowest to the highest; nothing where one has none of it."""
     curves = [series(rows, metric, x) for rows in seeds]
     length = min(len(values) for _, values in curves)
     if not length:

@@ -106,18 +106,18 @@ SMOKE: Mapping[str, tuple[str, Mapping[str, Any]]] = {
 """Arguments and fields that make a run so small that it is only looked at whether it goes through."""
 
 
-def runs(seeds: Sequence[int], smoke: bool = False) -> dict[str, Run]:
-    """All runs by name, in an order in which each comes after those that it needs."""
+def runs(seeds: Sequence[int], smoke: bool = False, arms: Mapping[str, Arm] | None = None) -> dict[str, Run]:
+    """All runs of these arms (none given: of `ARMS`) by name, in an order in which each comes after those that it needs."""
     found = [_evaluation(name, *told) for name, told in PROMPTED.items()]
     found.append(_policy("rsearch_cold-eval", "rsearch", SHIPPED))
-    for arm, how in ARMS.items():
+    for arm, how in (ARMS if arms is None else arms).items():
         if how.start and how.start not in {run.name for run in found}:
             recipe = f"recipe={how.recipe},init={SHIPPED}"
             found.append(Run(how.start, "sft", f"configs/miniwiki_cold_start.py:{recipe}", 4))
             found += _everywhere(how.start, how.recipe, f"{{out}}/{how.start}/model")
         for seed in seeds:
             found += _trained(arm, how, seed)
-    return {run.name: _small(run) if smoke else run for run in found}
+    return {run.name: small(run) if smoke else run for run in found}
 
 
 def _trained(arm: str, how: Arm, seed: int) -> list[Run]:
@@ -150,7 +150,8 @@ def _evaluation(name: str, arguments: str, minutes: float, fields: Mapping[str, 
     return Run(name, "eval", f"configs/eval.py:{arguments},policy={READER}", minutes, fields)
 
 
-def _small(run: Run) -> Run:
+def small(run: Run) -> Run:
+    """The same run so small that it is only looked at whether it goes through."""
     arguments, fields = SMOKE[run.launcher]
     config = with_arguments(run.config, *arguments.split(","))
     return dataclasses.replace(run, config=config, fields={**run.fields, **fields})

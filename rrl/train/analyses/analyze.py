@@ -1,0 +1,88 @@
+"""An analysis in one call: what is missing is run, and table and plot are written."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rrl.errors import UserError
+from rrl.eval.evaluate import Settings
+from rrl.parallel.runtime import cores_here
+from rrl.retrieval.files import replaced
+from rrl.train.analyses.listing import evaluated, named, trained
+from rrl.train.analyses.plot import draw
+from rrl.train.analyses.table import as_text, csv_of, rows_of
+from rrl.train.launcher import load_config
+from rrl.train.reproduction.page import list_of
+from rrl.train.reproduction.plan import needed
+from rrl.train.reproduction.queue import Work, as_rows, work
+
+SHARED = {False: "runs/reproduce", True: "runs/reproduce-smoke"}
+"""Where the reproduction trains, whose runs analyses of training use and add to; smoke runs apart."""
+
+
+def analyze(
+    what: str,
+    out: Path,
+    *,
+    policies: Sequence[str] = (),
+    values: Sequence[str] = (),
+    arguments: Sequence[str] = (),
+    fields: Mapping[str, Any] | None = None,
+    seeds: Sequence[int] = (0, 1, 2),
+    shared: Path | None = None,
+    jobs: int | None = None,
+    smoke: bool = False,
+    listed: bool = False,
+    run: bool = True,
+    command: str = "python launch/analyze.py",
+) -> Work:
+    """Runs what the analysis lacks and writes table.md, table.csv and plot.png into `out`, also when a signal ended the runs.
+
+    Evaluations of policies that are there have their folders in `out`, training runs in `shared` (default: the reproduction's
+    folder). `policies`, `values`, `arguments` and `fields`: see `rrl.train.analyses.listing.evaluated`. `listed`: prints what
+    would be run instead. `run` false: writes table and plot of what is there.
+
+    Raises UserError for an unknown analysis, for what does not go with it, and as `rrl.train.reproduction.queue.work`, before
+    anything is written; and where no row of the table is finished.
+    """
+    analysis = named(what)
+    if analysis.arms:
+        if policies or values or arguments or fields:
+            raise UserError(
+                f"what={what!r} trains its own policies: leave out --policy, --values, --arguments and --set"
+            )
+        cells, known = trained(analysis, seeds, smoke)
+        root = shared or Path(SHARED[smoke])
+    else:
+        cells, known = evaluated(analysis, policies, values, arguments, fields, smoke)
+        root = out
+        for each in known.values():
+            Settings.of(
+                load_config(each.config, [f"{field}={value}" for field, value in each.fields.items()])
+            )
+    jobs = jobs if jobs is not None else min(2, cores_here())
+    todo = needed([name for cell in cells for name in cell.runs], known)
+    if listed:
+        print(list_of(todo, known, root, jobs))
+        return Work({})
+    done = work(todo, root, jobs) if run else Work({})
+    there = {row["name"] for row in as_rows(todo, root) if row["state"] == "finished"}
+    whole = [cell for cell in cells if there.issuperset(cell.runs)]
+    if not whole and (done.failed or done.stopped):
+        return done
+    rows = rows_of(whole, root)
+    missing = [f"{cell.system} {cell.value}".strip() for cell in cells if cell not in whole]
+    files = {
+        row.cell.system: [root / name.removesuffix("-eval") / "metrics.jsonl" for name in row.cell.runs]
+        for row in rows
+        if analysis.arms
+    }
+    curves = {arm: paths for arm, paths in files.items() if all(path.is_file() for path in paths)}
+    text = as_text(analysis, rows, command, missing, smoke)
+    for name, content in (("table.md", text), ("table.csv", csv_of(rows))):
+        out.mkdir(parents=True, exist_ok=True)
+        with replaced(out / name) as stream:
+            stream.write(content.encode())
+    draw(analysis, rows, curves, out / "plot.png")
+    print(f"{text}\n{out}/plot.png")
+    return done

@@ -1,0 +1,90 @@
+"""The plot of an analysis: metrics with intervals, costs and coverage over what is varied or beside each other, and curves."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rrl.eval.curves import COLOURS, INK, band, new_figure, save_figure, style_axis
+from rrl.eval.sweep import COSTS, RATES
+from rrl.train.analyses.listing import Analysis
+from rrl.train.analyses.table import Row
+from rrl.train.metrics import read_metrics
+
+Point = tuple[float, float, float]
+"""A value, and how far its interval reaches below and above."""
+METRICS = {"em": "exact match", "f1": "F1", "acc": "accuracy", "judge": "right for the judge"}
+
+
+def draw(analysis: Analysis, rows: Sequence[Row], curves: Mapping[str, Sequence[Path]], png: Path) -> None:
+    """Writes the plot.
+
+    `rows` are those of the table; `curves` has the metrics.jsonl of each arm's training runs.
+    """
+    metrics = [name for name in METRICS if all(name in row.metrics for row in rows)]
+    facts = [name for name in (*RATES, *COSTS) if any(name in row.facts for row in rows)]
+    logs = {arm: [read_metrics(file) for file in files] for arm, files in curves.items()}
+    drawn = [
+        name for name in analysis.curves if any(name in line for s in logs.values() for r in s for line in r)
+    ]
+    columns = 3
+    count = len(metrics) + len(facts) + len(drawn)
+    title = f"{analysis.title} ({analysis.source}): {rows[0].runs[0].card.dataset}"
+    figure, axes = new_figure(-(-count // columns), columns, title)
+    panels = iter(axes)
+    for name in metrics:
+        axis = next(panels)
+        _points(axis, analysis, rows, f"{METRICS[name]} (percent)", [_percent(row, name) for row in rows])
+    for name in facts:
+        axis, scale = next(panels), 100 if name in RATES else 1
+        words = RATES[name] + " (percent)" if name in RATES else COSTS[name]
+        _points(
+            axis, analysis, rows, words, [(scale * row.facts.get(name, np.nan), 0.0, 0.0) for row in rows]
+        )
+        axis.set_ylim(bottom=0)
+    for name in drawn:
+        axis = next(panels)
+        style_axis(axis, analysis.curves[name])
+        for colour, (arm, seeds) in zip(_colours(len(logs)), logs.items()):
+            band(axis, seeds, name, "step", arm, colour)
+        axis.legend(fontsize=7, frameon=False, labelcolor=INK)
+    for axis in panels:
+        axis.set_axis_off()
+    save_figure(figure, png)
+
+
+def _percent(row: Row, name: str) -> Point:
+    of = row.metrics[name]
+    return 100 * of.mean, 100 * (of.mean - of.low), 100 * (of.high - of.mean)
+
+
+def _points(axis: Any, analysis: Analysis, rows: Sequence[Row], title: str, told: Sequence[Point]) -> None:
+    """One panel; `told` is of the rows."""
+    systems = list(dict.fromkeys(row.cell.system for row in rows))
+    values = list(dict.fromkeys(row.cell.value for row in rows)) if analysis.varies else systems
+    style_axis(axis, title, analysis.varies.replace("_", " ") or " ")
+    places = {value: float(at) for at, value in enumerate(values)}
+    numeric = all(value.isdigit() for value in values)
+    if numeric:
+        places = {value: float(value) for value in values}
+    slanted = sum(map(len, values)) > 24
+    axis.set_xticks(
+        list(places.values()), values, rotation=25 if slanted else 0, ha="right" if slanted else "center"
+    )
+    for at, (colour, system) in enumerate(zip(_colours(len(systems)), systems)):
+        mine = [(row, point) for row, point in zip(rows, told, strict=True) if row.cell.system == system]
+        # Points of several systems at one place that is no number stand beside each other.
+        aside = 0.0 if numeric or not analysis.varies else 0.16 * (at - (len(systems) - 1) / 2)
+        x = [places[row.cell.value if analysis.varies else system] + aside for row, _ in mine]
+        mean, low, high = np.array([point for _, point in mine]).T
+        line = "-" if numeric and len(mine) > 1 else ""
+        axis.errorbar(
+            x, mean, (low, high), fmt=f"o{line}", color=colour, label=system, markersize=4, capsize=2
+        )
+    if analysis.varies and len(systems) > 1:
+        axis.legend(fontsize=7, frameon=False, labelcolor=INK)
+
+
+def _colours(count: int) -> list[str]:
+    return [COLOURS[at % len(COLOURS)] for at in range(count)]
