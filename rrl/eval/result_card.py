@@ -27,8 +27,8 @@ SETTING: Mapping[str, tuple[str, ...]] = {
     "questions": ("questions_sha256", "questions"),
     "normalisation": ("normalization",),
 }
-"""What must be the same in two rows that are compared, in words, and the fields that tell. Model, method, limits, judge and seed
-are what rows are compared in."""
+"""What must be the same in two rows that are compared, in words, and the fields that tell. Model, method, limits and seed are
+what rows are compared in; a judge must be the same where both rows have one."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,15 +157,20 @@ def card_of(fields: Any) -> ResultCard:
 
 
 def differences(cards: Mapping[str, ResultCard]) -> list[str]:
-    """One line for each part of the setting in which cards differ, with who has what; empty where they may be compared."""
+    """One line for each part of the setting in which cards differ, with who has what; empty where they may be compared.
+
+    Judges are compared among those cards that have one.
+    """
     lines = []
-    for part, fields in SETTING.items():
+    for part, fields in {**SETTING, "judge": ("judge",)}.items():
         groups: dict[str, list[str]] = {}
         shown: dict[str, str] = {}
         for name, card in cards.items():
+            if part == "judge" and not card.judge:
+                continue
             key = json.dumps([_plain(getattr(card, field)) for field in fields], sort_keys=True)
             groups.setdefault(key, []).append(name)
-            shown[key] = card.setting[part]
+            shown[key] = card.setting.get(part, card.judge)
         if len(groups) > 1:
             lines.append(
                 f"{part} differs: "

@@ -121,7 +121,7 @@ def compare(
         for cell in plan:
             for line in _curve(cell, plan):
                 out.write(json.dumps({"arm": cell.arm, "seed": cell.seed} | line) + "\n")
-    text = "\n".join(rows(plan, metric))
+    text = "\n".join([*rows(plan, metric), *(f"* {line}" for line in unlike(plan))])
     (root / "compare.txt").write_text(text + "\n", encoding="utf-8")
     return text
 
@@ -223,6 +223,30 @@ def refuse_mixed_models(plan: Sequence[Cell]) -> None:
                     f"{other.workdir} and {cell.workdir} had other models ({name}: {wanted} and {found}); delete the one "
                     "that is out of date and run the comparison again"
                 )
+
+
+def unlike(plan: Sequence[Cell]) -> list[str]:
+    """A line for each field of the questions, the corpus and the search in which arms differ, with who has what."""
+    found: dict[str, dict[str, list[str]]] = {}
+    for cell in plan:
+        file = cell.workdir / "config.json"
+        if not file.exists():
+            continue
+        made = json.loads(file.read_text(encoding="utf-8"))["run"]
+        fields = {
+            f"{part}.{name}": value
+            for part in ("data", "retriever")
+            for name, value in made.get(part, {}).items()
+        }
+        fields |= {"rollout.top_k": made.get("rollout", {}).get("top_k")}
+        for name, value in fields.items():
+            who = found.setdefault(name, {}).setdefault(json.dumps(value), [])
+            who += [cell.arm] * (cell.arm not in who)
+    return [
+        f"{name} differs: " + "; ".join(f"{', '.join(arms)}: {value}" for value, arms in groups.items())
+        for name, groups in found.items()
+        if len(groups) > 1
+    ]
 
 
 def commands(cell: Cell, config: str, cold_start: str, minutes: float) -> list[list[str]]:

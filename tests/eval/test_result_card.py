@@ -52,6 +52,8 @@ def test_the_same_setting_needs_no_remark() -> None:
         CARD, method="R-Search", model="models/y", seed=3, limits={"searches": 8}, judge="z"
     )
     assert differences({"a": CARD, "b": other}) == []
+    judged = dataclasses.replace(CARD, judge="y")  # where both have one it must be the same
+    assert differences({"a": judged, "b": other, "c": CARD}) == ["judge differs: a: y; b: z"]
     assert CARD.setting["corpus"] == "2wiki (6,119 passages, bbbbbbbbbbbb)"
     assert CARD.setting["retriever"] == "k1 0.9, kind bm25"
 

@@ -202,6 +202,23 @@ def test_runs_of_other_models_are_not_put_in_one_table(sweep):
         sweep("", ["GRPO", "search off"])
 
 
+def test_arms_with_other_passages_or_another_retriever_are_told_below_the_table(sweep):
+    arms = ("lr=1", "lr=2")
+    assert "differs" not in sweep("", arms)
+    for cell, kind in zip(cells(sweep.root, arms, [0]), ("scann", "bm25"), strict=True):
+        made = {
+            "policy": "p",
+            "reader": "",
+            "data": {"path": "x"},
+            "rollout": {"top_k": 2, "rows": len(kind)},
+        }
+        run = made | {"retriever": {"encoder": "", "kind": kind}}
+        (cell.workdir / "config.json").write_text(json.dumps({"run": run}))
+    text = sweep("", arms)
+    assert text.splitlines()[-1] == '* retriever.kind differs: lr=1: "scann"; lr=2: "bm25"'
+    assert text.count("differs") == 1 and (sweep.root / "compare.txt").read_text() == f"{text}\n"
+
+
 def test_processes_with_seeds_of_their_own_share_a_folder_and_the_last_one_shows_all(sweep):
     def seeds(*given):
         return compare(f"{sweep.config}", f"{sweep.cold_start}:init=P", sweep.root, ["GRPO"], given)
