@@ -185,6 +185,32 @@ def test_runs_that_were_asked_other_questions_are_not_held_against_each_other():
     other = dataclasses.replace(evaluation(), ids=["a", "c"])
     with pytest.raises(UserError, match="naive_rag and direct were asked different questions"):
         measured("naive-rag", {"naive_rag": evaluation(), "direct": other})
+    with pytest.raises(UserError, match="and naive_rag_top16 were asked different questions"):
+        measured("tree", {r"r2ag-\d-eval": evaluation(), "naive_rag_top16": other})
+
+
+def test_runs_over_another_corpus_are_not_held_against_each_other():
+    one, two = (dataclasses.replace(evaluation(), corpus_sha256=sha) for sha in "xy")
+    closed = evaluation()  # searched nothing
+    assert measured("naive-rag", {"naive_rag": one, "direct": closed}).left == [0.5]
+    with pytest.raises(UserError, match="ircot and naive_rag searched different corpora; delete those"):
+        measured("iterative", {"ircot": one, "iter_retgen": one, "naive_rag": two})
+    with pytest.raises(UserError, match=r"and r3rag-\{seed\}-exact searched different corpora"):
+        measured("retrievers", {r".*-exact": two, ".*": one})
+    with pytest.raises(UserError, match="rsearch-0-eval and rsearch-1-eval searched different corpora"):
+        measured("rl", {"rsearch-1-eval": two, ".*": one})
+
+
+def test_a_lead_is_as_good_as_where_it_is_least_certain():
+    made = {
+        r"r3rag-\d-eval": evaluation((1, 1)),
+        r"r3rag-\d-exact": evaluation((1, 0)),
+        "r3rag-2-bm25": evaluation((0, 0)),
+        r"r3rag-\d-bm25": evaluation((1, 1)),
+        "naive_rag.*": evaluation((0, 0)),
+    }
+    # Exact leads by 50, 50, 50; BM25 by 67 in the mean, and by nothing with one seed.
+    assert measured("retrievers-lead", made).left == [1, 1, 0]
 
 
 def test_an_unknown_claim_is_named():
@@ -314,6 +340,13 @@ def test_the_page_tells_what_was_measured_and_lists_what_was_not(tmp_path, monke
     assert "- process: `python launch/reproduce.py --only=process` (6 runs)" in text
     assert f"1 holds; {len(CLAIMS) - 1} {MISSING}." in text
     assert f"2 of {len(known)} runs, 3 minutes in all" in text and "Commit abc." in text
+    naive, direct = (tmp_path / name for name in ("naive_rag", "direct"))
+    naive.rename(tmp_path / "other")
+    direct.rename(naive)
+    (tmp_path / "other").rename(direct)
+    reproduce(tmp_path, file, run=False)
+    (row,) = [line for line in file.read_text().splitlines() if line.startswith("| naive-rag |")]
+    assert row.endswith(f"| 25.0 against 100.0 | -75.0 [-100.0, -25.0] | 4 | **{FAILS}** |")
     assert "smoke" not in text and "smoke run" in page(known, tmp_path, SEEDS, "python x", smoke=True)
 
 

@@ -28,6 +28,10 @@ class Evaluation:
     titles: Sequence[Sequence[str]]
     """What all searches of a question found, best first."""
     gold: Sequence[Sequence[str]]
+    questions_sha256: str = ""
+    """Of the result card, as the next."""
+    corpus_sha256: str = ""
+    """ "" where nothing was searched."""
 
     @property
     def hits(self) -> Hits:
@@ -45,7 +49,20 @@ def read_evaluation(folder: Path) -> Evaluation:
     columns["searches"] = np.array([len(line["searches"]) for line in answered], float)
     columns["tokens"] = np.array([line["tokens"] for line in answered], float)
     titles = [[title for search in line["searches"] for title in search["titles"]] for line in answered]
-    return Evaluation([q.id for q in questions], columns, titles, [q.gold for q in questions])
+    ids, gold = [q.id for q in questions], [q.gold for q in questions]
+    return Evaluation(ids, columns, titles, gold, run.card.questions_sha256, run.card.corpus_sha256)
+
+
+def refuse_unlike(evaluations: Mapping[str, Evaluation]) -> None:
+    """Raises UserError where evaluations, by their runs' names, had other questions or another corpus than the first."""
+    first, *others = evaluations
+    for name in others:
+        one, two = evaluations[first], evaluations[name]
+        corpora = {one.corpus_sha256, two.corpus_sha256} - {""}
+        asked = [(list(each.ids), each.questions_sha256) for each in (one, two)]
+        if asked[0] != asked[1] or len(corpora) > 1:
+            what = "searched different corpora" if asked[0] == asked[1] else "were asked different questions"
+            raise UserError(f"the runs {first} and {name} {what}; delete those that are out of date")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,14 +78,11 @@ class Results:
     def evaluations(self, name: str) -> list[Evaluation]:
         """That of each seed, or the only one of a name without `SEED`.
 
-        Raises UserError where they were not asked the same questions.
+        Raises UserError where they were not asked the same questions over the same corpus.
         """
-        found = [self.evaluation(each) for each in names_of(name, self.seeds)]
-        if any(list(each.ids) != list(found[0].ids) for each in found):
-            raise UserError(
-                f"the runs {name} were asked different questions; delete those that are out of date"
-            )
-        return found
+        found = {each: self.evaluation(each) for each in names_of(name, self.seeds)}
+        refuse_unlike(found)
+        return list(found.values())
 
     def trainings(self, name: str) -> list[Sequence[Mapping[str, float]]]:
         """The same of training runs."""
