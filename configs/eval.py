@@ -94,7 +94,7 @@ def get_config(arg: str = "") -> ConfigDict:
         "feeds": 16,
         "feed_tokens": 256 if tiny else 2048,
         # Five is what the papers evaluate with; a policy of ours goes on with what it was trained with.
-        "top_k": args.top_k or (card.top_k if card else 2 if tiny else 5),
+        "top_k": args.top_k if args.top_k is not None else card.top_k if card else 2 if tiny else 5,
     }
     config.reader_rollout = {
         "rows": 32 if tiny else 128,

@@ -206,19 +206,20 @@ def run(config: Mapping[str, Any], workdir: str | Path, command: Sequence[str] =
         answer(settings, _with_reader(settings), data, engine, params, workdir)
         said: dict[str, bool | None] = {}
         short: dict[str, AnswerScores | None] = {}
+        judged = ""
         if judge is not None and settings.judge is not None:
             answers = {line["id"]: line["prediction"] for line in read_lines(workdir / "results.jsonl")}
             file = verdict_file(workdir, settings.judge.identity() | {"prompt": settings.eval.judge_prompt})
-            began = time.perf_counter()
+            judged, began = file.name, time.perf_counter()
             before = len(read_lines(file))
             said = verdicts(file, judge, settings.eval.judge_prompt, data.questions, answers)
             if settings.way.long_answers and not any(question.choices for question in data.questions):
                 name = settings.eval.normalization
                 file = verdict_file(workdir, settings.judge.identity() | {"short_answers": name})
                 short = short_scores(file, judge, rule_named(name), data.questions, answers)
-            _timed(workdir, len(said) - before, judge=time.perf_counter() - began)
+            _timed(workdir, len(said) - before, judged, judge=time.perf_counter() - began)
         card = card_of(settings, data, command)
-        found = finish(workdir, card, data.questions, settings, said, short)
+        found = finish(workdir, card, data.questions, settings, said, short, judged)
     print(as_text(found))
     print(f"\n{_setting(card)}\n{workdir}")
     return found
@@ -307,20 +308,23 @@ def _right(prediction: str, answers: Sequence[str], choices: Sequence[str]) -> f
     return choice_correct(prediction, answers, choices) if choices else exact_match(prediction, answers)
 
 
-def _timed(workdir: Path, questions: int, **seconds: float) -> None:
+def _timed(workdir: Path, questions: int, judged: str = "", **seconds: float) -> None:
+    told = {"questions": questions} | ({"judged": judged} if judged else {})
     with (workdir / "timing.jsonl").open("a", encoding="utf-8") as stream:
-        stream.write(json.dumps({"questions": questions} | seconds) + "\n")
+        stream.write(json.dumps(told | seconds) + "\n")
 
 
-def latency(workdir: Path) -> dict[str, float]:
+def latency(workdir: Path, judged: str = "") -> dict[str, float]:
     """Seconds a question by stage, over the stretches that came to an end; the engine answers many questions at a time.
 
-    "answer" is all of the rollout; searches that ran side by side with it and with each other are added up in "search".
+    "answer" is all of the rollout; searches that ran side by side with it and with each other are added up in "search". "judge"
+    is of the judge whose file of verdicts is `judged`.
     """
     lines = read_lines(workdir / "timing.jsonl")
     found = {}
     for stage in ("answer", "search", "judge"):
-        timed = [line for line in lines if stage in line and line["questions"]]
+        mine = [line for line in lines if stage != "judge" or line.get("judged") == judged != ""]
+        timed = [line for line in mine if stage in line and line["questions"]]
         if timed:
             found[stage] = sum(line[stage] for line in timed) / sum(line["questions"] for line in timed)
     return found
@@ -365,8 +369,9 @@ def finish(
     settings: Settings,
     said: Mapping[str, bool | None],
     short: Mapping[str, AnswerScores | None],
+    judged: str = "",
 ) -> dict[str, Any]:
-    """Scores what results.jsonl holds and writes the report."""
+    """Scores what results.jsonl holds and writes the report; `said` is in the file of verdicts `judged`."""
     scores = scores_of(workdir, questions, card.normalization, said, short)
     found: dict[str, Any] = {"normalization": card.normalization}
     found |= report(scores, seed=settings.eval.seed, level=settings.eval.level)
@@ -381,7 +386,7 @@ def finish(
         found["retrieval_by_answer"] = {k: v for k, v in whole.items() if k.startswith(("hits", "mrr"))}
     endings = collections.Counter(line["ended"] for line in lines)
     found["ended"] = {name: often / len(lines) for name, often in endings.most_common()}
-    found["seconds"] = latency(workdir)
+    found["seconds"] = latency(workdir, judged)
     found["tags"] = list(
         settings.way.tags.items()
     )  # a tag may be a pair of markers, which is no name in JSON

@@ -1,6 +1,9 @@
 """An evaluation of the shipped models: killed anywhere it continues to what it would have been, and nothing half-written."""
 
+import http.server
 import json
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -92,6 +95,65 @@ def test_a_run_says_how_it_came_about_and_is_judged_later_without_being_asked_ag
         evaluate.run(config("method=rsearch,questions=10,top_k=3"), tmp_path)
 
 
+@pytest.fixture
+def service() -> Iterator[tuple[str, list[str]]]:
+    """The address of a service that calls every answer right in which there is an "a", and what it was asked."""
+    asked: list[str] = []
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            asked.append(body["messages"][-1]["content"])
+            said = "True" if "a" in asked[-1].rpartition("Predicted Answer:")[2] else "False"
+            text = json.dumps({"choices": [{"message": {"content": said}}]}).encode()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(text)))
+            self.end_headers()
+            self.wfile.write(text)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}/v1", asked
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.mark.slow
+def test_a_service_and_a_model_judge_the_answers_and_say_so_in_the_card(
+    tmp_path: Path, service: tuple[str, list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url, asked = service
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-kept-to-itself")
+    folder, cache = tmp_path / "run", f"judge_endpoint.cache={tmp_path / 'cache'}"
+    judged = f"method=rsearch,questions=5,judge={url},judge_model=m"
+    evaluate.run(config(judged, cache), folder)
+    run, said = (
+        load_run(folder),
+        {line["id"]: line["prediction"] for line in read_lines(folder / "results.jsonl")},
+    )
+    assert len(asked) == sum(map(bool, said.values())) > 0
+    assert run.metrics["judge"].tolist() == ["a" in said[question.id] for question in run.questions()]
+    assert json.loads(run.card.judge)["model"] == "m" and run.found["judge_unparsed"] == 0
+    assert run.found["seconds"]["judge"] > 0
+    assert not any(b"sk-kept" in file.read_bytes() for file in tmp_path.rglob("*") if file.is_file())
+
+    monkeypatch.setattr(evaluate, "answer", lambda *_: None)
+    asked.clear()
+    evaluate.run(config(judged, cache), folder)
+    assert not asked  # verdicts are kept
+
+    short = ("judge_rollout.context=1024", "judge.answer_tokens=8", "judge_rollout.rows=8")
+    evaluate.run(config("method=rsearch,questions=5,judge=assets/miniwiki-policy", *short), folder)
+    run = load_run(folder)
+    card = json.loads(run.card.judge)
+    assert card["kind"] == "model" and card["folder"] == run.card.model_sha256
+    # A small model does not follow the paper's words: what it says is no verdict, and counts as wrong.
+    assert run.found["judge_unparsed"] + run.metrics["judge"].sum() <= 5 and "judge" in run.found["metrics"]
+
+
 @pytest.mark.parametrize(
     ("arg", "fields", "words"),
     [
@@ -106,6 +168,7 @@ def test_a_run_says_how_it_came_about_and_is_judged_later_without_being_asked_ag
         ("judge=/none", [], "judge.folder='/none' is no Hugging Face folder"),
         ("retriever=exact", ["retriever.encoder="], "retriever.kind=exact needs retriever.encoder"),
         ("temperature=-1", [], "eval.temperature=-1.0 must be at least 0"),
+        ("top_k=0", [], "rollout.top_k=0 must be at least 1"),
         ("questions=20", ["rollout.context=5000"], "context of 5000 tokens is more than the model's"),
     ],
 )
@@ -134,9 +197,10 @@ def test_a_field_or_argument_that_is_not_there_is_named() -> None:
 
 def test_seconds_are_taken_over_the_stretches_that_ended(tmp_path: Path) -> None:
     lines = [{"questions": 10, "answer": 5.0, "search": 1.0}, {"questions": 30, "answer": 5.0, "search": 1.0}]
-    lines.append({"questions": 0, "judge": 3.0})
+    lines += [{"questions": 0, "judged": "a", "judge": 3.0}, {"questions": 10, "judged": "b", "judge": 20.0}]
     (tmp_path / "timing.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert evaluate.latency(tmp_path) == {"answer": 0.25, "search": 0.05}
+    for judged, more in (("", {}), ("a", {}), ("b", {"judge": 2.0})):  # each judge by itself
+        assert evaluate.latency(tmp_path, judged) == {"answer": 0.25, "search": 0.05} | more
 
 
 @pytest.mark.parametrize("name", [*RECIPES, *METHODS])
