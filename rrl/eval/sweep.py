@@ -1,7 +1,6 @@
 """One field of an evaluation varied over values: an evaluation each, a table, and a plot of metrics and costs over the values.
 
-With it the papers' analyses are commands: most steps (R3-RAG, Figure 3), passages of a search (Figure 4), other retrievers
-(Tables 3 and 5), tokens of a right answer by method (Table 4), policies that were trained in different ways.
+The papers' own analyses have names: `rrl.train.analyses`.
 """
 
 import re

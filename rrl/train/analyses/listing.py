@@ -21,6 +21,8 @@ from rrl.train.reproduction.results import SEED, names_of
 ONE_TO_TEN = tuple(map(str, range(1, 11)))
 STEPS = ("max_steps", "max_searches", "expansions", "steps", "rounds", "sentences", "searches")
 """What the most steps are called in the environments of recipes and the options of prompted methods."""
+ANSWERED_BY_A_READER = ("r2ag",)
+"""Recipes that only find."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -177,7 +179,8 @@ def evaluated(
       policies: METHOD@FOLDER, or the FOLDER of a policy whose recipe card says the method; none: the analysis's own.
       values: of what is varied; none: the analysis's own. A retriever that needs an encoder is KIND@FOLDER outside the
         built-in world.
-      arguments: further ones of configs/eval.py, such as questions=100.
+      arguments: further ones of configs/eval.py, such as questions=100; a reader is for the recipes that leave the answer to one,
+        which in the built-in world have the shipped one.
       fields: single fields of its config.
 
     Raises UserError for a policy without a card, one that comes twice, an argument that the analysis sets itself, and a method
@@ -192,16 +195,18 @@ def evaluated(
     taken = {"method", "policy", *({analysis.varies} & {"top_k", "retriever"})}
     if wrong := [argument for argument in arguments if argument.partition("=")[0].strip() in taken]:
         raise UserError(f"arguments={','.join(wrong)}: the analysis sets that; leave it out")
+    reader = [argument for argument in arguments if argument.startswith("reader=")]
+    rest = [argument for argument in arguments if argument not in reader]
+    builtin = not any(argument.startswith("dataset=") for argument in arguments)
     methods = [method for method, _ in given]
     cells, known = [], {}
     for method, folder in given:
         label = method if methods.count(method) == 1 else f"{method}@{folder}"
         for value in values:
             more, changed = _changed(analysis.varies, method, value)
-            reader = [f"reader={READER}"] * (method == "r2ag" and folder == SHIPPED)
-            config = with_arguments(
-                "configs/eval.py", f"method={method}", f"policy={folder}", *reader, *more, *arguments
-            )
+            config = with_arguments("configs/eval.py", f"method={method}", f"policy={folder}", *more, *rest)
+            if method in ANSWERED_BY_A_READER:
+                config = with_arguments(config, *(reader or [f"reader={READER}"] * builtin))
             name = _folder_of(label, value)
             if name in known:
                 raise UserError(f"policy={label}, value={value}: two runs would have the folder {name}")
