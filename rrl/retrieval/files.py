@@ -33,10 +33,11 @@ LOCK = "lock"
 
 
 @contextlib.contextmanager
-def locked(folder: Path, refusal: str) -> Iterator[None]:
+def locked(folder: Path, refusal: str) -> Iterator[int]:
     """Keeps other processes, whose writing would mix with ours, out of a folder; UserError(`refusal`) where one is in it.
 
-    The system lets go of it with the process, however that ends. A file system without locks has none.
+    The system lets go of it with the process, however that ends, and with those that were given the descriptor that is yielded. A
+    file system without locks has none.
     """
     with (folder / LOCK).open("w") as stream:
         try:
@@ -46,7 +47,7 @@ def locked(folder: Path, refusal: str) -> Iterator[None]:
         except OSError as error:
             if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
                 raise
-        yield
+        yield stream.fileno()
 
 
 @contextlib.contextmanager

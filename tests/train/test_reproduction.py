@@ -1,5 +1,6 @@
 """The reproduction in the small: from made-up results to verdicts, from the list of runs to what is run, and the page."""
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -315,6 +316,35 @@ def test_a_signal_ends_the_runs_and_the_same_call_goes_on(tmp_path, monkeypatch)
     record = record_of(plan[0], tmp_path)
     assert not record.finished
     assert not work(plan, tmp_path, 1, lambda text: None).stopped
+    assert record_of(plan[0], tmp_path).finished
+
+
+@pytest.mark.slow
+def test_a_run_that_outlives_its_killed_parent_keeps_a_second_one_out(tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    there = tmp_path / "pid"
+    line = "import os, pathlib, time; file = pathlib.Path('{out}/pid'); new = not file.exists()\n"
+    line += "file.write_text(str(os.getpid())); time.sleep(60 * new)"
+    plan = [told("a", line)]
+    script = (
+        "import pathlib\nfrom rrl.train.reproduction import plan, queue\n"
+        f"class Told(plan.Run):\n    def command(self, out): return ['-c', {line!r}.replace('{{out}}', str(out))]\n"
+        f"queue.work([Told('a', 'train', {plan[0].config!r}, 1)], pathlib.Path({str(tmp_path)!r}), 1)"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", script], env={**os.environ, "PYTHONPATH": str(ROOT)})
+    while not (there.exists() and there.read_text()):
+        assert parent.poll() is None
+        time.sleep(0.01)
+    parent.kill()
+    parent.wait()
+    with pytest.raises(UserError, match="another process runs there"):
+        work(plan, tmp_path, 1, lambda text: None)
+    os.kill(int(there.read_text()), queue.signal.SIGKILL)
+    for _ in range(1000):
+        with contextlib.suppress(UserError):
+            assert not work(plan, tmp_path, 1, lambda text: None).failed
+            break
+        time.sleep(0.01)
     assert record_of(plan[0], tmp_path).finished
 
 

@@ -90,7 +90,7 @@ def work(
     failed: dict[str, str] = {}
     active: dict[int, _Life] = {}
     with (
-        locked(out, f"out {out}: another process runs there. Wait for that, or stop it."),
+        locked(out, f"out {out}: another process runs there. Wait for that, or stop it.") as lock,
         stop_requested() as stop,
     ):
         try:
@@ -99,7 +99,7 @@ def work(
                     ready = next((run for run in todo if done.issuperset(run.needs)), None)
                     if ready is not None:
                         todo.remove(ready)
-                        active[place] = _Life(ready, out, found[ready.name], cores[place])
+                        active[place] = _Life(ready, out, found[ready.name], cores[place], lock)
                         say(f"{ready.name} ...")
                 if not active:  # what is left needs what failed
                     failed |= {run.name: f"needs {', '.join(run.needs)}" for run in todo}
@@ -142,7 +142,7 @@ class Work:
 class _Life:
     """A run's process, from its start to its end."""
 
-    def __init__(self, run: Run, out: Path, before: Record | None, cores: Sequence[int]) -> None:
+    def __init__(self, run: Run, out: Path, before: Record | None, cores: Sequence[int], lock: int) -> None:
         self.run, self._file, self._began = run, _file(run, out), time.monotonic()
         self.log = out / f"{run.name}.log"
         self._record = Record(
@@ -150,8 +150,12 @@ class _Life:
         )
         self._record.save(self._file)
         with self.log.open("a", encoding="utf-8") as stream:
+            # A run that outlives us, when we are killed, keeps others out as well.
             self.process = subprocess.Popen(
-                [sys.executable, *run.command(out)], stdout=stream, stderr=subprocess.STDOUT
+                [sys.executable, *run.command(out)],
+                stdout=stream,
+                stderr=subprocess.STDOUT,
+                pass_fds=[lock],
             )
         if cores:  # its threads, which come later, have the same
             os.sched_setaffinity(self.process.pid, cores)
