@@ -168,7 +168,7 @@ def test_a_service_and_a_model_judge_the_answers_and_say_so_in_the_card(
         ("judge=/none", [], "judge.folder='/none' is no Hugging Face folder"),
         ("retriever=exact", ["retriever.encoder="], "retriever.kind=exact needs retriever.encoder"),
         ("temperature=-1", [], "eval.temperature=-1.0 must be at least 0"),
-        ("top_k=0", [], "rollout.top_k=0 must be at least 1"),
+        ("questions=1,top_k=0", [], "rollout.top_k=0 must be at least 1"),
         ("questions=20", ["rollout.context=5000"], "context of 5000 tokens is more than the model's"),
     ],
 )

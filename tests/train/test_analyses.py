@@ -134,7 +134,7 @@ def test_values_of_two_policies_end_in_a_table_a_csv_and_a_plot(tmp_path, capsys
     policies = [POLICY, "naive_rag@assets/miniwiki-reader"]
     _, known = evaluated(named("top_k"), policies, ["1", "2", "3"])
     put(tmp_path, known["rsearch-1"], "a", top_k=1)
-    put(tmp_path, known["rsearch-2"], "abc", top_k=2)
+    put(tmp_path, known["rsearch-2"], "abc", top_k=2, limits={"max_searches": 4, "context": 9})
     put(tmp_path, known["naive_rag-1"], "", top_k=1, corpus_sha256="e" * 64)
     analyze("top_k", tmp_path, policies=policies, values=["1", "2", "3"], run=False, command="python x")
     text = (tmp_path / "table.md").read_text()
@@ -143,6 +143,7 @@ def test_values_of_two_policies_end_in_a_table_a_csv_and_a_plot(tmp_path, capsys
         "# Passages of a search: R3-RAG, Figure 4; TIRESRAG-R1, Figure 3; R2AG, Table A.6\n"
     )
     assert "Made by `python x`." in text and "- retriever: kind bm25" in text
+    assert "- limits of all rows: max searches 4\n" in text
     (first,) = [line for line in text.splitlines() if line.startswith("| rsearch | 1 |")]
     (second,) = [line for line in text.splitlines() if line.startswith("| rsearch | 2 |")]
     assert "| 25.0 [0.0, 75.0] |" in first and "| – |" in first

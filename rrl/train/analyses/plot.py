@@ -46,8 +46,8 @@ def draw(analysis: Analysis, rows: Sequence[Row], curves: Mapping[str, Sequence[
     for name in drawn:
         axis = next(panels)
         style_axis(axis, analysis.curves[name])
-        for colour, (arm, seeds) in zip(_colours(len(logs)), logs.items()):
-            band(axis, seeds, name, "step", arm, colour)
+        for arm, seeds in logs.items():
+            band(axis, seeds, name, "step", arm, _colours(rows)[arm])
         axis.legend(fontsize=7, frameon=False, labelcolor=INK)
     for axis in panels:
         axis.set_axis_off()
@@ -72,7 +72,9 @@ def _points(axis: Any, analysis: Analysis, rows: Sequence[Row], title: str, told
     axis.set_xticks(
         list(places.values()), values, rotation=25 if slanted else 0, ha="right" if slanted else "center"
     )
-    for at, (colour, system) in enumerate(zip(_colours(len(systems)), systems)):
+    margin = 0.5 if len(places) > 1 else 1.0
+    axis.set_xlim(min(places.values()) - margin, max(places.values()) + margin)
+    for at, (system, colour) in enumerate(_colours(rows).items()):
         mine = [(row, point) for row, point in zip(rows, told, strict=True) if row.cell.system == system]
         # Points of several systems at one place that is no number stand beside each other.
         aside = 0.0 if numeric or not analysis.varies else 0.16 * (at - (len(systems) - 1) / 2)
@@ -86,5 +88,7 @@ def _points(axis: Any, analysis: Analysis, rows: Sequence[Row], title: str, told
         axis.legend(fontsize=7, frameon=False, labelcolor=INK)
 
 
-def _colours(count: int) -> list[str]:
-    return [COLOURS[at % len(COLOURS)] for at in range(count)]
+def _colours(rows: Sequence[Row]) -> dict[str, str]:
+    """Of each policy or arm, the same in all panels."""
+    systems = dict.fromkeys(row.cell.system for row in rows)
+    return {system: COLOURS[at % len(COLOURS)] for at, system in enumerate(systems)}

@@ -46,7 +46,7 @@ def rows_of(cells: Sequence[Cell], out: Path) -> list[Row]:
                 f"the runs {', '.join(cell.runs)} were asked different questions; delete those out of date"
             )
         names = [name for name in runs[0].metrics if all(name in run.metrics for run in runs)]
-        metrics = {name: interval([run.metrics[name] for run in runs]) for name in names}
+        metrics = {name: _share(interval([run.metrics[name] for run in runs])) for name in names}
         rows.append(Row(cell, runs, metrics, None if runs is first else _against(first, runs), _facts(runs)))
     return rows
 
@@ -58,6 +58,11 @@ def interval(columns: Sequence[Float[np.ndarray, "Q"]]) -> Interval:
         return found
     seeds = student([column.mean() for column in columns])
     return dataclasses.replace(found, low=min(found.low, seeds.low), high=max(found.high, seeds.high))
+
+
+def _share(of: Interval) -> Interval:
+    """Within 0 and 1, beyond which Student's t may reach."""
+    return dataclasses.replace(of, low=max(0.0, of.low), high=min(1.0, of.high))
 
 
 def _against(first: Sequence[Run], runs: Sequence[Run]) -> Interval | None:
@@ -86,7 +91,7 @@ def as_text(
     lines += [SMOKE, ""] * smoke
     lines += [f"- dataset: {first.runs[0].card.dataset}"]
     lines += [f"- {part}: {value}" for part, value in common(runs)]
-    lines += [f"- limits: {told}" for told in dict.fromkeys(_limits(row.runs[0]) for row in rows)]
+    lines += [f"- limits of {system}: {told}" for system, told in _limits(rows).items()]
     seeds = max(len(row.runs) for row in rows)
     over = (
         "over questions"
@@ -128,9 +133,20 @@ def csv_of(rows: Sequence[Row]) -> str:
     return as_csv([{**which, **record} for which, record in zip(told, records(runs), strict=True)])
 
 
-def _limits(run: Run) -> str:
-    limits = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in run.card.limits.items())
-    return f"{run.card.method}: {limits}"
+def _limits(rows: Sequence[Row]) -> dict[str, str]:
+    """By policy or arm, those that all its runs have."""
+    found: dict[str, dict[str, int]] = {}
+    for row in rows:
+        for run in row.runs:
+            shared = found.setdefault(row.cell.system, dict(run.card.limits))
+            for name in [name for name in shared if run.card.limits.get(name) != shared[name]]:
+                del shared[name]
+    told = {
+        system: ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in limits.items())
+        for system, limits in found.items()
+    }
+    alike = len(set(told.values())) == 1
+    return {"all rows": next(iter(told.values()))} if alike and len(told) > 1 else told
 
 
 def _metric(row: Row, name: str) -> str:
