@@ -76,8 +76,8 @@ def _points(axis: Any, analysis: Analysis, rows: Sequence[Row], title: str, told
     axis.set_xlim(min(places.values()) - margin, max(places.values()) + margin)
     for at, (system, colour) in enumerate(_colours(rows).items()):
         mine = [(row, point) for row, point in zip(rows, told, strict=True) if row.cell.system == system]
-        # Points of several systems at one place that is no number stand beside each other.
-        aside = 0.0 if numeric or not analysis.varies else 0.16 * (at - (len(systems) - 1) / 2)
+        # Points of several systems at one place stand beside each other, so that their intervals are told apart.
+        aside = (0.06 if numeric else 0.16) * (at - (len(systems) - 1) / 2) if analysis.varies else 0.0
         x = [places[row.cell.value if analysis.varies else system] + aside for row, _ in mine]
         mean, low, high = np.array([point for _, point in mine]).T
         line = "-" if numeric and len(mine) > 1 else ""
