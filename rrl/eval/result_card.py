@@ -159,18 +159,19 @@ def card_of(fields: Any) -> ResultCard:
 def differences(cards: Mapping[str, ResultCard]) -> list[str]:
     """One line for each part of the setting in which cards differ, with who has what; empty where they may be compared.
 
-    Judges are compared among those cards that have one.
+    Judges are compared among those cards that have one; among all where EM and F1 are of short forms that one extracted.
     """
     lines = []
+    shortened = any('"short_answers": true' in card.judge for card in cards.values())
     for part, fields in {**SETTING, "judge": ("judge",)}.items():
         groups: dict[str, list[str]] = {}
         shown: dict[str, str] = {}
         for name, card in cards.items():
-            if part == "judge" and not card.judge:
+            if part == "judge" and not (card.judge or shortened):
                 continue
             key = json.dumps([_plain(getattr(card, field)) for field in fields], sort_keys=True)
             groups.setdefault(key, []).append(name)
-            shown[key] = card.setting.get(part, card.judge)
+            shown[key] = card.setting.get(part, card.judge or "none")
         if len(groups) > 1:
             lines.append(
                 f"{part} differs: "

@@ -54,6 +54,8 @@ def test_the_same_setting_needs_no_remark() -> None:
     assert differences({"a": CARD, "b": other}) == []
     judged = dataclasses.replace(CARD, judge="y")  # where both have one it must be the same
     assert differences({"a": judged, "b": other, "c": CARD}) == ["judge differs: a: y; b: z"]
+    short = dataclasses.replace(CARD, judge='{"kind": "oracle", "short_answers": true}')  # it decides EM too
+    assert differences({"a": short, "c": CARD}) == [f"judge differs: a: {short.judge}; c: none"]
     assert CARD.setting["corpus"] == "2wiki (6,119 passages, bbbbbbbbbbbb)"
     assert CARD.setting["retriever"] == "k1 0.9, kind bm25"
 

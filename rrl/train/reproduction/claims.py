@@ -306,7 +306,7 @@ CLAIMS = (
         "… what RL brought is there with each of them",
         "R3-RAG, Table 5",
         "44.9 against its cold start's 43.5 EM on HotpotQA with BM25",
-        "EM, R3-RAG against its cold start, where its lead is smallest",
+        "EM, R3-RAG against its cold start, where its lead is least certain",
         (
             *(f"r3rag-{SEED}-{name}" for name in ("eval", "exact", "bm25")),
             *("r3rag_cold-eval", "r3rag_cold-exact", "r3rag_cold-bm25"),
