@@ -53,7 +53,7 @@ def finished(folder: Path, answers: Mapping[str, str], **card: object) -> Path:
         versions=versions_here(),
         command="python launch/eval.py",
     )
-    scores = scores_of(folder, QUESTIONS, "squad", {})
+    scores = scores_of(folder, QUESTIONS, "squad", {}, {})
     found = report(scores) | {
         "tags": [["search", "search"], [["<answer>", "</answer>"], "answer"]],
         "seconds": {"answer": 0.5},
