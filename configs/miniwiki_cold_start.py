@@ -1,14 +1,15 @@
-"""Stage 1 of the cold start: SFT on 500 fixed demonstrations of a recipe's protocol, stopped early on held-out ones.
+"""Stage 1 of the cold start: SFT on fixed demonstrations of a recipe's protocol, stopped early on held-out ones.
 
     python launch/sft.py --config=configs/miniwiki_cold_start.py:init=runs/pretrain/model --workdir=runs/cold_start
     python launch/sft.py --config=configs/miniwiki_cold_start.py:recipe=tiresrag --workdir=runs/tiresrag_cold_start
     python launch/sft.py --config=configs/miniwiki_cold_start.py:recipe=r3rag --workdir=runs/r3rag_cold_start
     python launch/sft.py --config=configs/miniwiki_cold_start.py:recipe=r2ag --workdir=runs/r2ag_cold_start
 
-About 2 minutes on 2 quiet cores. The model is written to WORKDIR/model, or to out=FOLDER.
-`demonstrations=N` takes another number of them. `minutes=M` trains for so long instead, at a lower constant rate, and keeps
-the parameters with the least held-out loss: the control that goes on with supervised training for as long as
-reinforcement learning took.
+About 2 minutes on 2 quiet cores. The model is written to WORKDIR/model, or to out=FOLDER. There are 500 demonstrations, and
+250 for a baseline: their papers start from none, and after 500 they leave reinforcement learning little to do;
+`demonstrations=N` takes another number. `minutes=M` trains for so long instead, at a lower constant rate, and keeps the
+parameters with the least held-out loss: the control that goes on with supervised training for as long as reinforcement
+learning took.
 """
 
 from typing import Any
@@ -32,6 +33,10 @@ SHOWN: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 """Fields of each recipe and of its environment: without an instruction, which a policy of this size could not follow."""
 
 
+DEMONSTRATIONS = {"search_r1": 250, "r1_searcher": 250, "research": 250}
+"""Fewer than 500."""
+
+
 def get_config(arg: str = "") -> ConfigDict:
     """The config of `--config=configs/miniwiki_cold_start.py:ARG`."""
     args = parse(
@@ -39,7 +44,7 @@ def get_config(arg: str = "") -> ConfigDict:
         recipe=tuple(SHOWN),
         init="runs/pretrain/model",
         out="",
-        demonstrations=500,
+        demonstrations=0,
         steps=260,
         minutes=0.0,
         seed=0,
@@ -58,7 +63,7 @@ def get_config(arg: str = "") -> ConfigDict:
         "held_out_worlds": 4,
         "world_size": 200,
         "demonstrations": {
-            "number": args.demonstrations,
+            "number": args.demonstrations or DEMONSTRATIONS.get(args.recipe, 500),
             "held_out": 100,
             "top_k": 2,
             "recipe": args.recipe,

@@ -7,7 +7,7 @@
     python launch/train.py --config=configs/r1_searcher.py:size=7b,stage=1,data=FOLDER,policy=FOLDER,encoder=FOLDER
 
 A base model starts with stage 1, whose policy is stage 2's start. The cold-started policy of the built-in world (size=tiny,
-settings found for R-Search there, not tuned for this recipe) knows how to search, so that stage 2 is the default.
+settings found for R-Search's PPO there, a start of 250 demonstrations) knows how to search, so that stage 2 is the default.
 
 size=3b and size=7b hold the published settings: at most 8 searches, top-k 3, 64 questions x 16 samples at temperature 1, updates
 of 256 trajectories, lr 2e-6; stage 1 on 350 questions, stage 2 on 8,148, one epoch each. For the KL in the
@@ -41,6 +41,8 @@ def get_config(arg: str = "") -> ConfigDict:
         config.objective.kl_coef = 0.05
         # No group is needed: other questions tell more than other answers to the same.
         config.train.update({"questions": 128, "samples": 1})
+        if args.steps is None:
+            config.train.update({"steps": 54, "eval_every": 27})
     else:
         config.recipe = recipe
         config.recipe.environment = {}

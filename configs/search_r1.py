@@ -6,8 +6,8 @@
     python launch/train.py --config=configs/search_r1.py:reward=em                  # exact match alone, as in the paper
     python launch/train.py --config=configs/search_r1.py:size=3b,data=FOLDER,policy=FOLDER,encoder=FOLDER
 
-size=tiny is the built-in world (`miniwiki`), with the settings that were found for R-Search there, not tuned for this
-recipe.
+size=tiny is the built-in world (`miniwiki`), with the settings that were found for R-Search there, half as many updates
+again, and a start of 250 demonstrations.
 
 size=3b and size=7b hold the published settings: 4 turns, top-k 3, 500 tokens a turn and an observation, 4,096 of
 context, batch 512, mini-batches of 256 trajectories, lr 1e-6 with a warm-up of 28.5 %, KL 0.001 (k3 in the loss for GRPO, k1
