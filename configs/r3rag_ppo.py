@@ -9,9 +9,8 @@
 
 size=tiny is the built-in world (`miniwiki`), whose oracle knows the gold passages. There answers are short, so that they match
 exactly or not at all. Its learning rates and the weight of its KL are those that were found for R-Search's PPO there
-(`configs/rsearch_ppo.py`, whose KL stands in the reward), and are not tuned for this recipe. An update takes some 30 s of one
-core; 32 updates with 16 questions had lost 7 points half way, paid by the step and searching less, and 40 with 64 questions, one
-sample each, critic.across_contexts and four critic minibatches 3 points at the end (55.0 to 52.2 %): no result is known yet.
+(`configs/rsearch_ppo.py`, whose KL stands in the reward), as are the numbers of questions and updates: twelve minutes of two
+cores (README, "R3-RAG").
 
 size=7b holds the paper's settings (section 4.3, appendix C): Qwen2.5-7B after its cold start (`configs/r3rag_cold_start.py`
 makes the data, `configs/r3rag_sft.py` trains on it), batch 64 (16 questions x 4 rollouts at temperatures 0.1, 0.4, 0.7 and
