@@ -68,10 +68,7 @@ def main(_: Sequence[str]) -> None:
         run=_RUN.value,
         command=shlex.join(["python", "launch/analyze.py", *sys.argv[1:]]),
     )
-    for name, reason in done.failed.items():
-        print(f"error: {name}: {reason}", file=sys.stderr)
-    if done.stopped or done.failed:
-        sys.exit(launcher.STOPPED if done.stopped else 1)
+    launcher.end(done.failed, done.stopped)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ Runs what is missing, two at a time, and writes docs/reproduction.md. The same c
 
 import pathlib
 import shlex
-import sys
 from collections.abc import Sequence
 
 from absl import flags
@@ -49,10 +48,7 @@ def main(_: Sequence[str]) -> None:
         run=_RUN.value,
         command=shlex.join(["python", "launch/reproduce.py", *told]),
     )
-    for name, reason in done.failed.items():
-        print(f"error: {name}: {reason}", file=sys.stderr)
-    if done.stopped or done.failed:
-        sys.exit(launcher.STOPPED if done.stopped else 1)
+    launcher.end(done.failed, done.stopped)
 
 
 if __name__ == "__main__":

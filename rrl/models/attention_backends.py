@@ -23,24 +23,36 @@ from rrl.parallel.rules import fit
 Backend = Literal["blocks", "xla", "cudnn", "splash"]
 """blocks: one small block after another, those without a segment in common left out, for processors; xla: few large
 operations, for float32 on a GPU."""
+_NO_BRANCHES = (
+    "attention=splash cannot share prefixes: set objective.share_prefixes=False or compute.attention=xla"
+)
 LANES = 128
 """Splash works on blocks of so many tokens, and on head dimensions that are multiples of it."""
 
 
-def choose_backend(name: str, platform: str, dtype: DTypeLike) -> Backend:
+def choose_backend(name: str, platform: str, dtype: DTypeLike, branches: bool = False) -> Backend:
     """The kernel to use on a platform ("cpu", "gpu", "tpu"); "auto" takes the fastest that runs there.
 
+    Args:
+        branches: whether rows will hold contexts that share a trunk (`packed_attention`).
+
     Raises:
-        UserError: an unknown name, or a kernel that does not run on this platform or in this dtype.
+        UserError: an unknown name, or a kernel that does not run on this platform, in this dtype or with branches.
     """
     half = jnp.dtype(dtype) in (jnp.bfloat16, jnp.float16)
     if name == "auto":
-        best: dict[str, Backend] = {"cpu": "blocks", "gpu": "cudnn" if half else "xla", "tpu": "splash"}
+        best: dict[str, Backend] = {
+            "cpu": "blocks",
+            "gpu": "cudnn" if half else "xla",
+            "tpu": "xla" if branches else "splash",
+        }
         return best.get(platform, "xla")
     if name not in get_args(Backend):
         raise UserError(f"attention={name!r} is unknown; choose one of auto, {', '.join(get_args(Backend))}")
     if name == "splash" and platform != "tpu":
         raise UserError(f"attention=splash runs on TPUs only, this is a {platform}; choose xla or auto")
+    if name == "splash" and branches:
+        raise UserError(_NO_BRANCHES)
     if name == "cudnn" and (platform != "gpu" or not half):
         raise UserError(
             f"attention=cudnn needs an NVIDIA GPU and bfloat16 or float16, this is a {platform} and {jnp.dtype(dtype)}; "
@@ -66,9 +78,7 @@ def packed_attention(
         return cudnn_attention(q, k, v, segment_ids, branches)
     if backend == "splash":
         if branches is not None:
-            raise UserError(
-                "attention=splash cannot share prefixes: set objective.share_prefixes=False or compute.attention=xla"
-            )
+            raise UserError(_NO_BRANCHES)
         return splash_attention(q, k, v, segment_ids)
     if backend == "blocks":
         return over_mesh(block_attention, q, k, v, segment_ids, branches)

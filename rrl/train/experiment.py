@@ -231,7 +231,7 @@ def load(settings: Settings, say: Clock) -> Loaded:
     """Loads models, corpus and questions."""
     mesh, compute = settings.mesh.make(), settings.compute
     device = mesh.devices.flat[0]
-    backend = compute.backend(device.platform)
+    backend = compute.backend(device.platform, settings.train.objective.share_prefixes)
     sizes = "x".join(str(size) for size in mesh.devices.shape)
     say(
         f"{mesh.size} of {len(jax.devices())} devices ({device.device_kind}), mesh data x fsdp x tensor = {sizes}; "

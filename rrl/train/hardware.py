@@ -50,7 +50,8 @@ class ComputeConfig:
     """Of the parameters that the optimiser changes, the master weights, and of its state. In bfloat16 a step smaller than
     0.4 % of a weight is lost: for high learning rates only."""
     attention: str = "auto"
-    """Kernel of packed batches: xla, cudnn (NVIDIA GPUs, 16 bit), splash (TPUs), or auto: the fastest that runs there."""
+    """Kernel of packed batches: xla, cudnn (NVIDIA GPUs, 16 bit), splash (TPUs; no `objective.share_prefixes`), or auto: the
+    fastest that runs there."""
     remat: Remat = "none"
     """What the backward pass recomputes: none, dots (all but matrix products), full (each layer from its input)."""
 
@@ -60,10 +61,10 @@ class ComputeConfig:
         one_of(get_args(Remat), self, "remat", where="compute.")
         one_of(("auto", *get_args(Backend)), self, "attention", where="compute.")
 
-    def backend(self, platform: str) -> Backend:
-        """The attention kernel on a platform; UserError where it does not run there."""
+    def backend(self, platform: str, branches: bool = False) -> Backend:
+        """The attention kernel on a platform, for rows with or without branches; UserError where it does not run there."""
         try:
-            return choose_backend(self.attention, platform, jnp.dtype(self.dtype))
+            return choose_backend(self.attention, platform, jnp.dtype(self.dtype), branches)
         except UserError as error:
             raise UserError(f"compute.{error}") from error
 

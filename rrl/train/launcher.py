@@ -5,7 +5,7 @@ import os
 import pathlib
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from absl import app, flags, logging
@@ -49,6 +49,14 @@ def run(main: Callable[[Sequence[str]], None], callbacks: bool = True) -> None:
             _fail(" ".join(str(error.__cause__ or error).split()))
 
     app.run(guarded, flags_parser=parse)
+
+
+def end(failed: Mapping[str, str], stopped: bool) -> None:
+    """Names what failed of several runs, with its reason, and exits where one did or all were stopped."""
+    for name, reason in failed.items():
+        print(f"error: {name}: {reason}", file=sys.stderr)
+    if stopped or failed:
+        sys.exit(STOPPED if stopped else 1)
 
 
 def load_config(config: str, overrides: Sequence[str]) -> Any:

@@ -126,7 +126,7 @@ def plan(
             f"give --config.rollout.rows={-(-settings.rollout.rows // shards) * shards} or another config.mesh"
         )
     dtype, remat = jnp.dtype(settings.compute.dtype), settings.compute.remat
-    attention = settings.compute.backend(slice_.chip.platform)
+    attention = settings.compute.backend(slice_.chip.platform, settings.train.objective.share_prefixes)
     model = Model.of(
         shape,
         settings,

@@ -28,8 +28,8 @@ class Rows:
     def unpack(
         self, values: Sequence[Float[np.ndarray, "B T"]], trajectories: Sequence[Trajectory]
     ) -> list[Float[np.ndarray, "T"]]:
-        """Per-token values of each trajectory from those of the batches. A token that several contexts have in common may get
-        them as another context saw it: only the policy's own are never shared."""
+        """Per-token values of each trajectory from those of the batches; those of tokens that contexts have in common are read
+        where the trunk has them."""
         found = [np.zeros(len(t.tokens), np.float32) for t in trajectories]
         parts = self.buckets.unpack(values, [len(layout.tokens) for _, layout in self.layouts])
         for (index, layout), part in zip(self.layouts, parts, strict=True):

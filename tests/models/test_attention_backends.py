@@ -149,6 +149,13 @@ def test_auto_takes_what_the_platform_has(name, platform, dtype, chosen):
     assert choose_backend(name, platform, dtype) == chosen
 
 
+def test_splash_is_not_taken_for_rows_with_branches():
+    assert choose_backend("auto", "tpu", jnp.bfloat16, branches=True) == "xla"
+    assert choose_backend("auto", "cpu", jnp.float32, branches=True) == "blocks"
+    with pytest.raises(UserError, match=r"cannot share prefixes: set objective\.share_prefixes=False"):
+        choose_backend("splash", "tpu", jnp.bfloat16, branches=True)
+
+
 @pytest.mark.parametrize(
     ("name", "platform", "dtype", "words"),
     [

@@ -12,7 +12,7 @@ from rrl.data.miniwiki import generate
 from rrl.data.tokenizer import load_tokenizer
 from rrl.errors import UserError
 from rrl.eval.agreement import held_out_verdicts
-from rrl.rewards.cases import Correctness, Relevance, Sufficiency, Thinking
+from rrl.rewards.cases import Correctness, Relevance, Sufficiency, Thinking, gold
 from rrl.rewards.judge_card import read_judge_card
 from rrl.rewards.oracle import Oracle
 from rrl.rl.optim import OptimConfig
@@ -62,6 +62,8 @@ def test_reasons_are_what_the_verdict_follows_from():
             assert ("unknown" in answer or "nothing" not in answer) == (
                 verdict.score < 1
             ) or verdict.score == 1
+        elif isinstance(case, Correctness):
+            assert f"{gold(case.question)} : {case.predicted}" in answer
 
 
 def test_an_example_is_the_judges_prompt_and_its_answer():
