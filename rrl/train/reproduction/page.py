@@ -23,8 +23,10 @@ mechanism is at work in this code; one that does not says nothing of the paper's
   bootstrap over questions of the mean over seeds.
 - **holds**: the whole interval is above 0. **does not hold**: the difference is 0 or on the other side, however wide its
   interval. **can't be tested at this size**: the interval reaches 0, or the reason that stands there.
-- All evaluations ask the same held-out questions (`test` split), greedily; no setting was chosen on them.
-- Settings of R-Search in the built-in world were found on the `dev` split; those of the other recipes are taken over, untuned.
+- All evaluations ask the same held-out questions (`test` split), greedily.
+- Settings of R-Search in the built-in world were found on the `dev` split. The other recipes take them over; how long those
+  train, and R3-RAG's critic, were settled by looking at such held-out questions, so that their leads over their cold starts may
+  be a little too large.
 """
 SMOKE = "**This is a smoke run: sizes at which nothing can be measured. No row is a result.**"
 

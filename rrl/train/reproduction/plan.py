@@ -56,8 +56,8 @@ ARMS: Mapping[str, Arm] = {
     "rsearch_no_evidence": Arm("rsearch", "configs/rsearch_grpo.py", 10, {"recipe.use_evidence": False}),
     # As long as GRPO's run: an update learns from all answers, and teaches the critic.
     "rsearch_ppo": Arm("rsearch", "configs/rsearch_ppo.py:steps=30", 10),
-    "r3rag": Arm("r3rag", "configs/r3rag_ppo.py", 17, start="r3rag_cold"),
-    "r3rag_no_process": Arm("r3rag", "configs/r3rag_ppo.py:ablation=process", 17, start="r3rag_cold"),
+    "r3rag": Arm("r3rag", "configs/r3rag_ppo.py", 16, start="r3rag_cold"),
+    "r3rag_no_process": Arm("r3rag", "configs/r3rag_ppo.py:ablation=process", 16, start="r3rag_cold"),
     "tiresrag": Arm("tiresrag", "configs/tiresrag_grpo.py:steps=66", 8, start="tiresrag_cold"),
     "tiresrag_no_filter": Arm(
         "tiresrag", "configs/tiresrag_grpo.py:steps=66,ablation=filter", 9, start="tiresrag_cold"
