@@ -90,7 +90,7 @@ def get_config(arg: str = "") -> ConfigDict:
     }
     judge = args.judge or ("oracle" if not real else "models/Qwen2.5-14B-Instruct")
     config.update(sections_of(judge, args.judge_model))
-    steps = args.steps if args.steps is not None else (46 if tiny else 512)
+    steps = args.steps if args.steps is not None else (38 if tiny else 512)
     config.train = {
         "steps": steps,
         # As configs/rsearch_ppo.py has it: other questions tell more than other answers to the same.

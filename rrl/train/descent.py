@@ -1,7 +1,6 @@
 """Gradients summed over microbatches and divided once, then one optimiser step."""
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -12,9 +11,9 @@ from jaxtyping import PyTree
 
 from rrl.parallel.mesh import put_rows
 from rrl.parallel.rules import constrain_state
-from rrl.parallel.runtime import cores_here
 from rrl.rl.batch import Batch
 from rrl.rl.optim import skipped_updates
+from rrl.train.streams import beside, streams_on
 
 Loss = Callable[[PyTree, PyTree, Batch], tuple[jax.Array, dict[str, jax.Array]]]
 """(trained parameters, frozen ones, a microbatch) -> the summed loss, and sums by name."""
@@ -38,9 +37,7 @@ class Descent:
         """`sums` are the names that `loss` returns; `streams` is as in `ObjectiveConfig`."""
         self.mesh = mesh
         self.sums = (*sums, "loss")
-        device = jax.devices()[0] if mesh is None else mesh.devices.flat[0]
-        alone = mesh is None or mesh.size == 1
-        self.streams = streams if alone and device.platform == "cpu" else 1
+        self.streams = streams_on(mesh, streams)
 
         def accumulate(
             params: PyTree, frozen: PyTree, grads: PyTree, sums: dict[str, jax.Array], batch: Batch
@@ -93,12 +90,7 @@ class Descent:
                     jax.block_until_ready(held[1])
             return held
 
-        held = [zeros() for _ in shares]
-        if streams == 1 or cores_here() == 1:
-            held = list(map(add, held, shares))
-        else:
-            with ThreadPoolExecutor(streams, "rrl-update") as pool:
-                held = list(pool.map(add, held, shares))
+        held = beside(streams, add, [zeros() for _ in shares], shares)
         grads, sums = held[0]
         for part in held[1:]:
             grads, sums = self.join((grads, sums), part)

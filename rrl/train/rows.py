@@ -15,6 +15,7 @@ from rrl.rollout.trajectory import POLICY, Trajectory
 from rrl.train.layout import Layout, layouts
 from rrl.train.objective import ObjectiveConfig
 from rrl.train.pack import Buckets, pack_buckets
+from rrl.train.streams import beside, streams_on
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,6 +92,7 @@ class Scorer:
         alone = mesh is None or mesh.size == 1
         places = None if alone else NamedSharding(mesh, PartitionSpec())
         self.program: Callable[..., dict[str, Array]] = jax.jit(function, out_shardings=places)
+        self.streams = streams_on(mesh, config.streams)
 
     def __call__(
         self,
@@ -100,11 +102,12 @@ class Scorer:
         extras: Mapping[str, Sequence[Float[np.ndarray, "T"]]] | None = None,
     ) -> dict[str, list[Float[np.ndarray, "T"]]]:
         """What the function says of every token of each trajectory, by name; `extras` stand beside the tokens."""
+
+        def one(batch: Batch) -> dict[str, np.ndarray]:
+            return jax.device_get(self.program(params, fixed, put_rows(batch, self.mesh)))
+
         with use_mesh(self.mesh):
             rows = bucketed(trajectories, self.config, data_shards(self.mesh), extras)
-            found = [
-                jax.device_get(self.program(params, fixed, put_rows(batch, self.mesh)))
-                for batch in rows.buckets.batches
-            ]
+            found = beside(self.streams, one, rows.buckets.batches)
         names = found[0] if found else ()
         return {name: rows.unpack([part[name] for part in found], trajectories) for name in names}

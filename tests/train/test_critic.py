@@ -2,6 +2,7 @@
 
 import dataclasses
 import statistics
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -65,6 +66,24 @@ def test_advantages_are_gae_by_loops_on_each_trajectory_alone(alone, objective):
             np.testing.assert_allclose(found.advantages[row][s], advantage, atol=1e-5)
             np.testing.assert_allclose(found.returns[row][s], advantage + value[s], atol=1e-5)
             np.testing.assert_allclose(found.values[row][s], value[s], atol=1e-5)
+
+
+def test_streams_give_the_same_values_from_threads_of_their_own(monkeypatch):
+    monkeypatch.setattr("rrl.train.streams.cores_here", lambda: 2)
+    found, names = [], set[str]()
+    for streams in (1, 2):
+        critic, state = make_critic(model(), CONFIG, dataclasses.replace(SPLIT, streams=streams))
+        program = critic._estimate.program
+
+        def watched(*given, program=program):
+            names.add(threading.current_thread().name.partition("_")[0])
+            return program(*given)
+
+        critic._estimate.program = watched
+        found.append(critic.estimate(state, TRAJECTORIES))
+    assert names == {"MainThread", "rrl-stream"}
+    for one, other in zip(found[0].values, found[1].values, strict=True):
+        np.testing.assert_array_equal(one, other)
 
 
 def two_contexts():

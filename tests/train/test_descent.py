@@ -34,7 +34,7 @@ def made(streams):
 
 @pytest.mark.parametrize(("streams", "cores"), [(1, 2), (2, 2), (2, 1), (3, 2)])
 def test_many_steps_of_many_microbatches_compile_each_program_once(caplog, monkeypatch, streams, cores):
-    monkeypatch.setattr("rrl.train.descent.cores_here", lambda: cores)
+    monkeypatch.setattr("rrl.train.streams.cores_here", lambda: cores)
     descent, params, state = made(streams)
     jax.config.update("jax_log_compiles", True)  # in all threads
     try:
@@ -52,7 +52,7 @@ def test_streams_take_the_step_of_one_and_their_bits_do_not_depend_on_the_cores(
     batches = [batch(value) for value in np.random.default_rng(0).normal(size=7)]
     steps = []
     for streams, cores in ((1, 2), (2, 2), (2, 1), (9, 2)):
-        monkeypatch.setattr("rrl.train.descent.cores_here", lambda cores=cores: cores)
+        monkeypatch.setattr("rrl.train.streams.cores_here", lambda cores=cores: cores)
         descent, params, state = made(streams)
         params, _, found = descent.step(params, state, (), batches, 3.0)
         steps.append((np.asarray(params), found["loss"]))
@@ -65,7 +65,7 @@ def test_streams_take_the_step_of_one_and_their_bits_do_not_depend_on_the_cores(
 
 @pytest.mark.parametrize(("streams", "cores", "threads"), [(1, 2, 0), (2, 1, 0), (2, 2, 2)])
 def test_streams_have_threads_of_their_own_where_there_are_cores(monkeypatch, streams, cores, threads):
-    monkeypatch.setattr("rrl.train.descent.cores_here", lambda: cores)
+    monkeypatch.setattr("rrl.train.streams.cores_here", lambda: cores)
     descent, params, state = made(streams)
     accumulate, seen, together = descent.accumulate, set(), threading.Barrier(max(1, threads), timeout=30)
 
@@ -76,7 +76,7 @@ def test_streams_have_threads_of_their_own_where_there_are_cores(monkeypatch, st
 
     descent.accumulate = watched
     descent.step(params, state, (), [batch(1.0)] * 4, 1.0)
-    assert sum(name.startswith("rrl-update") for name in seen) == threads
+    assert sum(name.startswith("rrl-stream") for name in seen) == threads
 
 
 def test_what_a_stream_raises_comes_out_of_the_step():
