@@ -185,6 +185,11 @@ def refuse_other_config(
         reason = "cannot be written to" if there.is_dir() else "is a file"
         raise UserError(f"workdir {os.fspath(workdir)}: {there} {reason}; choose another --workdir.")
     if not path.exists():
+        if any(folder.glob("checkpoints/*")):
+            raise UserError(
+                f"workdir {os.fspath(workdir)} holds checkpoints, but not the config.json that says of which run; put that "
+                "file back, choose another --workdir, or delete that folder."
+            )
         return
     try:
         stored = _flat(json.loads(path.read_text(encoding="utf-8")))

@@ -50,6 +50,15 @@ def test_another_config_is_refused_and_nothing_written(tmp_path):
     assert (tmp_path / "config.json").read_bytes() == before
 
 
+def test_checkpoints_without_the_config_of_their_run_are_not_continued(tmp_path):
+    with Checkpoints(tmp_path, CONFIG) as checkpoints:
+        checkpoints.save(1, make_state(1))
+    (tmp_path / "config.json").unlink()
+    with pytest.raises(UserError, match=r"holds checkpoints, but not the config\.json"):
+        Checkpoints(tmp_path, CONFIG)
+    assert not (tmp_path / "config.json").exists()
+
+
 @pytest.mark.parametrize("below", ["", "run", "deep/run"])
 def test_a_workdir_that_is_a_file_or_below_one_is_refused(tmp_path, below):
     (tmp_path / "notes.txt").write_text("mine")
