@@ -252,11 +252,11 @@ class Told(Run):
     """A run whose command is a line of Python."""
 
     def command(self, out):
-        return ["-c", self.config.partition(":")[2].replace("{out}", str(out))]
+        return ["-c", self.launcher.replace("{out}", str(out))]
 
 
 def told(name, line, needs=()):
-    return Told(name, "train", f"configs/eval.py:{line}", 1, needs=needs)
+    return Told(name, line, "configs/eval.py", 1, needs=needs)
 
 
 def write(name):
@@ -283,6 +283,21 @@ def test_a_run_that_another_command_made_is_refused_before_anything_runs(tmp_pat
     with pytest.raises(UserError, match=r"a was made by .*delete that folder"):
         work([told("b", write("b.txt")), told("a", write("z.txt"))], tmp_path, 1, lambda text: None)
     assert not (tmp_path / "b.txt").exists()
+
+
+def test_a_run_is_of_its_settings_not_of_the_words_about_them(tmp_path):
+    file = tmp_path / "config.py"
+    text = "from ml_collections import ConfigDict\n\n\ndef get_config(arg=''):\n    return ConfigDict({'lr': 0.1, 'b': 2})\n"
+    run = Told("a", write("a.txt"), f"{file}:seed=1", 1, {"b": 3})
+    file.write_text(text)
+    work([run], tmp_path, 1, lambda text: None)
+    file.write_text('"""What it is for."""\n\n' + text)
+    assert record_of(run, tmp_path).finished
+    file.write_text(text.replace("0.1", "0.2"))
+    with pytest.raises(UserError, match=r"settings [0-9a-f]{16}\), not by .*delete that folder"):
+        record_of(run, tmp_path)
+    with pytest.raises(UserError, match="was made by"):
+        record_of(dataclasses.replace(run, fields={"b": 4}), tmp_path)
 
 
 def test_two_runs_go_side_by_side_each_on_its_share_of_the_cores(tmp_path, monkeypatch):

@@ -1,10 +1,11 @@
 """Runs side by side, each on cores of its own, and what each took.
 
-Beside a run's folder lie its log and its record: the command and config file that make it, the commit, the seconds of all its
+Beside a run's folder lie its log and its record: the command and the settings that make it, the commit, the seconds of all its
 lives, and whether it is finished. What is finished is not run again; what was broken off goes on.
 """
 
 import dataclasses
+import functools
 import hashlib
 import json
 import os
@@ -20,6 +21,7 @@ from rrl.errors import UserError
 from rrl.parallel.runtime import cores_here
 from rrl.retrieval.files import locked, replaced
 from rrl.train.checkpoints import stop_requested
+from rrl.train.launcher import load_config
 from rrl.train.reproduction.plan import Run
 
 PINS = hasattr(os, "sched_setaffinity")
@@ -35,7 +37,8 @@ class Record:
     command: Sequence[str]
     """With "{out}" for the folder of all runs."""
     sha256: str
-    """Of the config file, its first digits."""
+    """Of all settings that the command's config comes to, its first digits: what a comment says is none of them, and a value
+    that several config files have from one place is one."""
     commit: str
     """Where its last life began."""
     seconds: float = 0.0
@@ -51,7 +54,7 @@ class Record:
 def record_of(run: Run, out: Path) -> Record | None:
     """The record of a run, if it was ever started.
 
-    Raises UserError for one that another command or config file made, and for a damaged one.
+    Raises UserError for one that another command or other settings made, and for a damaged one.
     """
     file = _file(run, out)
     if not file.exists():
@@ -63,7 +66,7 @@ def record_of(run: Run, out: Path) -> Record | None:
     made = (run.command("{out}"), _hash(run))
     if (list(found.command), found.sha256) != made:
         raise UserError(
-            f"{out / run.name} was made by {' '.join(found.command)} (config file {found.sha256}), not by {' '.join(made[0])} "
+            f"{out / run.name} was made by {' '.join(found.command)} (settings {found.sha256}), not by {' '.join(made[0])} "
             f"({made[1]}); delete that folder and {file}, or give another --out"
         )
     return found
@@ -206,7 +209,16 @@ def _hash(run: Run) -> str:
     file = Path(run.config.partition(":")[0])
     if not file.is_file():
         raise UserError(f"config file {file} is not there; start from the repository's folder")
-    return hashlib.sha256(file.read_bytes()).hexdigest()[:16]
+    return _settings_hash(
+        file.read_bytes(), run.config, *(f"{field}={value}" for field, value in run.fields.items())
+    )
+
+
+@functools.cache
+def _settings_hash(_: bytes, config: str, *overrides: str) -> str:
+    """Of what a config comes to; the file's bytes stand among the arguments so that an edited file is read again."""
+    settings = load_config(config, overrides).to_dict()
+    return hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
 def as_rows(runs: Sequence[Run], out: Path) -> list[dict[str, Any]]:
