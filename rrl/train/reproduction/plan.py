@@ -51,13 +51,13 @@ class Arm:
 
 
 ARMS: Mapping[str, Arm] = {
-    "rsearch": Arm("rsearch", "configs/rsearch_grpo.py", 10),
+    "rsearch": Arm("rsearch", "configs/rsearch_grpo.py", 8),
     # The evidence stays in what the policy was shown to write, and neither reward reads it.
-    "rsearch_no_evidence": Arm("rsearch", "configs/rsearch_grpo.py", 10, {"recipe.use_evidence": False}),
+    "rsearch_no_evidence": Arm("rsearch", "configs/rsearch_grpo.py", 8, {"recipe.use_evidence": False}),
     # As long as GRPO's run: an update learns from all answers, and teaches the critic.
-    "rsearch_ppo": Arm("rsearch", "configs/rsearch_ppo.py:steps=30", 10),
-    "r3rag": Arm("r3rag", "configs/r3rag_ppo.py", 16, start="r3rag_cold"),
-    "r3rag_no_process": Arm("r3rag", "configs/r3rag_ppo.py:ablation=process", 16, start="r3rag_cold"),
+    "rsearch_ppo": Arm("rsearch", "configs/rsearch_ppo.py:steps=30", 8),
+    "r3rag": Arm("r3rag", "configs/r3rag_ppo.py", 14, start="r3rag_cold"),
+    "r3rag_no_process": Arm("r3rag", "configs/r3rag_ppo.py:ablation=process", 14, start="r3rag_cold"),
     "tiresrag": Arm("tiresrag", "configs/tiresrag_grpo.py:steps=66", 8, start="tiresrag_cold"),
     "tiresrag_no_filter": Arm(
         "tiresrag", "configs/tiresrag_grpo.py:steps=66,ablation=filter", 9, start="tiresrag_cold"
@@ -68,18 +68,18 @@ ARMS: Mapping[str, Arm] = {
     "r2ag": Arm("r2ag", "configs/r2ag.py:steps=66", 7, start="r2ag_cold"),
 }
 PROMPTED: Mapping[str, tuple[str, float, Mapping[str, Any]]] = {
-    "direct": ("method=direct", 0.5, {}),
-    "naive_rag": ("method=naive_rag", 0.7, {}),
-    "naive_rag_bm25": ("method=naive_rag,retriever=bm25", 0.7, {}),
-    "naive_rag_exact": ("method=naive_rag,retriever=exact", 0.7, {}),
+    "direct": ("method=direct", 0.2, {}),
+    "naive_rag": ("method=naive_rag", 0.3, {}),
+    "naive_rag_bm25": ("method=naive_rag,retriever=bm25", 0.3, {}),
+    "naive_rag_exact": ("method=naive_rag,retriever=exact", 0.3, {}),
     # What a tree of searches is held against: as many of these as it found.
-    "naive_rag_top16": ("method=naive_rag,top_k=16", 1.5, {"prompted.most_passages": 4}),
-    "iter_retgen": ("method=iter_retgen", 1.5, {}),
-    "ircot": ("method=ircot", 3, {"method.steps": 4}),
+    "naive_rag_top16": ("method=naive_rag,top_k=16", 0.5, {"prompted.most_passages": 4}),
+    "iter_retgen": ("method=iter_retgen", 0.4, {}),
+    "ircot": ("method=ircot", 0.6, {"method.steps": 4}),
 }
 """Prompted methods: arguments of configs/eval.py, minutes, fields. The shipped reader is asked: of the shipped models it is
 the one that was trained to answer a question from passages."""
-EVALUATION = {"rsearch": 1.0, "r3rag": 1.0, "tiresrag": 1.0, "r2ag": 1.5}
+EVALUATION = {"rsearch": 0.5, "r3rag": 0.6, "tiresrag": 0.5, "r2ag": 1.0}
 """Minutes of an evaluation, by recipe."""
 RETRIEVERS = ("exact", "bm25")
 """Other ones than R3-RAG's policy is trained with."""
@@ -113,7 +113,7 @@ def runs(seeds: Sequence[int], smoke: bool = False, arms: Mapping[str, Arm] | No
     for arm, how in (ARMS if arms is None else arms).items():
         if how.start and how.start not in {run.name for run in found}:
             recipe = f"recipe={how.recipe},init={SHIPPED}"
-            found.append(Run(how.start, "sft", f"configs/miniwiki_cold_start.py:{recipe}", 4))
+            found.append(Run(how.start, "sft", f"configs/miniwiki_cold_start.py:{recipe}", 3))
             found += _everywhere(how.start, how.recipe, f"{{out}}/{how.start}/model")
         for seed in seeds:
             found += _trained(arm, how, seed)
