@@ -1,6 +1,7 @@
 """The papers' claims on the built-in world, as a table: `python launch/reproduce.py [--only=process,tree] [--list]`.
 
-Runs what is missing, two at a time, and writes docs/reproduction.md. The same command continues what was broken off.
+Runs what is missing, two at a time, and writes docs/reproduction.md. The same command continues what was broken off. With
+--keep=docs/reproduction what is published counts as done: with --norun the page is made of it alone.
 """
 
 import pathlib
@@ -16,6 +17,11 @@ _OUT = flags.DEFINE_string(
 )
 _PAGE = flags.DEFINE_string(
     "page", None, "The page (default: docs/reproduction.md; of smoke runs reproduction.md in --out)."
+)
+_KEEP = flags.DEFINE_string(
+    "keep",
+    None,
+    "Folder of small files of what each run measured, read before anything is run (default: kept in --out).",
 )
 _ONLY = flags.DEFINE_list(
     "only", [], "Claims whose runs are done; none: all. The page has all that are there."
@@ -37,9 +43,11 @@ def main(_: Sequence[str]) -> None:
     page = _PAGE.value or (f"{out}/reproduction.md" if _SMOKE.value else "docs/reproduction.md")
     told = [f"--{flag.name}" for flag in (_SMOKE,) if flag.value]
     told += [f"--seeds={','.join(_SEEDS.value)}"] * _SEEDS.present + [f"--out={out}"] * _OUT.present
+    told += [f"--keep={_KEEP.value}"] * _KEEP.present
     done = reproduce(
         pathlib.Path(out),
         pathlib.Path(page),
+        keep=pathlib.Path(_KEEP.value) if _KEEP.value else None,
         only=_ONLY.value,
         seeds=seeds_of(_SEEDS.value),
         jobs=_JOBS.value,

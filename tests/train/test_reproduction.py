@@ -6,6 +6,7 @@ import json
 import os
 import pathlib
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -18,6 +19,7 @@ from rrl.eval.intervals import student
 from rrl.train.launcher import load_config
 from rrl.train.reproduction import queue
 from rrl.train.reproduction.claims import CLAIMS, claims_named
+from rrl.train.reproduction.kept import Kept
 from rrl.train.reproduction.page import page
 from rrl.train.reproduction.plan import Run, needed, runs
 from rrl.train.reproduction.queue import record_of, shares, work
@@ -366,33 +368,100 @@ def test_a_run_that_outlives_its_killed_parent_keeps_a_second_one_out(tmp_path, 
 # -- the page ------------------------------------------------------------------------------------------------------------
 
 
+ANSWERS = {"a": "Norway", "b": "Ada Berg", "c": "1947", "d": "yes"}
+
+
+def measured_in(out, name, answers):
+    """As if the run had been done."""
+    finished(out / name, answers)
+    run = runs(SEEDS)[name]
+    queue.Record(run.command("{out}"), queue._hash(run), "abc", 90.0, True).save(out / f"{name}.json")
+
+
+def row_of(file, key):
+    (row,) = [line for line in file.read_text().splitlines() if line.startswith(f"| {key} |")]
+    return row
+
+
 def test_the_page_tells_what_was_measured_and_lists_what_was_not(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     known = runs(SEEDS)
-    finished(tmp_path / "naive_rag", {"a": "Norway", "b": "Ada Berg", "c": "1947", "d": "yes"})
-    finished(tmp_path / "direct", {"d": "yes"})
-    for name in ("naive_rag", "direct"):
-        run = known[name]
-        made = queue.Record(run.command("{out}"), queue._hash(run), "abc", 90.0, True)
-        made.save(tmp_path / f"{name}.json")
+    measured_in(tmp_path, "naive_rag", ANSWERS)
+    measured_in(tmp_path, "direct", {"d": "yes"})
     file = tmp_path / "page.md"
     reproduce(tmp_path, file, run=False)
     text = file.read_text()
-    (row,) = [line for line in text.splitlines() if line.startswith("| naive-rag |")]
-    assert "| 100.0 against 25.0 | +75.0 [+25.0, +100.0] | 4 | **holds** |" in row
-    (row,) = [line for line in text.splitlines() if line.startswith("| process |")]
-    assert row.endswith(f"| – | – | – | {MISSING} |")
+    assert "| 100.0 against 25.0 | +75.0 [+25.0, +100.0] | 4 | **holds** |" in row_of(file, "naive-rag")
+    assert row_of(file, "process").endswith(f"| – | – | – | {MISSING} |")
     assert "- process: `python launch/reproduce.py --only=process` (6 runs)" in text
     assert f"1 holds; {len(CLAIMS) - 1} {MISSING}." in text
     assert f"2 of {len(known)} runs, 3 minutes in all" in text and "Commit abc." in text
-    naive, direct = (tmp_path / name for name in ("naive_rag", "direct"))
-    naive.rename(tmp_path / "other")
-    direct.rename(naive)
-    (tmp_path / "other").rename(direct)
-    reproduce(tmp_path, file, run=False)
-    (row,) = [line for line in file.read_text().splitlines() if line.startswith("| naive-rag |")]
-    assert row.endswith(f"| 25.0 against 100.0 | -75.0 [-100.0, -25.0] | 4 | **{FAILS}** |")
-    assert "smoke" not in text and "smoke run" in page(known, tmp_path, SEEDS, "python x", smoke=True)
+    kept = Kept(tmp_path / "kept", known)
+    assert "smoke" not in text
+    assert "smoke run" in page(known, tmp_path, kept, SEEDS, "python x", smoke=True)
+    other = tmp_path / "other"
+    measured_in(other, "naive_rag", {"d": "yes"})
+    measured_in(other, "direct", ANSWERS)
+    reproduce(other, file, run=False)
+    assert row_of(file, "naive-rag").endswith(
+        f"| 25.0 against 100.0 | -75.0 [-100.0, -25.0] | 4 | **{FAILS}** |"
+    )
+
+
+def test_what_is_kept_makes_the_page_without_its_runs_and_is_not_run_again(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    out, keep, file = tmp_path / "out", tmp_path / "kept", tmp_path / "page.md"
+    measured_in(out, "naive_rag", ANSWERS)
+    measured_in(out, "direct", {"d": "yes"})
+    reproduce(out, file, keep=keep, run=False, command="x")
+    first = file.read_text()
+    files = {each.name: each.read_bytes() for each in keep.iterdir()}
+    assert sorted(files) == ["direct.json.gz", "naive_rag.json.gz"]
+    reproduce(out, file, keep=keep, run=False, command="x")
+    assert {each.name: each.read_bytes() for each in keep.iterdir()} == files
+
+    shutil.rmtree(out)
+    assert not reproduce(out, file, keep=keep, only=["naive-rag"], command="x").failed  # runs nothing
+    assert file.read_text() == first and not out.exists()
+    capsys.readouterr()
+    reproduce(out, file, keep=keep, only=["naive-rag", "iterative"], listed=True)
+    assert [line.split()[3] for line in capsys.readouterr().out.splitlines()[:-1]] == ["iter_retgen", "ircot"]
+
+    measured_in(out, "direct", ANSWERS)  # done once more: the newer one counts
+    (out / "direct.json").write_text((out / "direct.json").read_text().replace("90.0", "30.0"))
+    reproduce(out, file, keep=keep, run=False, command="x")
+    assert "| 100.0 against 100.0 |" in row_of(file, "naive-rag") and "2 minutes in all" in file.read_text()
+
+
+def test_training_is_kept_as_far_as_the_claims_read_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    run = Run("a", "train", "configs/rsearch_grpo.py", 1)
+    plan = {"a": run}
+    queue.Record(run.command("{out}"), queue._hash(run), "abc", 90.0, True).save(tmp_path / "a.json")
+    lines = [{"step": step, "reward/answer": 0.1 * step, "other": 1.0} for step in (1, 2)]
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    Kept(tmp_path / "kept", plan).take(tmp_path)
+    found = Kept(tmp_path / "kept", plan).results((0,)).training("a")
+    assert [dict(line) for line in found] == [{"step": s, "reward/answer": 0.1 * s} for s in (1, 2)]
+
+
+def test_what_other_settings_made_is_not_used_and_what_is_damaged_is_named(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    out, keep, file = tmp_path / "out", tmp_path / "kept", tmp_path / "page.md"
+    measured_in(out, "naive_rag", ANSWERS)
+    measured_in(out, "direct", {"d": "yes"})
+    reproduce(out, file, keep=keep, run=False)
+    shutil.rmtree(out)
+    changed = {"naive_rag": dataclasses.replace(runs(SEEDS)["naive_rag"], fields={"prompted.most_passages": 3})}
+    assert Kept(keep, changed).outdated == ["naive_rag"] and not Kept(keep, changed).records
+    monkeypatch.setattr("rrl.train.reproduction.reproduce.runs", lambda *_: runs(SEEDS) | changed)
+    reproduce(out, file, keep=keep, run=False)
+    assert "naive_rag was made by another command or other settings" in capsys.readouterr().err
+    assert MISSING in row_of(file, "naive-rag")
+    (keep / "direct.json.gz").write_bytes(b"x")
+    with pytest.raises(UserError, match=r"direct\.json\.gz is damaged .*delete it"):
+        reproduce(out, file, keep=keep, run=False)
 
 
 def start(*flags):

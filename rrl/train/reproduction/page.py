@@ -4,11 +4,10 @@ import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from rrl.eval.result_card import versions_here
 from rrl.train.reproduction.claims import CLAIMS, Claim
+from rrl.train.reproduction.kept import Kept
 from rrl.train.reproduction.plan import Run, needed
 from rrl.train.reproduction.queue import as_rows
-from rrl.train.reproduction.results import results_in
 from rrl.train.reproduction.verdict import FAILS, HOLDS, MISSING, UNTESTED, Evidence, Verdict, judge
 
 HEAD = """# The reproduction in the small
@@ -31,11 +30,11 @@ mechanism is at work in this code; one that does not says nothing of the paper's
 SMOKE = "**This is a smoke run: sizes at which nothing can be measured. No row is a result.**"
 
 
-def page(runs: Mapping[str, Run], out: Path, seeds: Sequence[int], command: str, smoke: bool = False) -> str:
-    """The page as Markdown, of the runs that are finished in `out`; claims without theirs are listed with the command."""
-    rows = {row["name"]: row for row in as_rows(list(runs.values()), out)}
-    there = {name for name, row in rows.items() if row["state"] == "finished"}
-    results = results_in(out, seeds)
+def page(
+    runs: Mapping[str, Run], out: Path, kept: Kept, seeds: Sequence[int], command: str, smoke: bool = False
+) -> str:
+    """The page as Markdown, of what is kept; claims that lack runs are listed with the command, whose folder is `out`."""
+    there, results = set(kept.records), kept.results(seeds)
     table: list[tuple[str, ...]] = []
     counts, missing = dict.fromkeys((HOLDS, FAILS, UNTESTED, MISSING), 0), list[str]()
     for claim in CLAIMS:
@@ -65,7 +64,7 @@ def page(runs: Mapping[str, Run], out: Path, seeds: Sequence[int], command: str,
     lines += markdown([head, *table])
     if missing:
         lines += ["", "Not measured yet:", "", *missing]
-    lines += ["", "## Runs", "", *_provenance(runs, rows, there)]
+    lines += ["", "## Runs", "", *_provenance(runs, out, kept)]
     return "\n".join(lines) + "\n"
 
 
@@ -104,23 +103,24 @@ def markdown(rows: Sequence[Sequence[str]]) -> list[str]:
     return [f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *body)]
 
 
-def _provenance(
-    runs: Mapping[str, Run], rows: Mapping[str, Mapping[str, object]], there: set[str]
-) -> list[str]:
+def _provenance(runs: Mapping[str, Run], out: Path, kept: Kept) -> list[str]:
     """Commits, versions, minutes, and the command of each finished run."""
-    finished = [rows[name] for name in runs if name in there]
-    if not finished:
+    found = [(name, kept.records[name]) for name in runs if name in kept.records]
+    if not found:
         return ["None is finished."]
-    minutes = sum(float(str(row["minutes"])) for row in finished)
-    commits = sorted({str(row["commit"]) for row in finished})
-    versions = ", ".join(f"{name} {version}" for name, version in versions_here().items())
+    minutes = sum(record.seconds for _, record in found) / 60
+    commits = ", ".join(sorted({record.commit for _, record in found}))
+    versions = "; ".join(sorted(set(kept.versions.values())))
     lines = [
-        f"{len(finished)} of {len(runs)} runs, {minutes:.0f} minutes in all, of one core where two ran side by side. Commit "
-        f"{', '.join(commits)}. {versions}.",
+        f"{len(found)} of {len(runs)} runs, {minutes:.0f} minutes in all, of one core where two ran side by side. Commit "
+        f"{commits}. {versions}.",
         "",
     ]
     table = [("run", "minutes", "command")]
-    table += [(str(r["name"]), f"{float(str(r['minutes'])):.1f}", f"`{r['command']}`") for r in finished]
+    table += [
+        (name, f"{record.seconds / 60:.1f}", f"`python {' '.join(runs[name].command(out))}`")
+        for name, record in found
+    ]
     return lines + markdown(table)
 
 

@@ -63,13 +63,17 @@ def record_of(run: Run, out: Path) -> Record | None:
         found = Record(**json.loads(file.read_text(encoding="utf-8")))
     except (ValueError, TypeError) as error:
         raise UserError(f"{file} is damaged ({error}); delete it and {out / run.name}") from error
-    made = (run.command("{out}"), _hash(run))
-    if (list(found.command), found.sha256) != made:
+    if not matches(found, run):
         raise UserError(
-            f"{out / run.name} was made by {' '.join(found.command)} (settings {found.sha256}), not by {' '.join(made[0])} "
-            f"({made[1]}); delete that folder and {file}, or give another --out"
+            f"{out / run.name} was made by {' '.join(found.command)} (settings {found.sha256}), not by "
+            f"{' '.join(run.command('{out}'))} ({_hash(run)}); delete that folder and {file}, or give another --out"
         )
     return found
+
+
+def matches(record: Record, run: Run) -> bool:
+    """Whether the command and the settings that it stands for today made it."""
+    return (list(record.command), record.sha256) == (run.command("{out}"), _hash(run))
 
 
 def work(

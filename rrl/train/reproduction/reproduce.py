@@ -1,5 +1,6 @@
-"""All of it in one call: what is missing is run, and the page is written."""
+"""All of it in one call: what is missing is run, what it measured is kept, and the page is written."""
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -7,6 +8,7 @@ from rrl.errors import UserError
 from rrl.parallel.runtime import cores_here
 from rrl.retrieval.files import replaced
 from rrl.train.reproduction.claims import claims_named
+from rrl.train.reproduction.kept import Kept
 from rrl.train.reproduction.page import list_of, page
 from rrl.train.reproduction.plan import needed, runs
 from rrl.train.reproduction.queue import Work, work
@@ -16,6 +18,7 @@ def reproduce(
     out: Path,
     file: Path,
     *,
+    keep: Path | None = None,
     only: Sequence[str] = (),
     seeds: Sequence[int] = (0, 1, 2),
     jobs: int | None = None,
@@ -24,19 +27,26 @@ def reproduce(
     run: bool = True,
     command: str = "python launch/reproduce.py",
 ) -> Work:
-    """Runs in `out` what the claims `only` (none: all) lack, and writes the page, also when a signal ended the runs.
+    """Runs in `out` what the claims `only` (none: all) lack, keeps what that measured in `keep` (default: `out`/kept), and
+    writes the page of all that is kept, also when a signal ended the runs.
 
     `listed`: prints what would be run instead. `run` false: writes the page of what is there. `command` is what the page says
-    of itself. Raises UserError for unknown claims, and as `rrl.train.reproduction.queue.work`; no page is written then.
+    of itself. Raises UserError for unknown claims, and as `rrl.train.reproduction.queue.work` and
+    `rrl.train.reproduction.kept.Kept`; no page is written then.
     """
     known = runs(seeds, smoke)
     names = [name for claim in claims_named(only) for name in claim.needs(seeds)]
     jobs = jobs if jobs is not None else min(2, cores_here())
+    kept = Kept(keep or out / "kept", known)
+    for name in kept.outdated:
+        print(f"{kept.folder}: {name} was made by another command or other settings", file=sys.stderr)
+    todo = needed([name for name in names if name not in kept.records], known)
     if listed:
-        print(list_of(needed(names, known), known, out, jobs))
+        print(list_of(todo, known, out, jobs))
         return Work({})
-    done = work(needed(names, known), out, jobs) if run else Work({})
-    text = page(known, out, seeds, command, smoke)
+    done = work(todo, out, jobs) if run else Work({})
+    kept.take(out)
+    text = page(known, out, kept, seeds, command, smoke)
     file.parent.mkdir(parents=True, exist_ok=True)
     with replaced(file) as stream:
         stream.write(text.encode())

@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +11,6 @@ from rrl.errors import UserError
 from rrl.eval.comparison import load_run
 from rrl.eval.results import read_lines
 from rrl.retrieval.gold import Hits, hits_of
-from rrl.train.metrics import read_metrics
 
 SEED = "{seed}"
 """In a run's name: each seed has one of its own."""
@@ -92,12 +90,3 @@ class Results:
 def names_of(name: str, seeds: Sequence[int]) -> list[str]:
     """The runs that a name with `SEED` stands for, or the one without."""
     return [name.replace(SEED, str(seed)) for seed in seeds] if SEED in name else [name]
-
-
-def results_in(out: Path, seeds: Sequence[int]) -> Results:
-    """The results of the runs in a folder, each read once."""
-    return Results(
-        seeds,
-        cache(lambda name: read_evaluation(out / name)),
-        cache(lambda name: read_metrics(out / name / "metrics.jsonl")),
-    )
