@@ -19,16 +19,15 @@ import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 
+from benchmarks.fixed_lengths import KEY, FixedLengths
 from benchmarks.measure import Peer, Row, alternate, imports, seconds, write
-from rrl.data.questions import Question
 from rrl.data.tokenizer import load_tokenizer
 from rrl.models.attention_backends import choose_backend
 from rrl.models.config import DecoderConfig
 from rrl.models.decoder import Decoder
 from rrl.models.hf import save_decoder
 from rrl.models.weights import read_config
-from rrl.rollout.engine import Engine, EngineConfig
-from rrl.rollout.episodes import Request
+from rrl.rollout.engine import EngineConfig
 from rrl.rollout.protocol import SingleTurn
 from rrl.train.estimate import cache_bytes, forward_flops, matrix_parameters
 from rrl.train.plan import PUBLISHED
@@ -71,36 +70,24 @@ def roofs(dtype: DTypeLike, on_cpu: bool) -> Roofs:
 
 
 class Rollouts:
-    """Rollouts of one turn with a random model, whose rows all write as many tokens."""
+    """Rollouts of one turn, whose rows all write as many tokens."""
 
     def __init__(self, decoder: Decoder, batch: int, longest: int) -> None:
         self.decoder, self.batch = decoder, batch
-        self.params = nnx.state(decoder)
+        self._model = FixedLengths(decoder, load_tokenizer(TINY))
         config = EngineConfig(rows=batch, context=longest, feeds=batch, feed_tokens=8192)
-        self.engine = Engine(decoder, load_tokenizer(TINY), config)
-        self.engine.programs.eos = np.full(1, -1, np.int32)
+        self._engine = self._model.engine(config)
 
-    def seconds(self, prompt: int, new: int, temperature: float = 1.0) -> float:
-        """How long `batch` prompts of so many random tokens take to be continued by `new`."""
-        asked, environment = self._requests(prompt, temperature), SingleTurn(turn_tokens=new)
-        took = seconds(lambda: self.engine.run(self.params, asked, environment, jax.random.key(0)))
-        assert self.engine.stats.policy_tokens == self.batch * new, self.engine.stats
-        return took
+    def seconds(self, prompt: int, new: int) -> float:
+        """How long `batch` prompts of so many random tokens take to be continued by `new`, drawn."""
+        asked, environment = self._model.requests(self.batch, prompt), SingleTurn(turn_tokens=new)
+        return self._model.timed(self._engine, asked, environment, self.batch * new)()
 
     def greedy(self, prompt: int, new: int) -> list[np.ndarray]:
         """The most probable continuations."""
-        asked, environment = self._requests(prompt, 0.0), SingleTurn(turn_tokens=new)
-        found = self.engine.run(self.params, asked, environment, jax.random.key(0))
+        asked = self._model.requests(self.batch, prompt, temperature=0.0)
+        found = self._engine.run(nnx.state(self.decoder), asked, SingleTurn(turn_tokens=new), KEY)
         return [trajectory.tokens[prompt:] for trajectory in found]
-
-    def _requests(self, prompt: int, temperature: float) -> list[Request]:
-        # The numbers that benchmarks/peers/hf_generate.py draws.
-        draws = np.random.default_rng(0).integers(1, self.decoder.config.vocab_size, (self.batch, prompt))
-        question = Question("", "", ())
-        return [
-            Request(question, each.astype(np.int32), number, number, temperature)
-            for number, each in enumerate(draws)
-        ]
 
 
 def against_roofs(made: Rollouts, roof: Roofs, prompt: int, read: int, rounds: int) -> list[Row]:

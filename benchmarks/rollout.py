@@ -20,7 +20,8 @@ import jax
 import numpy as np
 from flax import nnx
 
-from benchmarks.measure import Peer, Row, alternate, imports, seconds, write
+from benchmarks.fixed_lengths import KEY, FixedLengths
+from benchmarks.measure import Peer, Row, alternate, imports, write
 from rrl.data.miniwiki import KINDS, generate, mixed_questions
 from rrl.data.questions import Question
 from rrl.data.tokenizer import load_tokenizer
@@ -38,49 +39,15 @@ from rrl.rollout.protocol import Append, Finish, Restart, SearchFor, SingleTurn
 from rrl.train.rollouts import run_questions
 
 SHAPE = "assets/miniwiki-policy"
-KEY = jax.random.key(0)
 TRAINING = {"max_searches": 4, "turn_tokens": 128, "observation_tokens": 256, "correction": ""}
 """The environment of configs/rsearch_grpo.py."""
-NO_QUESTION = Question("", "", ())
 
 
 @functools.cache
-def model() -> tuple[Decoder, Any]:
-    """A model of the shipped policy's shape with random weights, and its tokenizer."""
+def model() -> FixedLengths:
+    """A model of the shipped policy's shape, and its tokenizer."""
     config = dataclasses.replace(DecoderConfig.from_hf(read_config(SHAPE)), max_positions=8192)
-    return Decoder(config, rngs=nnx.Rngs(0)), load_tokenizer(SHAPE)
-
-
-def engine(config: EngineConfig, retriever: Any = None) -> Engine:
-    """An engine that never ends a sequence of itself."""
-    decoder, tokenizer = model()
-    made = Engine(decoder, tokenizer, config, retriever=retriever)
-    made.programs.eos = np.full(1, -1, np.int32)
-    return made
-
-
-def requests(count: int, length: int, *, samples: int = 1, temperature: float = 1.0) -> list[Request]:
-    """Random prompts, `samples` of each."""
-    draws = np.random.default_rng(0).integers(1, model()[0].config.vocab_size, (count, length))
-    return [
-        Request(NO_QUESTION, prompt.astype(np.int32), number * samples + sample, number, temperature)
-        for number, prompt in enumerate(draws)
-        for sample in range(samples)
-    ]
-
-
-def timed(
-    made: Engine, asked: Sequence[Request], environment: Any, tokens: int | None = None
-) -> Callable[[], float]:
-    """Seconds of a run, which must write `tokens` in all."""
-    params = nnx.state(model()[0])
-
-    def run() -> float:
-        took = seconds(lambda: made.run(params, asked, environment, KEY))
-        assert tokens is None or made.stats.policy_tokens == tokens, made.stats
-        return took
-
-    return run
+    return FixedLengths(Decoder(config, rngs=nnx.Rngs(0)), load_tokenizer(SHAPE))
 
 
 def single_turn(args: argparse.Namespace) -> list[Row]:
@@ -88,16 +55,18 @@ def single_turn(args: argparse.Namespace) -> list[Row]:
     batch, prompt, new = args.batch, 256, 256
     what = f"one turn, batch {batch}, {prompt} prompt and {new} new tokens, tokens/s"
     wanted = {"HF generate": "1.5x", "Tunix Sampler": "3x"}
-    made = engine(EngineConfig(rows=batch, context=prompt + new, feeds=batch, feed_tokens=512))
+    made = model().engine(EngineConfig(rows=batch, context=prompt + new, feeds=batch, feed_tokens=512))
     environment = SingleTurn(turn_tokens=new)
     ours = {"HF generate": "ours, drawn", "Tunix Sampler": "ours, greedy"}
     sides = {
-        side: timed(made, requests(batch, prompt, temperature=temperature), environment, batch * new)
+        side: model().timed(
+            made, model().requests(batch, prompt, temperature=temperature), environment, batch * new
+        )
         for side, temperature in (("ours, drawn", 1.0), ("ours, greedy", 0.0))
     }
     rows, peers = [], {}
     with tempfile.TemporaryDirectory() as folder:
-        save_decoder(folder, *model())
+        save_decoder(folder, model().decoder, model().tokenizer)
         for name, (python, module, script) in {
             "HF generate": (args.hf_python, "torch", "hf_generate.py"),
             "Tunix Sampler": (args.tunix_python, "tunix", "tunix_sampler.py"),
@@ -107,7 +76,9 @@ def single_turn(args: argparse.Namespace) -> list[Row]:
                 continue
             peers[name] = Peer(python, script, folder, str(batch), str(prompt), str(new))
             sides[name] = lambda peer=peers[name]: peer.ask("sample")["seconds"]  # type: ignore[misc]
-        greedy = made.run(nnx.state(model()[0]), requests(batch, prompt, temperature=0.0), environment, KEY)
+        greedy = made.run(
+            nnx.state(model().decoder), model().requests(batch, prompt, temperature=0.0), environment, KEY
+        )
         for name, peer in peers.items():
             theirs = np.array(peer.ask("greedy")["tokens"])
             same = np.mean([t.tokens[prompt:] == other for t, other in zip(greedy, theirs, strict=True)])
@@ -173,15 +144,15 @@ def episodes(args: argparse.Namespace) -> list[Row]:
             feed_tokens=512,
             share_prompts=False,
         )
-        asked = requests(batch, live.prompt)
+        asked = model().requests(batch, live.prompt)
         tokens = batch * (searches + 1) * live.turn_tokens
         sides = {
-            "ours": timed(engine(config), asked, live, tokens),
-            "all history prefilled again": timed(engine(config), asked, again, tokens),
+            "ours": model().timed(model().engine(config), asked, live, tokens),
+            "all history prefilled again": model().timed(model().engine(config), asked, again, tokens),
         }
         with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
             if imports(args.tunix_python, "tunix"):
-                save_decoder(folder, model()[0])
+                save_decoder(folder, model().decoder)
                 sizes = str(batch), str(histories[-1]), str(live.turn_tokens)
                 peer = Peer(args.tunix_python, "tunix_sampler.py", folder, *sizes)
                 stack.callback(peer.close)
@@ -206,10 +177,10 @@ def episodes(args: argparse.Namespace) -> list[Row]:
 def group(args: argparse.Namespace) -> list[Row]:
     """The prefill of eight samples of a prompt, against one sample's."""
     config = EngineConfig(rows=8, context=1100, feeds=8, feed_tokens=256)
-    environment, params = SingleTurn(turn_tokens=1), nnx.state(model()[0])
+    environment, params = SingleTurn(turn_tokens=1), nnx.state(model().decoder)
     sides = {}
     for samples in (1, 8):
-        made, asked = engine(config), requests(1, 1024, samples=samples)
+        made, asked = model().engine(config), model().requests(1, 1024, samples=samples)
 
         def run(made: Engine = made, asked: list[Request] = asked) -> float:
             began = time.perf_counter()
@@ -254,9 +225,9 @@ def latency(args: argparse.Namespace) -> list[Row]:
 
         stops: tuple[str, ...] = ("e",)  # type: ignore[misc]
 
-    environment, asked = Varied(4, observation_tokens=128), requests(8 * args.batch, 128)
+    environment, asked = Varied(4, observation_tokens=128), model().requests(8 * args.batch, 128)
     sides = {
-        f"{1000 * delay:.0f} ms": timed(engine(config, Delayed(delay)), asked, environment)
+        f"{1000 * delay:.0f} ms": model().timed(model().engine(config, Delayed(delay)), asked, environment)
         for delay in (0.0, 0.05)
     }
     found = alternate(sides, args.rounds)
@@ -277,14 +248,14 @@ def mixed(args: argparse.Namespace) -> list[Row]:
     draws = np.random.default_rng(0).geometric(1 / 100, 16 * args.batch).clip(20, 200)
     asked = [
         dataclasses.replace(request, turn_tokens=int(length))
-        for request, length in zip(requests(len(draws), 64), draws, strict=True)
+        for request, length in zip(model().requests(len(draws), 64), draws, strict=True)
     ]
     free_at = [0] * args.batch
     for length in draws.tolist():
         heapq.heapreplace(free_at, free_at[0] + length)
     most = draws.sum() / (max(free_at) * args.batch)
-    made = engine(config)
-    run = timed(made, asked, SingleTurn(turn_tokens=200), int(draws.sum()))
+    made = model().engine(config)
+    run = model().timed(made, asked, SingleTurn(turn_tokens=200), int(draws.sum()))
     found = alternate({"ours": run}, 1)["ours"]
     return [
         Row(
@@ -310,8 +281,7 @@ def training(args: argparse.Namespace) -> list[Row]:
     for batch in (args.batch, args.batch // 2):
         config = EngineConfig(rows=batch, context=1024, feeds=16, feed_tokens=256, top_k=2, top_p=0.95)
         made = Engine(decoder, tokenizer, config, retriever=retriever)
-        alone = Engine(decoder, tokenizer, config)
-        alone.programs.eos = np.full(1, -1, np.int32)
+        alone = FixedLengths(decoder, tokenizer).engine(config)
         useful, busy, raw = _useful_and_raw(args.rounds, nnx.state(decoder), made, alone, recipe, questions)
         found.append(
             Row(
@@ -345,7 +315,7 @@ def _useful_and_raw(
 
     def decoding() -> float:
         rows = alone.config.rows
-        alone.run(params, requests(rows, 64), SingleTurn(turn_tokens=new), KEY)
+        alone.run(params, model().requests(rows, 64), SingleTurn(turn_tokens=new), KEY)
         rates["decoding"].append(rows * new / alone.stats.seconds)
         return alone.stats.seconds
 
