@@ -110,7 +110,7 @@ def get_config(arg: str = "") -> ConfigDict:
         "whiten": True,
         "clip_low": 0.2,
         "clip_high": 0.2,
-        "lengths": (2048,) if tiny else (1024, 2048, 4096, 8192),
+        "lengths": (4096,) if tiny else (1024, 2048, 4096, 8192),
         "microbatch_tokens": 4096 if tiny else 32768,
         "share_prefixes": tiny,
         "streams": 2 if tiny else 1,

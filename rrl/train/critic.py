@@ -23,6 +23,7 @@ from rrl.rl.values import MOMENTS, explained_variance, value_loss, value_moments
 from rrl.rollout.trajectory import POLICY, Trajectory
 from rrl.train.descent import Descent
 from rrl.train.objective import ObjectiveConfig
+from rrl.train.pack import even_shares
 from rrl.train.rows import Scorer, bucketed
 
 State = tuple[PyTree, PyTree]
@@ -46,7 +47,7 @@ class CriticConfig:
     """How far a value may usefully move in one batch; None: any distance."""
     epochs: int = 1
     minibatches: int = 1
-    """Optimiser steps an epoch, each on its share of the trajectories."""
+    """Optimiser steps an epoch, each on its share of the trajectories, about as many tokens each."""
     warmup_steps: int = 0
     """Updates, counted from the start, in which the critic learns and the policy waits."""
 
@@ -179,9 +180,9 @@ class Critic:
         Returns the new state, and: loss (mean over policy tokens), clip_fraction, grad_norm, skipped, and
         explained_variance, value and return as they were before this update.
         """
-        config, size = self.config, len(trajectories)
+        config = self.config
         packed: list[tuple[list[Batch], int]] = []
-        for share in np.array_split(np.arange(size), min(config.minibatches, size)):
+        for share in even_shares(np.array([len(t.tokens) for t in trajectories]), config.minibatches):
             chosen = [trajectories[i] for i in share]
             extras = {
                 "value": [estimate.values[i] for i in share],

@@ -1,6 +1,7 @@
 """Packing: many short sequences into few long rows (first-fit decreasing), on the host."""
 
 import dataclasses
+import heapq
 from collections.abc import Mapping, Sequence
 
 import jax
@@ -57,6 +58,18 @@ def first_fit_decreasing(
             node //= 2
             room[node] = max(room[2 * node], room[2 * node + 1])
     return rows, starts, used
+
+
+def even_shares(sizes: Int[np.ndarray, "N"], shares: int) -> list[np.ndarray]:
+    """Indices of the items in so many shares of nearly equal sums (no share empty): the largest first, each to the least full
+    (Graham, 1969), so that no share needs more rows than the others."""
+    found: list[list[int]] = [[] for _ in range(min(shares, len(sizes)))]
+    sums = [(0, 0, place) for place in range(len(found))]
+    for item in np.argsort(-sizes, kind="stable").tolist():
+        total, count, place = heapq.heappop(sums)
+        found[place].append(item)
+        heapq.heappush(sums, (total + int(sizes[item]), count + 1, place))
+    return [np.sort(share) for share in found]
 
 
 def pack(

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rrl.errors import UserError
-from rrl.train.pack import first_fit_decreasing, pack, pack_buckets, take_rows
+from rrl.train.pack import even_shares, first_fit_decreasing, pack, pack_buckets, take_rows
 
 LENGTH = 24
 lengths = st.lists(st.integers(1, LENGTH), min_size=1, max_size=40)
@@ -71,6 +71,15 @@ def test_number_of_rows_depends_on_the_lengths_alone_and_is_near_the_bound(sizes
         counts.pop()
         <= 11 / 9 * max(-(-sum(sizes) // LENGTH), sum(s > LENGTH / 2 for s in sizes)) + 1 + len(sizes) / 9
     )
+
+
+@given(lengths, st.integers(1, 9))
+def test_shares_hold_every_item_once_and_differ_by_no_more_than_the_largest(sizes, count):
+    found = even_shares(np.array(sizes), count)
+    assert sorted(np.concatenate(found).tolist()) == list(range(len(sizes)))
+    assert len(found) == min(count, len(sizes)) and all(len(share) for share in found)
+    sums = [sum(sizes[item] for item in share) for share in found]
+    assert max(sums) - min(sums) <= max(sizes)
 
 
 def test_rows_are_rounded_up_and_padded():

@@ -453,7 +453,9 @@ def test_what_other_settings_made_is_not_used_and_what_is_damaged_is_named(tmp_p
     measured_in(out, "direct", {"d": "yes"})
     reproduce(out, file, keep=keep, run=False)
     shutil.rmtree(out)
-    changed = {"naive_rag": dataclasses.replace(runs(SEEDS)["naive_rag"], fields={"prompted.most_passages": 3})}
+    changed = {
+        "naive_rag": dataclasses.replace(runs(SEEDS)["naive_rag"], fields={"prompted.most_passages": 3})
+    }
     assert Kept(keep, changed).outdated == ["naive_rag"] and not Kept(keep, changed).records
     monkeypatch.setattr("rrl.train.reproduction.reproduce.runs", lambda *_: runs(SEEDS) | changed)
     reproduce(out, file, keep=keep, run=False)
