@@ -1,0 +1,100 @@
+"""A run of reinforcement learning so small that tests do it by the dozen, and what it leaves."""
+
+import dataclasses
+
+import numpy as np
+from flax import nnx
+
+from rrl.models.config import DecoderConfig
+from rrl.models.decoder import Decoder
+from rrl.recipes.rsearch import RSearch
+from rrl.rl.optim import OptimConfig
+from rrl.rollout.trajectory import POLICY
+from rrl.train.metrics import read_metrics
+from rrl.train.objective import ObjectiveConfig
+from rrl.train.rl import Task, train
+from rrl.train.rl_config import RLConfig
+
+STEPS = 4
+
+
+def fresh() -> Decoder:
+    config = DecoderConfig.from_hf(
+        {
+            "model_type": "qwen2",
+            "vocab_size": 416,
+            "hidden_size": 16,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "intermediate_size": 32,
+            "rope_theta": 10000.0,
+            "rms_norm_eps": 1e-6,
+            "tie_word_embeddings": True,
+            "max_position_embeddings": 256,
+        }
+    )
+    return Decoder(config, rngs=nnx.Rngs(0))
+
+
+def run(
+    parts,
+    workdir,
+    config,
+    die_at: int | None = None,
+    decoder=None,
+    value_model=None,
+    poor_from: int = 10**9,
+    poisoned: int = 0,
+):
+    """`die_at`, `poor_from` and `poisoned` count batches that were scored, those of evaluations too."""
+    questions, engine, recipe = parts
+    decoder = decoder or fresh()
+    calls = 0
+
+    class Scored(RSearch):
+        """Random policies earn nothing; pay by token ids, so that there is something to learn."""
+
+        def score(self, trajectories, scoring):
+            nonlocal calls
+            calls += 1
+            if die_at is not None and calls > die_at:
+                raise ConnectionError("the machine went away")
+            super().score(trajectories, scoring)
+            for t in trajectories:
+                own = t.tokens[t.roles == POLICY]
+                t.rewards["total"] = float(own.sum() % 7) if calls < poor_from else 0.0
+
+        def advantages(self, trajectories):
+            found = super().advantages(trajectories)
+            return found * np.nan if calls == poisoned else found
+
+    recipe = Scored(**{f.name: getattr(recipe, f.name) for f in dataclasses.fields(recipe)})
+    task = Task(questions[:8], questions[8:])
+    outcome = train(config, recipe, task, engine, decoder, workdir, value_model=value_model)
+    return outcome, nnx.state(decoder)
+
+
+CONFIG = RLConfig(
+    steps=STEPS,
+    optim=OptimConfig(lr=1e-2, total_steps=STEPS),
+    objective=ObjectiveConfig(kl_coef=0.01, lengths=(64, 128), microbatch_tokens=512),
+    questions=4,
+    samples=3,
+    eval_every=2,
+    checkpoint_every=2,
+)
+
+
+EVERY_LINE = ["eval 0", "train 1", "train 2", "eval 2", "train 3", "train 4", "eval 4"]
+
+
+def lines(workdir):
+    """Every line of the metrics without its times, speeds and memory."""
+    drop = ("time/", "rollout/", "memory/", "minutes")
+    found = read_metrics(workdir / "metrics.jsonl")
+    return [{k: v for k, v in line.items() if not k.startswith(drop)} for line in found]
+
+
+def steps_of(workdir):
+    return [f"{'eval' if 'eval/em' in line else 'train'} {line['step']}" for line in lines(workdir)]

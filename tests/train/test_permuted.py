@@ -1,0 +1,35 @@
+"""The control whose rewards are dealt out at random."""
+
+import jax
+import numpy as np
+from flax import nnx
+
+from rrl.train.rollouts import permute_rewards, run_questions
+from tests.train.small_run import fresh
+
+
+def test_permuted_rewards_are_dealt_out_with_all_their_components(parts):
+    questions, engine, recipe = parts
+    trajectories = run_questions(
+        engine, nnx.state(fresh()), recipe, questions[:3], key=jax.random.key(0), samples=4
+    )
+    for place, t in enumerate(trajectories):
+        t.rewards = {"answer": float(place), "total": 2.0 * place}
+    permute_rewards(trajectories, np.random.default_rng(0))
+    answers = [t.rewards["answer"] for t in trajectories]
+    assert sorted(answers) == list(range(12)) and answers != list(range(12))
+    assert [t.rewards["total"] for t in trajectories] == [2 * answer for answer in answers]
+    assert len({id(t.rewards) for t in trajectories}) == 12
+
+
+def test_permuted_rewards_of_turns_keep_their_multiset_too(parts):
+    questions, engine, recipe = parts
+    trajectories = run_questions(
+        engine, nnx.state(fresh()), recipe, questions[:3], key=jax.random.key(0), samples=4
+    )
+    for place, t in enumerate(trajectories):
+        t.turn_rewards = {0: float(place)}
+    permute_rewards(trajectories, np.random.default_rng(0))
+    dealt = [t.turn_rewards[0] for t in trajectories]
+    assert sorted(dealt) == list(range(12)) and dealt != list(range(12))
+    assert all(t.token_rewards.sum() == t.turn_rewards[0] for t in trajectories)
