@@ -58,14 +58,12 @@ ARMS: Mapping[str, Arm] = {
     "rsearch_ppo": Arm("rsearch", "configs/rsearch_ppo.py:steps=30", 8),
     "r3rag": Arm("r3rag", "configs/r3rag_ppo.py", 14, start="r3rag_cold"),
     "r3rag_no_process": Arm("r3rag", "configs/r3rag_ppo.py:ablation=process", 14, start="r3rag_cold"),
-    "tiresrag": Arm("tiresrag", "configs/tiresrag_grpo.py:steps=66", 8, start="tiresrag_cold"),
+    "tiresrag": Arm("tiresrag", "configs/tiresrag_grpo.py", 12, start="tiresrag_cold"),
     "tiresrag_no_filter": Arm(
-        "tiresrag", "configs/tiresrag_grpo.py:steps=66,ablation=filter", 9, start="tiresrag_cold"
+        "tiresrag", "configs/tiresrag_grpo.py:ablation=filter", 13, start="tiresrag_cold"
     ),
-    "tiresrag_naive": Arm(
-        "tiresrag", "configs/tiresrag_grpo.py:steps=66,ablation=naive", 9, start="tiresrag_cold"
-    ),
-    "r2ag": Arm("r2ag", "configs/r2ag.py:steps=66", 7, start="r2ag_cold"),
+    "tiresrag_naive": Arm("tiresrag", "configs/tiresrag_grpo.py:ablation=naive", 13, start="tiresrag_cold"),
+    "r2ag": Arm("r2ag", "configs/r2ag.py", 12, start="r2ag_cold"),
 }
 PROMPTED: Mapping[str, tuple[str, float, Mapping[str, Any]]] = {
     "direct": ("method=direct", 0.2, {}),
