@@ -1,7 +1,8 @@
 """The papers' claims on the built-in world, as a table: `python launch/reproduce.py [--only=process,tree] [--list]`.
 
-Runs what is missing, two at a time, and writes docs/reproduction.md. The same command continues what was broken off. With
---keep=docs/reproduction what is published counts as done: with --norun the page is made of it alone.
+Runs what is missing, two at a time, and writes runs/reproduce/reproduction.md. The same command continues what was broken off.
+The published page is docs/reproduction.md, what its runs measured docs/reproduction/: with --keep=docs/reproduction that counts
+as done.
 """
 
 import pathlib
@@ -16,7 +17,7 @@ _OUT = flags.DEFINE_string(
     "out", None, "Folder of the runs (default: runs/reproduce, or runs/reproduce-smoke)."
 )
 _PAGE = flags.DEFINE_string(
-    "page", None, "The page (default: docs/reproduction.md; of smoke runs reproduction.md in --out)."
+    "page", None, "The page (default: reproduction.md in --out; the published one is docs/reproduction.md)."
 )
 _KEEP = flags.DEFINE_string(
     "keep",
@@ -40,7 +41,7 @@ def main(_: Sequence[str]) -> None:
     from rrl.train.reproduction.reproduce import reproduce, seeds_of
 
     out = _OUT.value or ("runs/reproduce-smoke" if _SMOKE.value else "runs/reproduce")
-    page = _PAGE.value or (f"{out}/reproduction.md" if _SMOKE.value else "docs/reproduction.md")
+    page = _PAGE.value or f"{out}/reproduction.md"
     told = [f"--{flag.name}" for flag in (_SMOKE,) if flag.value]
     told += [f"--seeds={','.join(_SEEDS.value)}"] * _SEEDS.present + [f"--out={out}"] * _OUT.present
     told += [f"--keep={_KEEP.value}"] * _KEEP.present

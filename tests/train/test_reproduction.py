@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import gzip
 import json
 import os
 import pathlib
@@ -374,8 +375,12 @@ ANSWERS = {"a": "Norway", "b": "Ada Berg", "c": "1947", "d": "yes"}
 def measured_in(out, name, answers):
     """As if the run had been done."""
     finished(out / name, answers)
-    run = runs(SEEDS)[name]
-    queue.Record(run.command("{out}"), queue._hash(run), "abc", 90.0, True).save(out / f"{name}.json")
+    recorded(runs(SEEDS)[name], out)
+
+
+def recorded(run, out, seconds=90.0):
+    out.mkdir(exist_ok=True)
+    queue.Record(run.command("{out}"), queue._hash(run), "abc", seconds, True).save(out / f"{run.name}.json")
 
 
 def row_of(file, key):
@@ -396,6 +401,7 @@ def test_the_page_tells_what_was_measured_and_lists_what_was_not(tmp_path, monke
     assert "- process: `python launch/reproduce.py --only=process` (6 runs)" in text
     assert f"1 holds; {len(CLAIMS) - 1} {MISSING}." in text
     assert f"2 of {len(known)} runs, 3 minutes in all" in text and "Commit abc." in text
+    assert "- passages of a search: 2\n" in text and "python 3" in text  # of the result cards
     kept = Kept(tmp_path / "kept", known)
     assert "smoke" not in text
     assert "smoke run" in page(known, tmp_path, kept, SEEDS, "python x", smoke=True)
@@ -435,9 +441,8 @@ def test_what_is_kept_makes_the_page_without_its_runs_and_is_not_run_again(tmp_p
 
 def test_training_is_kept_as_far_as_the_claims_read_it(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
-    run = Run("a", "train", "configs/rsearch_grpo.py", 1)
-    plan = {"a": run}
-    queue.Record(run.command("{out}"), queue._hash(run), "abc", 90.0, True).save(tmp_path / "a.json")
+    plan = {"a": Run("a", "train", "configs/rsearch_grpo.py", 1)}
+    recorded(plan["a"], tmp_path)
     lines = [{"step": step, "reward/answer": 0.1 * step, "other": 1.0} for step in (1, 2)]
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -446,24 +451,90 @@ def test_training_is_kept_as_far_as_the_claims_read_it(tmp_path, monkeypatch):
     assert [dict(line) for line in found] == [{"step": s, "reward/answer": 0.1 * s} for s in (1, 2)]
 
 
-def test_what_other_settings_made_is_not_used_and_what_is_damaged_is_named(tmp_path, monkeypatch, capsys):
+def trained_and_evaluated(out, seconds=90.0):
+    """A cold start and two evaluations of it, as if they had been done."""
+    cold = Run("cold", "sft", "configs/miniwiki_cold_start.py", 1)
+    looks = [Run(name, "eval", "configs/eval.py", 1, needs=("cold",)) for name in ("one", "two")]
+    recorded(cold, out, seconds)
+    for look in looks:
+        finished(out / look.name, ANSWERS)
+        recorded(look, out)
+    return {run.name: run for run in (cold, *looks)}
+
+
+def test_what_started_from_a_model_that_was_made_anew_counts_no_longer(tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    out, folder = tmp_path / "out", tmp_path / "kept"
+    plan = trained_and_evaluated(out)
+    Kept(folder, plan).take(out)
+    assert not Kept(folder, plan).lacking(["one", "two"], tmp_path / "nothing")
+    (folder / "two.json.gz").unlink()
+    lacking = Kept(folder, plan).lacking
+    assert [run.name for run in lacking(["one", "two"], out)] == ["cold", "two"]  # its model is still there
+    assert [run.name for run in lacking(["one", "two"], tmp_path / "nothing")] == ["cold", "one", "two"]
+
+    again = tmp_path / "again"
+    trained_and_evaluated(again, seconds=91.0)
+    (again / "one.json").unlink()
+    kept = Kept(folder, plan)
+    kept.take(again)
+    for each in (kept, Kept(folder, plan)):
+        assert set(each.entries) == {"cold", "two"}
+        assert each.outdated == {"one": "started from cold, which was done anew since"}
+
+
+def test_what_other_settings_made_is_not_used(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
     out, keep, file = tmp_path / "out", tmp_path / "kept", tmp_path / "page.md"
     measured_in(out, "naive_rag", ANSWERS)
     measured_in(out, "direct", {"d": "yes"})
     reproduce(out, file, keep=keep, run=False)
-    shutil.rmtree(out)
     changed = {
         "naive_rag": dataclasses.replace(runs(SEEDS)["naive_rag"], fields={"prompted.most_passages": 3})
     }
-    assert Kept(keep, changed).outdated == ["naive_rag"] and not Kept(keep, changed).records
+    assert "naive_rag" in Kept(keep, changed).outdated and not Kept(keep, changed).entries
     monkeypatch.setattr("rrl.train.reproduction.reproduce.runs", lambda *_: runs(SEEDS) | changed)
-    reproduce(out, file, keep=keep, run=False)
+    reproduce(out, file, keep=keep, run=False)  # neither what is kept nor what lies in the folder
     assert "naive_rag was made by another command or other settings" in capsys.readouterr().err
     assert MISSING in row_of(file, "naive-rag")
-    (keep / "direct.json.gz").write_bytes(b"x")
-    with pytest.raises(UserError, match=r"direct\.json\.gz is damaged .*delete it"):
-        reproduce(out, file, keep=keep, run=False)
+
+
+def test_where_nothing_is_finished_no_page_is_touched(tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    file = tmp_path / "page.md"
+    file.write_text("published")
+    with pytest.raises(UserError, match=r"nothing is finished in .*out, and nothing kept in .*none"):
+        reproduce(tmp_path / "out", file, keep=tmp_path / "none", run=False)
+    assert file.read_text() == "published"
+    with pytest.raises(UserError, match="is a file; give a folder"):
+        reproduce(tmp_path / "out", file, keep=file, run=False)
+
+
+def test_whatever_is_damaged_is_named(tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    measured_in(tmp_path, "direct", ANSWERS)
+    known = {"direct": runs(SEEDS)["direct"]}
+    Kept(tmp_path / "kept", known).take(tmp_path)
+    file = tmp_path / "kept" / "direct.json.gz"
+    whole = file.read_bytes()
+    told = json.loads(gzip.decompress(whole))
+    flipped = whole[:40] + bytes(byte ^ 255 for byte in whole[40:60]) + whole[60:]
+    others = [
+        {},
+        [],
+        told | {"record": {"made": 1}},
+        told | {"evaluation": {}},
+        told | {"card": {"method": ""}},
+    ]
+    for content in (
+        b"x",
+        whole[:50],
+        flipped,
+        *(gzip.compress(json.dumps(each).encode()) for each in others),
+    ):
+        file.write_bytes(content)
+        with pytest.raises(UserError, match=r"direct\.json\.gz is damaged .*delete it"):
+            Kept(tmp_path / "kept", known)
 
 
 def start(*flags):

@@ -1,24 +1,26 @@
 """What finished runs have measured, in small files that outlive their folders, so that a page can be made again without them.
 
-A folder of kept results has a file for each run: its record, the versions it ran with, and what the claims read of it. What is
-kept is not run again; what another command or other settings made is, once the plan has changed.
+A folder of kept results has a file for each run: its record, those of the runs whose models it started from, and what the claims
+read of it; of an evaluation the result card too. What is kept is not run again, unless the plan has changed, or a run that it
+started from was done anew since.
 """
 
 import dataclasses
 import gzip
 import json
-from collections.abc import Callable, Mapping, Sequence
+import zlib
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from rrl.errors import UserError
-from rrl.eval.result_card import versions_here
+from rrl.eval.comparison import load_run
+from rrl.eval.result_card import ResultCard, card_of
 from rrl.retrieval.files import replaced
 from rrl.train.metrics import read_metrics
-from rrl.train.reproduction.plan import Run
+from rrl.train.reproduction.plan import Run, needed
 from rrl.train.reproduction.queue import Record, matches, record_of
 from rrl.train.reproduction.results import Evaluation, Results, read_evaluation
 
@@ -27,82 +29,140 @@ READ = ("step", "reward/answer", "minutes")
 SUFFIX = ".json.gz"
 
 
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """What is kept of a run."""
+
+    record: Record
+    needs: Mapping[str, Record]
+    """Of the runs whose models it started from, as they were then."""
+    evaluation: Evaluation | None = None
+    card: ResultCard | None = None
+    """Of an evaluation."""
+    training: Sequence[Mapping[str, float]] = ()
+    """Of a training run the lines of metrics.jsonl, as far as `READ` goes."""
+
+    def save(self, file: Path) -> None:
+        """Writes it as JSON, gzipped. No time is in it: the same results are the same bytes."""
+        told = dataclasses.asdict(self)
+        if self.evaluation is not None:
+            told["evaluation"]["columns"] = {n: v.tolist() for n, v in self.evaluation.columns.items()}
+        with replaced(file) as stream:
+            stream.write(gzip.compress(json.dumps(told).encode(), mtime=0))
+
+    @staticmethod
+    def load(file: Path) -> "Entry":
+        """Raises UserError for a damaged file."""
+        try:
+            told = json.loads(gzip.decompress(file.read_bytes()))
+            found, card = told["evaluation"], told["card"]
+            if found is not None:
+                columns = {name: np.array(values, float) for name, values in found["columns"].items()}
+                found = Evaluation(**{**found, "columns": columns})
+            needs = {name: Record(**record) for name, record in told["needs"].items()}
+            known = None if card is None else card_of(card)
+            return Entry(Record(**told["record"]), needs, found, known, told["training"])
+        except (OSError, EOFError, zlib.error, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise UserError(f"{file} is damaged ({error!r}); delete it, and its run is done again") from error
+
+
 class Kept:
     """A folder of kept results for a plan."""
 
     def __init__(self, folder: Path, known: Mapping[str, Run]) -> None:
-        """Raises UserError for a damaged file."""
+        """Raises UserError for a damaged file, and where `folder` is a file."""
+        if folder.exists() and not folder.is_dir():
+            raise UserError(f"keep={str(folder)!r} is a file; give a folder")
         self.folder = folder
         self._known = known
-        self.records: dict[str, Record] = {}
+        self.entries: dict[str, Entry] = {}
         """Of the runs that are kept, by name."""
-        self.versions: dict[str, str] = {}
-        """What each ran with."""
-        self.outdated: list[str] = []
-        """Runs that are there as another command or other settings made them."""
+        self.outdated: dict[str, str] = {}
+        """Runs that are there and do not count, and why."""
         for name, run in known.items():
-            if (folder / f"{name}{SUFFIX}").exists():
-                told = self._read(name)
-                record = Record(**told["record"])
-                if matches(record, run):
-                    self.records[name], self.versions[name] = record, told["versions"]
+            if self._file(name).exists():
+                entry = Entry.load(self._file(name))
+                if matches(entry.record, run):
+                    self.entries[name] = entry
                 else:
-                    self.outdated.append(name)
+                    self.outdated[name] = "was made by another command or other settings"
+        self._settle()
+
+    def lacking(self, names: Sequence[str], out: Path) -> list[Run]:
+        """The runs that are to be done for these: those that are not kept, what they need, and what is kept but started from a
+        model that this makes anew."""
+        missing = [name for name in names if name not in self.entries]
+        while True:
+            todo = needed(missing, self._known)
+            anew = {run.name for run in todo if not self._same(run, out)}
+            stale = [
+                name
+                for name in names
+                if name not in missing and any(run.name in anew for run in needed([name], self._known))
+            ]
+            if not stale:
+                return todo
+            missing += stale
 
     def take(self, out: Path) -> None:
         """Keeps what the runs of the plan that are finished in `out` measured, in place of what was kept of them.
 
-        Raises UserError as `rrl.train.reproduction.queue.record_of`.
+        What other settings made there is left. Raises UserError as `rrl.train.reproduction.queue.record_of` for a damaged
+        record.
         """
         for name, run in self._known.items():
-            record = record_of(run, out)
-            if record is None or not record.finished or record == self.records.get(name):
+            record = record_of(run, out, others=True)
+            if record is None or not record.finished or not matches(record, run):
                 continue
-            told: dict[str, Any] = {"record": dataclasses.asdict(record), "versions": _versions()}
+            if name in self.entries and self.entries[name].record == record:
+                continue
+            entry = Entry(record, {need: self._record(need, out) for need in run.needs})
             if run.launcher == "eval":
-                told["evaluation"] = _as_json(read_evaluation(out / name))
+                card = load_run(out / name).card
+                entry = dataclasses.replace(entry, evaluation=read_evaluation(out / name), card=card)
             elif run.launcher == "train":
                 lines = read_metrics(out / name / "metrics.jsonl")
-                told["training"] = [{key: line[key] for key in READ if key in line} for line in lines]
+                training = [{key: line[key] for key in READ if key in line} for line in lines]
+                entry = dataclasses.replace(entry, training=training)
             self.folder.mkdir(parents=True, exist_ok=True)
-            with replaced(self._file(name)) as stream:  # no time in it: the same results are the same bytes
-                stream.write(gzip.compress(json.dumps(told).encode(), mtime=0))
-            self.records[name], self.versions[name] = record, told["versions"]
-            if name in self.outdated:
-                self.outdated.remove(name)
+            entry.save(self._file(name))
+            self.entries[name] = entry
+            self.outdated.pop(name, None)
+        self._settle()
 
     def results(self, seeds: Sequence[int]) -> Results:
-        """What the claims read, each file once."""
+        """What the claims read."""
 
         def evaluation(name: str) -> Evaluation:
-            return _from_json(self._read(name)["evaluation"])
+            found = self.entries[name].evaluation
+            assert found is not None, name
+            return found
 
-        def training(name: str) -> Sequence[Mapping[str, float]]:
-            return self._read(name)["training"]
+        return Results(seeds, cache(evaluation), lambda name: self.entries[name].training)
 
-        once: Callable[..., Any] = cache
-        return Results(seeds, once(evaluation), once(training))
+    def _settle(self) -> None:
+        """Leaves out what started from a model that is no longer the one that is kept."""
+        for name in self._known:  # each after what it needs
+            entry = self.entries.get(name)
+            if entry is not None and any(self._unlike(need, was) for need, was in entry.needs.items()):
+                del self.entries[name]
+                self.outdated[name] = f"started from {', '.join(entry.needs)}, which was done anew since"
+
+    def _unlike(self, need: str, was: Record) -> bool:
+        return need in self.outdated or (need in self.entries and self.entries[need].record != was)
+
+    def _same(self, run: Run, out: Path) -> bool:
+        """Whether what is kept of a run is of the life that is finished in `out`."""
+        record = record_of(run, out, others=True)
+        return run.name in self.entries and record == self.entries[run.name].record
+
+    def _record(self, need: str, out: Path) -> Record:
+        record = record_of(self._known[need], out, others=True)
+        if record is None:
+            raise UserError(
+                f"{out / need}.json is not there, so that nobody knows what was measured of it; do it again"
+            )
+        return record
 
     def _file(self, name: str) -> Path:
         return self.folder / f"{name}{SUFFIX}"
-
-    def _read(self, name: str) -> dict[str, Any]:
-        file = self._file(name)
-        try:
-            return json.loads(gzip.decompress(file.read_bytes()))
-        except (OSError, EOFError, ValueError) as error:
-            raise UserError(f"{file} is damaged ({error}); delete it, and its run is done again") from error
-
-
-def _versions() -> str:
-    return ", ".join(f"{name} {version}" for name, version in versions_here().items())
-
-
-def _as_json(found: Evaluation) -> dict[str, Any]:
-    told = dataclasses.asdict(found)
-    return told | {"columns": {name: values.tolist() for name, values in found.columns.items()}}
-
-
-def _from_json(told: Mapping[str, Any]) -> Evaluation:
-    columns = {name: np.array(values, float) for name, values in told["columns"].items()}
-    return Evaluation(**{**told, "columns": columns})

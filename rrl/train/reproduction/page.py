@@ -1,9 +1,10 @@
 """The page: each claim with what was measured and what follows, and each run with how to make it again."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
+from rrl.eval.result_card import ResultCard
 from rrl.train.reproduction.claims import CLAIMS, Claim
 from rrl.train.reproduction.kept import Kept
 from rrl.train.reproduction.plan import Run, needed
@@ -20,8 +21,9 @@ mechanism is at work in this code; one that does not says nothing of the paper's
 
 - A difference above 0 is on the claim's side. Its 95 % interval reaches as far as either of two: Student's t over seeds, and the
   bootstrap over questions of the mean over seeds.
-- **holds**: the whole interval is above 0. **does not hold**: the difference is 0 or on the other side, however wide its
-  interval. **can't be tested at this size**: the interval reaches 0, or the reason that stands there.
+- **can't be tested at this size**: for the reason that stands there, whatever was measured; or the interval reaches 0. Else
+  **does not hold**: the difference is 0 or on the other side, however wide its interval; **holds**: the whole interval is above
+  0.
 - All evaluations ask the same held-out questions (`test` split), greedily.
 - Settings of R-Search in the built-in world were found on the `dev` split. The other recipes take them over; how long those
   train, R3-RAG's critic and the sizes of R3-RAG's and TIRESRAG-R1's cold starts were settled by looking at such held-out
@@ -34,7 +36,7 @@ def page(
     runs: Mapping[str, Run], out: Path, kept: Kept, seeds: Sequence[int], command: str, smoke: bool = False
 ) -> str:
     """The page as Markdown, of what is kept; claims that lack runs are listed with the command, whose folder is `out`."""
-    there, results = set(kept.records), kept.results(seeds)
+    there, results = set(kept.entries), kept.results(seeds)
     table: list[tuple[str, ...]] = []
     counts, missing = dict.fromkeys((HOLDS, FAILS, UNTESTED, MISSING), 0), list[str]()
     for claim in CLAIMS:
@@ -105,15 +107,17 @@ def markdown(rows: Sequence[Sequence[str]]) -> list[str]:
 
 def _provenance(runs: Mapping[str, Run], out: Path, kept: Kept) -> list[str]:
     """Commits, versions, minutes, and the command of each finished run."""
-    found = [(name, kept.records[name]) for name in runs if name in kept.records]
+    found = [(name, kept.entries[name].record) for name in runs if name in kept.entries]
     if not found:
         return ["None is finished."]
     minutes = sum(record.seconds for _, record in found) / 60
     commits = ", ".join(sorted({record.commit for _, record in found}))
-    versions = "; ".join(sorted(set(kept.versions.values())))
+    cards = [entry.card for entry in kept.entries.values() if entry.card is not None]
     lines = [
         f"{len(found)} of {len(runs)} runs, {minutes:.0f} minutes in all, of one core where two ran side by side. Commit "
-        f"{commits}. {versions}.",
+        f"{commits}. {'; '.join(_distinct(_versions(card) for card in cards))}.",
+        "",
+        *(f"- {part}: {'; '.join(values)}" for part, values in _settings(cards).items()),
         "",
     ]
     table = [("run", "minutes", "command")]
@@ -122,6 +126,23 @@ def _provenance(runs: Mapping[str, Run], out: Path, kept: Kept) -> list[str]:
         for name, record in found
     ]
     return lines + markdown(table)
+
+
+def _versions(card: ResultCard) -> str:
+    return ", ".join(f"{name} {version}" for name, version in card.versions.items())
+
+
+def _settings(cards: Sequence[ResultCard]) -> dict[str, list[str]]:
+    """What of each part of `ResultCard.setting` there was."""
+    parts = [part for card in cards for part in card.setting]
+    return {
+        part: _distinct(card.setting[part] for card in cards if part in card.setting)
+        for part in dict.fromkeys(parts)
+    }
+
+
+def _distinct(values: Iterable[str]) -> list[str]:
+    return sorted({value for value in values if value})
 
 
 def list_of(runs: Sequence[Run], known: Mapping[str, Run], out: Path, jobs: int) -> str:

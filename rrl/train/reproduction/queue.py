@@ -51,10 +51,11 @@ class Record:
             stream.write(json.dumps(dataclasses.asdict(self), indent=2).encode() + b"\n")
 
 
-def record_of(run: Run, out: Path) -> Record | None:
+def record_of(run: Run, out: Path, others: bool = False) -> Record | None:
     """The record of a run, if it was ever started.
 
-    Raises UserError for one that another command or other settings made, and for a damaged one.
+    Raises UserError for a damaged one, and for one that another command or other settings made, unless that is given too
+    (`others`).
     """
     file = _file(run, out)
     if not file.exists():
@@ -63,7 +64,7 @@ def record_of(run: Run, out: Path) -> Record | None:
         found = Record(**json.loads(file.read_text(encoding="utf-8")))
     except (ValueError, TypeError) as error:
         raise UserError(f"{file} is damaged ({error}); delete it and {out / run.name}") from error
-    if not matches(found, run):
+    if not others and not matches(found, run):
         raise UserError(
             f"{out / run.name} was made by {' '.join(found.command)} (settings {found.sha256}), not by "
             f"{' '.join(run.command('{out}'))} ({_hash(run)}); delete that folder and {file}, or give another --out"

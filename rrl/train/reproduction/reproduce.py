@@ -10,7 +10,7 @@ from rrl.retrieval.files import replaced
 from rrl.train.reproduction.claims import claims_named
 from rrl.train.reproduction.kept import Kept
 from rrl.train.reproduction.page import list_of, page
-from rrl.train.reproduction.plan import needed, runs
+from rrl.train.reproduction.plan import runs
 from rrl.train.reproduction.queue import Work, work
 
 
@@ -32,20 +32,26 @@ def reproduce(
 
     `listed`: prints what would be run instead. `run` false: writes the page of what is there. `command` is what the page says
     of itself. Raises UserError for unknown claims, and as `rrl.train.reproduction.queue.work` and
-    `rrl.train.reproduction.kept.Kept`; no page is written then.
+    `rrl.train.reproduction.kept.Kept`, and where nothing is finished; no page is written then.
     """
     known = runs(seeds, smoke)
     names = [name for claim in claims_named(only) for name in claim.needs(seeds)]
     jobs = jobs if jobs is not None else min(2, cores_here())
     kept = Kept(keep or out / "kept", known)
-    for name in kept.outdated:
-        print(f"{kept.folder}: {name} was made by another command or other settings", file=sys.stderr)
-    todo = needed([name for name in names if name not in kept.records], known)
+    for name, why in kept.outdated.items():
+        print(f"{kept.folder}: {name} {why}: it does not count", file=sys.stderr)
+    todo = kept.lacking(names, out)
     if listed:
         print(list_of(todo, known, out, jobs))
         return Work({})
     done = work(todo, out, jobs) if run else Work({})
     kept.take(out)
+    if not kept.entries:
+        if done.failed or done.stopped:
+            return done
+        raise UserError(
+            f"nothing is finished in {out}, and nothing kept in {kept.folder}: there is no page to write"
+        )
     text = page(known, out, kept, seeds, command, smoke)
     file.parent.mkdir(parents=True, exist_ok=True)
     with replaced(file) as stream:
