@@ -18,6 +18,9 @@ from rrl.arguments import parse
 from rrl.errors import UserError
 from rrl.train.config_parts import refuse_unused_encoder
 
+ONE_SHOT = ("naive_rag", "rag_cot")
+"""Prompted methods that search once and show all of it."""
+
 
 def get_config(arg: str = "") -> ConfigDict:
     """The config of `--config=configs/eval.py:ARG`."""
@@ -47,6 +50,7 @@ def get_config(arg: str = "") -> ConfigDict:
     from rrl.eval.evaluate import with_defaults
     from rrl.recipes.card import read_card
     from rrl.recipes.catalogue import RECIPES
+    from rrl.recipes.prompted.base import Settings
     from rrl.train.judges import sections_of
 
     real = args.dataset != "miniwiki"
@@ -69,6 +73,8 @@ def get_config(arg: str = "") -> ConfigDict:
         config.recipe = {**card.fields, "environment": dict(card.environment)} if card and own else {}
     else:
         config.prompted = {"tokens": 128 if tiny else 256}
+        if args.method in ONE_SHOT and (args.top_k or 0) > Settings.most_passages:
+            config.prompted.most_passages = args.top_k  # all that the one search returned
     config.eval = {
         "temperature": args.temperature,
         "seed": args.seed,

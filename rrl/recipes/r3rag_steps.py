@@ -145,9 +145,10 @@ class Steps:
         shown = []
         for search in searches:
             new = {(p.title, p.text): p for p in search.passages}  # an index may hold a passage twice
-            left = [p for key, p in new.items() if not (self.drop_seen and key in seen)]
-            seen |= new.keys()
-            shown.append(tuple(self._cut(left)))
+            left = {key: p for key, p in new.items() if not (self.drop_seen and key in seen)}
+            cut = self._cut(list(left.values()))  # the first of them, as many as there is room for
+            seen.update(list(left)[: len(cut)])
+            shown.append(tuple(cut))
         return shown
 
     def _cut(self, passages: Sequence[Passage]) -> list[Passage]:

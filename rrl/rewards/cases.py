@@ -12,7 +12,7 @@ from typing import Protocol
 
 from rrl.data.passages import Passage, render
 from rrl.data.questions import Question
-from rrl.rollout.trajectory import ENVIRONMENT, POLICY, PROMPT, Trajectory
+from rrl.rollout.trajectory import ENVIRONMENT, POLICY, PROMPT, Search, Trajectory
 from rrl.text.chat import Prompt
 from rrl.text.metrics import AnswerScores, score_answer
 from rrl.text.normalize import RRL, Rule
@@ -214,8 +214,19 @@ def told_of(trajectory: Trajectory, answer: Tag, prefill: str = "", searches: in
             break
         found += new
         segments.append((ENVIRONMENT, text))
-    titles = (title for search in trajectory.searches[:searches] for title in search.titles)
+    titles = (title for search in _shown(trajectory)[:searches] for title in search.titles)
     return Told(tuple(segments), tuple(dict.fromkeys(titles)))
+
+
+def _shown(trajectory: Trajectory) -> Sequence[Search]:
+    """The searches whose passages the policy was shown: all but those for which there was no room."""
+    if trajectory.ended != "context_limit":
+        return trajectory.searches
+    segments = trajectory.segments
+    contexts = sum(role == PROMPT for role, _ in segments) - 1
+    boxes = sum(role == ENVIRONMENT and in_one_box(text) is not None for role, text in segments)
+    turns = list(dict.fromkeys(search.turn for search in trajectory.searches))[: contexts + boxes]
+    return [search for search in trajectory.searches if search.turn in turns]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -276,7 +287,7 @@ class Correctness:
 
     def read(self, text: str) -> float | None:
         # The figure asks for True or False; its caption in appendix J speaks of yes and no.
-        return _last_of(text, ("true", "yes"), ("false", "no"))
+        return read_verdict(text)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -359,7 +370,7 @@ class Finding:
         return Prompt(opening, self.told.text, f"\n\n{FINDINGS[self.asked]} Answer True or False.")
 
     def read(self, text: str) -> float | None:
-        return _last_of(text, ("true", "yes"), ("false", "no"))
+        return read_verdict(text)
 
 
 def gold(question: Question) -> str:
@@ -367,9 +378,20 @@ def gold(question: Question) -> str:
     return " or ".join(question.answers)
 
 
+_ENDS = r"(?:0(?:\.0+)?|1(?:\.0+)?)"
+_SCALE = re.compile(
+    rf"\bout of 1(?:\.0+)?(?![\w.])|(?<![\w.,]){_ENDS}\s*(?:to|and|-|–)\s*{_ENDS}(?![\w.,]*\d)"
+    rf"|(?<![\w.,]){_ENDS}\s*(?:=|means\b|meaning\b)"
+)
+
+
 def read_tenths(text: str) -> float | None:
-    """The last number in 0..1 of an answer, to the tenth; None where there is none ("7", "70%", "7/10", "high")."""
-    found = re.findall(r"(?<![\w.,/-])(?:0(?:\.\d+)?|1(?:\.0+)?|\.\d+)(?![\w%/]|[.,]\d)", _said(text))
+    """The last number in 0..1 of an answer, to the tenth; None where there is none ("7", "70%", "7/10", "high").
+
+    The ends of the scale, where an answer tells them ("out of 1", "from 0 to 1", "0 = irrelevant"), are no score.
+    """
+    said = _SCALE.sub(" ", _said(text))
+    found = re.findall(r"(?<![\w.,/-])(?:0(?:\.\d+)?|1(?:\.0+)?|\.\d+)(?![\w%/]|[.,]\d)", said)
     return round(float(found[-1]), 1) if found else None
 
 
@@ -379,6 +401,13 @@ def _said(text: str) -> str:
     return after if closed or "<think>" not in text else ""
 
 
-def _last_of(text: str, yes: Sequence[str], no: Sequence[str]) -> float | None:
-    found = re.findall(rf"\b({'|'.join([*yes, *no])})\b", _said(text).lower())
-    return float(found[-1] in yes) if found else None
+def read_verdict(text: str) -> float | None:
+    """1 for true or yes, 0 for false or no; None where an answer says neither.
+
+    The word that it opens with counts, whatever is explained after it; else the last true or false; else the last yes or no.
+    """
+    said = _said(text).lower()
+    if opening := re.match(r"\W*(true|yes|false|no)\b(?!\s+or\b)", said):
+        return float(opening[1] in ("true", "yes"))
+    found = re.findall(r"\b(true|false)\b", said) or re.findall(r"\b(yes|no)\b", said)
+    return float(found[-1] in ("true", "yes")) if found else None

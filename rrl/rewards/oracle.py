@@ -18,7 +18,7 @@ from rrl.rewards.cases import (
 )
 from rrl.rollout.trajectory import ENVIRONMENT
 from rrl.text.metrics import cover_exact_match
-from rrl.text.normalize import normalize_answer
+from rrl.text.normalize import normalize_answer, title_key
 
 _WORD = re.compile(r"[^\W_]+(?:['’-][^\W_]+)*")
 _SENTENCE = re.compile(r"<[^<>]*>|[.!?:\n]+")
@@ -45,23 +45,27 @@ class Oracle:
     def _grade(self, case: Case) -> float:
         match case:
             case Sufficiency(question, told):
-                return float(set(known(question)) <= set(told.titles))
+                return float(_keys(known(question)) <= _keys(told.titles))
             case Thinking(question, told):
                 return round(chained(question, told) * grounded(question, told), 1)
             case Relevance(question, passages):
-                titles = {passage.title for passage in passages}
-                return round(len(titles & set(known(question))) / len(set(known(question))), 1)
+                gold = _keys(known(question))
+                return round(len(_keys(passage.title for passage in passages) & gold) / len(gold), 1)
             case Correctness(question, predicted) | Validation(question, predicted):
                 return cover_exact_match(predicted, question.answers)
             case ShortAnswer():
                 return case.of([case.predicted])
             case Finding(question, _, _, "mistaken", last):
-                return float(not set(last) & set(known(question)))
+                return float(not _keys(last) & _keys(known(question)))
             case Finding(question, told, _, "faithful"):
                 return float(grounded(question, told) == 1.0)
             case Finding(question, told, _, "reached"):
                 return cover_exact_match(closing(told), question.answers)
         raise TypeError(f"the oracle knows nothing of {type(case).__name__}")
+
+
+def _keys(titles: Iterable[str]) -> set[str]:
+    return {title_key(title) for title in titles}
 
 
 def known(question: Question) -> tuple[str, ...]:

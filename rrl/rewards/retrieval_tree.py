@@ -34,18 +34,18 @@ def read_proposal(text: str) -> Proposal:
     """Reads an output (Figure A.3): queries stand in boxes behind the first think segment, and in no other.
 
     Without a think segment all boxes count. A base query "stop retrieval" is the stop signal, a predicted query "none" is
-    none; neither is searched.
+    none; neither is searched, in whichever box it stands.
     """
     thought = bool(boxes(text, THINK))
     if thought:
         text = text.partition(f"<{THINK}>")[2].partition(f"</{THINK}>")[2]
         text = without_boxes(text, THINK)
     base, predicted = boxes(text, BASE), boxes(text, PREDICTED)
-    asked = [query.strip() for query in base if query.strip()]
+    signals = ("", NONE, STOP_RETRIEVAL)
     return Proposal(
-        base=tuple(query for query in asked if _plain(query) != STOP_RETRIEVAL),
-        predicted=tuple(query.strip() for query in predicted if _plain(query) not in ("", NONE)),
-        stop=any(_plain(query) == STOP_RETRIEVAL for query in asked),
+        base=tuple(query.strip() for query in base if _plain(query) not in signals),
+        predicted=tuple(query.strip() for query in predicted if _plain(query) not in signals),
+        stop=any(_plain(query) == STOP_RETRIEVAL for query in base),
         thought=thought,
         written=(bool(base) + bool(predicted)) if thought else 0,
     )
@@ -139,4 +139,4 @@ def average_precision(hits: Sequence[bool], top: int, gold: int) -> float:
 
 
 def _plain(text: str) -> str:
-    return " ".join(text.strip(" \t\n\"'.").lower().split())
+    return " ".join(text.strip(" \t\n\"'.!").lower().split())

@@ -5,7 +5,7 @@ import pytest
 
 from rrl.data.questions import Question
 from rrl.eval.diagnose import ERRORS, GOOD, OVER, UNDER, Diagnosis, diagnose, report
-from rrl.rewards.cases import Finding, Sufficiency
+from rrl.rewards.cases import Finding, Sufficiency, told_of
 from rrl.rewards.oracle import Oracle
 from rrl.rollout.trajectory import ENVIRONMENT, POLICY, PROMPT, Search, Trajectory
 
@@ -47,6 +47,16 @@ def test_documents_between_other_markers_are_found_documents():
     correction = (ENVIRONMENT, "\nI write <search> and </search>.\n")
     one.segments[1:1] = [(POLICY, "hm"), correction]
     assert diagnose([one], Oracle()) == [Diagnosis(OVER, right=True)]
+
+
+def test_passages_for_which_there_was_no_room_are_not_what_was_found():
+    one = episode("", "", FILM, DIRECTOR)
+    del one.segments[-2:]  # the second search ended the episode before its passages were shown
+    one.ended = "context_limit"
+    assert told_of(one, "answer").titles == ("Film",)
+    assert diagnose([one], Oracle())[0].thinking == UNDER
+    one.segments += episode("", "", FILM, DIRECTOR).segments[-2:]  # shown, and no room for an answer
+    assert told_of(one, "answer").titles == ("Film", "Director")
 
 
 def test_documents_that_another_context_shows_are_found_documents():

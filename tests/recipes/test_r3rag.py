@@ -196,6 +196,13 @@ def test_a_document_has_512_characters_or_the_block_has():
     assert list(whole) == long
 
 
+def test_what_a_block_had_no_room_for_was_not_seen():
+    long = tuple(Passage(str(i), f"T{i}", str(i) * 600) for i in range(3))
+    first, second = Search(0, "q", (), False, long), Search(1, "r", (), False, long[1:])
+    shown = Steps(cut="block").documents([first, second])
+    assert [[p.title for p in passages] for passages in shown] == [["T0"], ["T1"]]
+
+
 def test_there_are_five_steps_and_the_last_ones_query_is_still_searched():
     # SPEC.md 2: at most 5 steps; Algorithm 1, lines 9 to 14
     steps = [(ASK, [FILM])] * 5

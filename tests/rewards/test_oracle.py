@@ -90,6 +90,12 @@ def test_relevance_is_the_share_of_gold_and_adds_up_to_the_recall(titles, score)
     assert sum(scores) == 1.0
 
 
+def test_titles_are_the_same_whatever_their_case_and_space():
+    found = told((POLICY, ""), titles=("silver  harbour ", "MARTA VELIKOV"))
+    assert grade(Sufficiency(QUESTION, found)) == 1
+    assert grade(Relevance(QUESTION, [Passage("1", " Silver harbour", "x")])) == 0.5
+
+
 def test_an_answer_is_right_where_it_covers_the_gold_one():
     assert grade(Correctness(QUESTION, "It is Ivo Danes.")) == grade(Validation(QUESTION, "Ivo Danes")) == 1.0
     assert grade(Correctness(QUESTION, "Danes")) == 0.0
