@@ -41,7 +41,7 @@ def main(_: Sequence[str]) -> None:
     from rrl.data.questions import load_questions
     from rrl.errors import UserError
     from rrl.eval.predictions import load_predictions
-    from rrl.eval.result_card import load_card
+    from rrl.eval.result_card import load_card, questions_fingerprint
     from rrl.eval.scoring import Scores, against, as_text, matched, own_questions, report, score, write_report
     from rrl.text.normalize import rule_named
 
@@ -60,6 +60,11 @@ def main(_: Sequence[str]) -> None:
         questions = load_questions(_DATA.value, truth=_TRUTH.value)
     else:
         questions = own_questions(predictions, name)
+    if card and questions_fingerprint(questions) != card.questions_sha256:
+        raise UserError(
+            f"{data}: its {len(questions)} questions are not the {card.questions} of the card {_CARD.value}, or in another "
+            "order; give --data=questions.jsonl of the run"
+        )
 
     missing: Literal["refuse", "wrong"] = "wrong" if _MISSING.value == "wrong" else "refuse"
     by: Literal["id", "question"] = "question" if _MATCH.value == "question" else "id"

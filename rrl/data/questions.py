@@ -123,6 +123,8 @@ def question_of(position: int, record: Any, unanswered: bool = False) -> Questio
     if isinstance(metadata, dict):
         fields = {name: metadata[name] for name in METADATA if name in metadata} | fields
     identity, choices = id_field(fields, position), _choices(fields)
+    if "title" in fields and not {"question", "query", "Question", *ANSWER_FIELDS} & fields.keys():
+        raise ValueError("text: stands beside a title and no answer: a passage, not a question")
     return Question(
         id=identity,
         text=text_field(fields, *QUESTION_FIELDS),
@@ -143,10 +145,25 @@ def _answers(fields: dict[str, Any], choices: tuple[str, ...], unanswered: bool)
             if not isinstance(answer, str):
                 raise ValueError(f"{name}: got {answer!r}, not a string or a list of strings")
             if answer.strip():
-                found.setdefault(answer.strip())
+                found.setdefault(_letter(name, answer.strip(), choices) if choices else answer.strip())
     if not found and not unanswered:
         raise ValueError(f"no gold answer in any of the fields {', '.join(ANSWER_FIELDS)}")
     return tuple(found)
+
+
+def _letter(name: str, answer: str, choices: tuple[str, ...]) -> str:
+    """The letter of the choice that an answer names, by its letter or its text."""
+    letters = string.ascii_uppercase[: len(choices)]
+    if len(answer) == 1 and answer.upper() in letters:
+        return answer.upper()
+    same = [
+        letter for letter, choice in zip(letters, choices, strict=True) if choice.strip() == answer.strip()
+    ]
+    if not same:
+        raise ValueError(
+            f"{name}: got {answer!r}, neither a letter from A to {letters[-1]} nor one of the choices"
+        )
+    return same[0]
 
 
 def _listed(fields: dict[str, Any], name: str) -> list[Any]:
@@ -161,7 +178,7 @@ def _listed(fields: dict[str, Any], name: str) -> list[Any]:
         except json.JSONDecodeError as error:
             raise ValueError(f"{name}: not a JSON list ({error})") from error
         fields = {name: value}
-    return [value] if isinstance(value, str) else list_field(fields, name)
+    return list_field(fields, name) if value is None or isinstance(value, list) else [value]
 
 
 def _choices(fields: dict[str, Any]) -> tuple[str, ...]:

@@ -9,6 +9,7 @@ import dataclasses
 import gzip
 import json
 import logging
+import zlib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, TypeVar
@@ -50,7 +51,7 @@ def read_records(path: str | Path) -> Iterator[tuple[str, Any]]:
                 yield from _json_lines(stream)
             else:
                 yield from _json_any(path, stream)
-    except (EOFError, gzip.BadGzipFile, OSError) as error:
+    except (EOFError, zlib.error, OSError) as error:
         raise UserError(
             f"{path}: cannot be read ({error}). Give an existing, complete file, plain or gzip."
         ) from error
@@ -184,9 +185,21 @@ def _decode(line: bytes) -> str | Broken:
 
 def _parse(text: str) -> Any:
     try:
-        return json.loads(text)
-    except (json.JSONDecodeError, RecursionError) as error:
-        return Broken(f"not JSON ({error})")
+        return json.loads(text, object_pairs_hook=_object)
+    except json.JSONDecodeError as error:
+        line = f"line {error.lineno}, " if error.lineno > 1 else ""
+        return Broken(f"not JSON ({error.msg}: {line}column {error.colno})")
+    except (ValueError, RecursionError) as error:
+        return Broken(str(error))
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for at, name in enumerate(names) if name in names[:at])
+        raise ValueError(f"{twice!r} is there twice in one object")
+    return found
 
 
 def _json_lines(stream: BinaryIO) -> Iterator[tuple[str, Any]]:
@@ -195,7 +208,7 @@ def _json_lines(stream: BinaryIO) -> Iterator[tuple[str, Any]]:
         if isinstance(text, Broken):
             yield f"line {number}", text
         elif text.strip():
-            yield f"line {number}", _parse(text)
+            yield f"line {number}", _parse(text.rstrip())
 
 
 def _json_any(path: Path, stream: BinaryIO) -> Iterator[tuple[str, Any]]:

@@ -36,6 +36,8 @@ class Run:
     """metrics.json: see `rrl.eval.scoring.report`."""
     metrics: Mapping[str, Float[np.ndarray, "Q"]]
     """One value a question."""
+    ids: Sequence[str]
+    """Of the questions, in that order."""
 
     @property
     def main(self) -> str:
@@ -73,6 +75,11 @@ class Run:
                 values = {name: float(column[place[identity]]) for name, column in self.metrics.items()}
                 trajectory.metrics = values | {"em": values[self.main]}
                 found[identity] = trajectory
+        if lacking := [identity for identity in ids if identity not in found]:
+            raise UserError(
+                f"run {self.folder}: results.jsonl has no answer to the question {lacking[0]!r}; give its command again, which "
+                "asks what is missing"
+            )
         return found
 
 
@@ -95,6 +102,7 @@ def load_run(folder: str | Path, name: str = "") -> Run:
         found = json.loads((folder / "metrics.json").read_text(encoding="utf-8"))
         lines = [json.loads(line) for line in (folder / "scores.jsonl").read_text().splitlines()]
         metrics = {name: np.array([line[name] for line in lines]) for name in found["metrics"]}
+        ids = [str(line["id"]) for line in lines]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(
             f"run {folder}: its metrics.json or scores.jsonl is damaged ({error!r}); give its command again, which writes both"
@@ -107,7 +115,12 @@ def load_run(folder: str | Path, name: str = "") -> Run:
         card = card_of(found["card"])
     except UserError as error:
         raise UserError(f"run {folder}: metrics.json, card: {error}") from error
-    return Run(name or folder.name.removeprefix("eval-"), folder, card, found, metrics)
+    if len(lines) != card.questions:
+        raise UserError(
+            f"run {folder}: scores.jsonl has {len(lines)} lines for {card.questions} questions; give its command again, which "
+            "writes it"
+        )
+    return Run(name or folder.name.removeprefix("eval-"), folder, card, found, metrics, ids)
 
 
 def load_runs(folders: Sequence[str | Path]) -> list[Run]:
@@ -130,6 +143,11 @@ def paired(first: Run, run: Run, metric: str, level: float = 0.95, seed: int = 0
     same = first.card.questions_sha256 == run.card.questions_sha256
     if run is first or not same or metric not in first.metrics or metric not in run.metrics:
         return None
+    if list(first.ids) != list(run.ids):
+        raise UserError(
+            f"the runs {first.name} and {run.name} have their scores.jsonl in different orders; give the commands again, which "
+            "write them"
+        )
     return compare(first.metrics[metric], run.metrics[metric], level=level, seed=seed)
 
 

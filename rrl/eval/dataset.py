@@ -105,6 +105,11 @@ def load_dataset(
     searches = searches and retriever.kind != "off"
     encoder = load_encoder_of(retriever) if searches else None
     name, questions, corpus, passages = _read(config, searches and not retriever.index)
+    choosing = sum(bool(question.choices) for question in questions)
+    if 0 < choosing < len(questions):
+        raise UserError(
+            f"{config.path}: {choosing} of {len(questions)} questions are a multiple choice; put them into a file of their own"
+        )
     say(f"{name}: {len(questions)} questions")
     if not searches:
         return Dataset(name, questions)

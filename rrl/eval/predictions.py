@@ -1,6 +1,7 @@
 """Prediction files: what a model answered to each question, in our form and those of FlashRAG, HotpotQA and R1-Searcher."""
 
 import dataclasses
+import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -183,4 +184,6 @@ def _counts(fields: dict[str, Any]) -> Iterator[tuple[str, float]]:
     for name in ("searches", *COUNT_FIELDS):
         value = fields.get(name)
         if isinstance(value, int | float) and not isinstance(value, bool):
+            if not math.isfinite(value):
+                raise ValueError(f"{name}: got {value}, not a finite number")
             yield name, float(value)

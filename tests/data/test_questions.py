@@ -1,5 +1,6 @@
 """Question files in their publishers' forms, data folders, and what happens to broken ones."""
 
+import gzip
 import json
 from pathlib import Path
 
@@ -219,6 +220,52 @@ def test_fields_of_the_wrong_type_are_named(tmp_path: Path, field: str, value: o
     record = {"question": "Who?", "answer": "A", field: value}
     with pytest.raises(UserError, match=f"line 1: .*{field}"):
         load_questions(written(tmp_path, record))
+
+
+def test_the_gold_answer_of_a_multiple_choice_is_one_of_its_choices(tmp_path: Path) -> None:
+    record = {"question": "Which?", "choices": ["Oslo", "Rome"]}
+    file = written(tmp_path, *(record | {"answer": answer} for answer in ("B", "b", "Rome", [1])))
+    assert [question.answers for question in load_questions(file)] == [("B",)] * 4
+    for wrong in ("C", "rom", [2]):
+        with pytest.raises(
+            UserError, match=r"line 1: answer: got (2|'C', neither a letter from A to B|'rom')"
+        ):
+            load_questions(written(tmp_path, record | {"answer": wrong}))
+
+
+def test_a_passage_is_no_question(tmp_path: Path) -> None:
+    file = written(tmp_path, {"id": "1", "title": "Oslo", "text": "Oslo is a city."})
+    with pytest.raises(UserError, match=r"line 1: text: stands beside a title .*a passage, not a question"):
+        load_questions(file, unanswered=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("a.jsonl", '{"question": "?", "answer": "x",}\n', r"line 1: not JSON \(.*: column \d+\)"),
+        ("a.jsonl", '{"question": "?", "answer"\n', r"line 1: not JSON \(.*: column \d+\)"),
+        (
+            "a.json",
+            '{"1": {"answer": "x"}, "2": {"answer": "y"}, "1": {"answer": "z"}}',
+            "'1' is there twice",
+        ),
+        ("a.json", '[\n{"question": "?"\n]', r"not JSON \(.*: line 3, column 1\)"),
+    ],
+)
+def test_json_that_is_none_or_names_a_field_twice_is_refused(
+    tmp_path: Path, name: str, content: str, words: str
+) -> None:
+    (tmp_path / name).write_text(content)
+    with pytest.raises(UserError, match=words):
+        load_questions(tmp_path / name)
+
+
+def test_a_damaged_archive_is_named(tmp_path: Path) -> None:
+    whole = gzip.compress(b'{"question": "?", "answer": "x"}\n' * 50)
+    for content in (whole[:30], whole[:20] + bytes(byte ^ 255 for byte in whole[20:40]) + whole[40:]):
+        (tmp_path / "a.jsonl.gz").write_bytes(content)
+        with pytest.raises(UserError, match=r"a\.jsonl\.gz: cannot be read"):
+            load_questions(tmp_path / "a.jsonl.gz")
 
 
 @pytest.mark.parametrize(

@@ -51,6 +51,17 @@ def test_the_split_of_a_folder_is_chosen(tmp_path: Path) -> None:
         load_dataset(DatasetConfig(folder, on_error="skip"), OFF)
 
 
+def test_multiple_choices_among_free_answers_are_refused(tmp_path: Path) -> None:
+    file = tmp_path / "dev.jsonl"
+    choice = {"id": "5", "question": "?", "answer": "A", "choices": ["x", "y"]}
+    lines = [choice | {"id": "4"}, choice, {"id": "6", "question": "?", "answer": "x"}]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with pytest.raises(
+        UserError, match="2 of 3 questions are a multiple choice; put them into a file of their"
+    ):
+        load_dataset(DatasetConfig(str(file)), OFF)
+
+
 @pytest.mark.parametrize(
     ("lines", "fields", "words"),
     [

@@ -94,12 +94,20 @@ def test_fields_can_be_named(tmp_path: Path) -> None:
         ([{"id": "a", "pred": "x"}, ["b"]], r"line 2: got \['b'\], not an object"),
         ([{"id": "a", "pred": "x", "titles": "T"}], r"line 1: titles: got 'T', not a list"),
         ([{"id": [], "pred": "x"}], r"line 1: id: got \[\], not a string"),
+        ([{"id": "a", "pred": "x", "tokens": float("nan")}], r"line 1: tokens: got nan, not a finite number"),
         ([], r"the file is empty"),
     ],
 )
 def test_what_cannot_be_read_is_named_with_its_line(tmp_path: Path, records: list, words: str) -> None:
     with pytest.raises(UserError, match=rf"predictions.jsonl(, |: ){words}"):
         load_predictions(written(tmp_path, *records))
+
+
+def test_an_id_that_one_object_holds_twice_is_named(tmp_path: Path) -> None:
+    for document in ('{"a": "x", "b": "wrong", "b": "y"}', '{"answer": {"a": "x", "b": "1", "b": "y"}}'):
+        (tmp_path / "a.json").write_text(document)
+        with pytest.raises(UserError, match="'b' is there twice in one object"):
+            load_predictions(tmp_path / "a.json")
 
 
 def test_a_missing_verdict_or_field_is_named(tmp_path: Path) -> None:

@@ -97,6 +97,23 @@ def test_what_is_no_finished_run_is_refused_and_nothing_written(tmp_path: Path) 
     assert not (tmp_path / "out").exists()
 
 
+def test_a_run_that_lacks_answers_or_scores_or_has_them_in_another_order_is_named(tmp_path: Path) -> None:
+    run, cut, short, turned = (finished(tmp_path / name, RIGHT) for name in ("run", "cut", "short", "turned"))
+    for folder, name in ((cut, "results.jsonl"), (short, "scores.jsonl")):
+        lines = (folder / name).read_text().splitlines(keepends=True)
+        (folder / name).write_text("".join(lines[:-1]))
+    lines = (turned / "scores.jsonl").read_text().splitlines(keepends=True)
+    (turned / "scores.jsonl").write_text("".join(reversed(lines)))
+    for folder, words in (
+        (cut, "run .*cut: results.jsonl has no answer to the question 'a'"),
+        (short, "run .*short: scores.jsonl has 3 lines for 4 questions"),
+        (turned, "the runs run and turned have their scores.jsonl in different orders"),
+    ):
+        with pytest.raises(UserError, match=words):
+            write_run_report([run, folder], tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 def test_scored_predictions_stand_in_the_table_without_trajectories(tmp_path: Path) -> None:
     run, scored = (finished(tmp_path / name, RIGHT) for name in ("run", "scored"))
     (scored / "questions.jsonl").unlink()

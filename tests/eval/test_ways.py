@@ -14,6 +14,7 @@ from rrl.eval.predictions import load_predictions
 from rrl.eval.trajectory_files import load_trajectories
 from rrl.eval.ways import make_way, of_outcome, of_trajectory
 from rrl.rollout.trajectory import ENVIRONMENT, POLICY, PROMPT, Search
+from rrl.train.launcher import load_config
 from tests.eval.fakes import spouse
 from tests.recipes.prompted.scripted import FILM, PERSON, QUESTION, play
 
@@ -149,3 +150,11 @@ def test_a_recipe_whose_reader_answers_is_kept_when_it_has() -> None:
 def test_what_is_unknown_is_named_with_what_there_is(method: dict, recipe: dict | None, words: str) -> None:
     with pytest.raises(UserError, match=words):
         make_way(method, recipe, None)
+
+
+def test_one_shot_rag_shows_all_that_its_search_returned():
+    def shown(arguments):
+        return load_config(f"configs/eval.py:{arguments}", []).prompted.most_passages
+
+    assert shown("method=naive_rag,top_k=16") == shown("method=rag_cot,top_k=16") == 16  # SPEC.md 2
+    assert shown("method=ircot,top_k=16") == shown("method=naive_rag,top_k=3") == 15

@@ -1,5 +1,6 @@
 """The score command: tables and files for good input; for bad input one line, exit code 2, and nothing written."""
 
+import dataclasses
 import json
 import os
 import pathlib
@@ -8,7 +9,8 @@ import sys
 
 import pytest
 
-from rrl.eval.result_card import save_card
+from rrl.data.questions import load_questions
+from rrl.eval.result_card import questions_fingerprint, save_card
 from tests.eval.test_result_card import CARD
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -65,6 +67,16 @@ def test_a_card_is_kept_beside_the_metrics_it_belongs_to(tmp_path: pathlib.Path,
     refused = score(*flags, "--normalization=triviaqa")
     assert refused.returncode == 2 and "says squad: give that, or another card" in refused.stderr
     assert not (tmp_path / "out").exists()
+    other = score(*flags)
+    assert (
+        other.returncode == 2
+        and "are not the 1000 of the card" in other.stderr
+        and not (tmp_path / "out").exists()
+    )
+    save_card(
+        card,
+        dataclasses.replace(CARD, questions=3, questions_sha256=questions_fingerprint(load_questions(data))),
+    )
     assert score(*flags).returncode == 0
     assert json.loads((tmp_path / "out/metrics.json").read_text())["card"]["corpus"] == "2wiki"
 

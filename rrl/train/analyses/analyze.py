@@ -70,7 +70,7 @@ def analyze(
     whole = [cell for cell in cells if there.issuperset(cell.runs)]
     if not whole and (done.failed or done.stopped):
         return done
-    rows = rows_of(whole, root)
+    rows = rows_of(whole, root, cells[0])
     missing = [f"{cell.system} {cell.value}".strip() for cell in cells if cell not in whole]
     files = {
         row.cell.system: [root / name.removesuffix("-eval") / "metrics.jsonl" for name in row.cell.runs]

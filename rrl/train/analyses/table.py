@@ -24,21 +24,21 @@ class Row:
     metrics: Mapping[str, Interval]
     """em, f1, ... in [0, 1]."""
     against: Interval | None
-    """The main metric's difference from the first row's, question by question and seed by seed; None in the first row, and where
-    other questions were asked."""
+    """The main metric's difference from the first row's, question by question and seed by seed; None in the first row, where that
+    is not finished, and where other questions were asked."""
     facts: Mapping[str, float]
     """Costs and coverage, means over seeds."""
 
 
-def rows_of(cells: Sequence[Cell], out: Path) -> list[Row]:
-    """Reads the finished runs of the cells from `out`.
+def rows_of(cells: Sequence[Cell], out: Path, first: Cell) -> list[Row]:
+    """Reads the finished runs of the cells from `out`; `first` is what the others are held against, if it is among them.
 
     Raises UserError for no cell, for runs of one cell that were asked different questions, and as `load_runs`.
     """
     if not cells:
         raise UserError(f"{out}: no run of this analysis is finished there; leave out --norun")
     loaded = {cell: load_runs([out / name for name in cell.runs]) for cell in cells}
-    first = loaded[cells[0]]
+    base = loaded.get(first)
     rows = []
     for cell, runs in loaded.items():
         if len({run.card.questions_sha256 for run in runs}) > 1:
@@ -47,7 +47,8 @@ def rows_of(cells: Sequence[Cell], out: Path) -> list[Row]:
             )
         names = [name for name in runs[0].metrics if all(name in run.metrics for run in runs)]
         metrics = {name: _share(interval([run.metrics[name] for run in runs])) for name in names}
-        rows.append(Row(cell, runs, metrics, None if runs is first else _against(first, runs), _facts(runs)))
+        against = None if base is None or runs is base else _against(base, runs)
+        rows.append(Row(cell, runs, metrics, against, _facts(runs)))
     return rows
 
 
