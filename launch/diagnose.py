@@ -25,6 +25,8 @@ def main(_: Sequence[str]) -> None:
     """Reads, judges and prints."""
     from rrl.eval.diagnose import diagnose, report
     from rrl.eval.trajectory_files import load_trajectories
+    from rrl.rewards.cases import Finding, Sufficiency
+    from rrl.rewards.judge_card import JudgeCard, read_judge_card
     from rrl.text.spans import tag_named
     from rrl.train.hardware import ComputeConfig, MeshConfig
     from rrl.train.judges import JudgeSettings, sections_of
@@ -32,6 +34,8 @@ def main(_: Sequence[str]) -> None:
     trajectories = load_trajectories(_TRAJECTORIES.value or "")
     settings = JudgeSettings.parse(sections_of(_JUDGE.value, _MODEL.value, _CONTEXT.value))
     settings.check()
+    if settings.judge.kind == "model":  # before it judges the first of many
+        (read_judge_card(settings.judge.folder) or JudgeCard()).check(Sufficiency, Finding)
     judge = settings.load([t.question for t in trajectories], ComputeConfig(), MeshConfig().make())
     print(report(diagnose(trajectories, judge, tag_named(_TAG.value))))
 

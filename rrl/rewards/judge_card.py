@@ -36,13 +36,17 @@ class JudgeCard:
 
     def asked(self, case: Case) -> Prompt:
         """What the judge is asked about a case. Raises UserError for a kind of case that it was not trained on."""
-        kind = type(case).__name__
-        if self.cases and kind not in self.cases:
-            raise UserError(
-                f"this judge was trained on {', '.join(self.cases)} alone ({FILE} in its folder), and is asked for {kind}: "
-                "choose another judge, or a recipe or method that does not ask for it"
-            )
+        self.check(type(case))
         return case.prompt if self.instructions else dataclasses.replace(case.prompt, system="")
+
+    def check(self, *kinds: type) -> None:
+        """Raises UserError for a kind of case that the judge was not trained on."""
+        for kind in kinds:
+            if self.cases and kind.__name__ not in self.cases:
+                raise UserError(
+                    f"this judge was trained on {', '.join(self.cases)} alone ({FILE} in its folder), and is asked for "
+                    f"{kind.__name__}: choose another judge, or a recipe or method that does not ask for it"
+                )
 
 
 def write_judge_card(folder: str | pathlib.Path, card: JudgeCard) -> None:

@@ -38,6 +38,10 @@ class JudgeConfig:
     def __post_init__(self) -> None:
         one_of(KINDS, self, "kind")
         at_least(1, self, "answer_tokens")
+        if self.folder and self.kind != "model":
+            raise UserError(
+                f"judge.folder={self.folder!r} goes with judge.kind=model, not {self.kind}; leave it out"
+            )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -108,6 +108,10 @@ def test_a_service_is_known_by_its_model_and_not_by_its_address():
         ),
         ({"judge": {"kind": "endpoint"}}, r"^judge_endpoint\.url='' must begin with http"),
         (ENDPOINT | {"judge_endpoint": {"url": "http://x"}}, r"^judge_endpoint\.model='' names no model"),
+        (
+            {"judge": {"folder": "models/x"}},
+            r"^judge\.folder='models/x' goes with judge\.kind=model, not oracle",
+        ),
         ({"judge": {"answer_tokens": 0}}, r"^judge\.answer_tokens=0 must be at least 1"),
         (
             {"judge": {"kind": "model"}, "judge_rollout": {"context": 1000}},

@@ -125,3 +125,10 @@ def test_a_cold_start_and_a_step_of_training_on_the_built_in_world(tmp_path, mon
     )
     assert done.returncode == 0, done.stderr
     assert "5 trajectories" in done.stdout and "underthinking" in done.stdout
+    refused = subprocess.run(
+        [*command, f"--judge={ROOT}/assets/miniwiki-judge"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    assert refused.returncode == 2 and "is asked for Finding" in refused.stderr  # before it judged anything
