@@ -56,8 +56,8 @@ ARMS: Mapping[str, Arm] = {
     "rsearch_no_evidence": Arm("rsearch", "configs/rsearch_grpo.py", 8, {"recipe.use_evidence": False}),
     # As long as GRPO's run: an update learns from all answers, and teaches the critic.
     "rsearch_ppo": Arm("rsearch", "configs/rsearch_ppo.py:steps=30", 8),
-    "r3rag": Arm("r3rag", "configs/r3rag_ppo.py", 14, start="r3rag_cold"),
-    "r3rag_no_process": Arm("r3rag", "configs/r3rag_ppo.py:ablation=process", 14, start="r3rag_cold"),
+    "r3rag": Arm("r3rag", "configs/r3rag_ppo.py", 15, start="r3rag_cold"),
+    "r3rag_no_process": Arm("r3rag", "configs/r3rag_ppo.py:ablation=process", 15, start="r3rag_cold"),
     "tiresrag": Arm("tiresrag", "configs/tiresrag_grpo.py", 12, start="tiresrag_cold"),
     "tiresrag_no_filter": Arm(
         "tiresrag", "configs/tiresrag_grpo.py:ablation=filter", 13, start="tiresrag_cold"
