@@ -457,7 +457,7 @@ def trained_and_evaluated(out, seconds=90.0):
     looks = [Run(name, "eval", "configs/eval.py", 1, needs=("cold",)) for name in ("one", "two")]
     recorded(cold, out, seconds)
     for look in looks:
-        finished(out / look.name, ANSWERS)
+        finished(out / look.name, ANSWERS, model=f"{out}/cold/model", command=f"python x --out={out}")
         recorded(look, out)
     return {run.name: run for run in (cold, *looks)}
 
@@ -468,6 +468,8 @@ def test_what_started_from_a_model_that_was_made_anew_counts_no_longer(tmp_path,
     plan = trained_and_evaluated(out)
     Kept(folder, plan).take(out)
     assert not Kept(folder, plan).lacking(["one", "two"], tmp_path / "nothing")
+    card = Kept(folder, plan).entries["one"].card
+    assert (card.model, card.command) == ("{out}/cold/model", "python x --out={out}")
     (folder / "two.json.gz").unlink()
     lacking = Kept(folder, plan).lacking
     assert [run.name for run in lacking(["one", "two"], out)] == ["cold", "two"]  # its model is still there

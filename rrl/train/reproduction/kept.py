@@ -38,7 +38,7 @@ class Entry:
     """Of the runs whose models it started from, as they were then."""
     evaluation: Evaluation | None = None
     card: ResultCard | None = None
-    """Of an evaluation."""
+    """Of an evaluation, with "{out}" for the folder of all runs."""
     training: Sequence[Mapping[str, float]] = ()
     """Of a training run the lines of metrics.jsonl, as far as `READ` goes."""
 
@@ -118,7 +118,7 @@ class Kept:
                 continue
             entry = Entry(record, {need: self._record(need, out) for need in run.needs})
             if run.launcher == "eval":
-                card = load_run(out / name).card
+                card = _anywhere(load_run(out / name).card, out)
                 entry = dataclasses.replace(entry, evaluation=read_evaluation(out / name), card=card)
             elif run.launcher == "train":
                 lines = read_metrics(out / name / "metrics.jsonl")
@@ -166,3 +166,9 @@ class Kept:
 
     def _file(self, name: str) -> Path:
         return self.folder / f"{name}{SUFFIX}"
+
+
+def _anywhere(card: ResultCard, out: Path) -> ResultCard:
+    """A card with "{out}" for the folder of all runs."""
+    model, command = (told.replace(str(out), "{out}") for told in (card.model, card.command))
+    return dataclasses.replace(card, model=model, command=command)
