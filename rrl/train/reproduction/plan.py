@@ -146,8 +146,9 @@ def _everywhere(name: str, recipe: str, policy: str) -> list[Run]:
 
 
 def _policy(name: str, recipe: str, policy: str, needs: tuple[str, ...] = (), *more: str) -> Run:
-    reader = [f"reader={READER}"] * (recipe == "r2ag")
-    config = with_arguments("configs/eval.py", f"method={recipe}", f"policy={policy}", *reader, *more)
+    # R2AG is trained with one passage a query; the card of its cold start says two, with which that finds less.
+    tree = [f"reader={READER}", "top_k=1"] * (recipe == "r2ag")
+    config = with_arguments("configs/eval.py", f"method={recipe}", f"policy={policy}", *tree, *more)
     return Run(name, "eval", config, EVALUATION[recipe], needs=needs)
 
 
