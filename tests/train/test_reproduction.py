@@ -501,6 +501,17 @@ def test_what_other_settings_made_is_not_used(tmp_path, monkeypatch, capsys):
     assert MISSING in row_of(file, "naive-rag")
 
 
+def test_the_published_page_is_that_of_the_published_results(monkeypatch):
+    """Settings that changed since make it differ: launch/reproduce.py --norun --keep=docs/reproduction
+    --page=docs/reproduction.md writes it anew, and what is measured no longer says so."""
+    monkeypatch.chdir(ROOT)
+    known = runs(SEEDS)
+    kept = Kept(ROOT / "docs" / "reproduction", known)
+    command = "python launch/reproduce.py --keep=docs/reproduction"
+    made = page(known, pathlib.Path("runs/reproduce"), kept, SEEDS, command)
+    assert made == (ROOT / "docs" / "reproduction.md").read_text()
+
+
 def test_where_nothing_is_finished_no_page_is_touched(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     file = tmp_path / "page.md"
