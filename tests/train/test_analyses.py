@@ -29,7 +29,9 @@ def here(monkeypatch):
 def put(out: Path, run: Run, right: str, **card) -> None:
     """A finished run that answered these questions."""
     finished(out / run.name, {name: RIGHT[name] for name in right}, **card)
-    queue.Record(run.command("{out}"), queue._hash(run), "abc", 60.0, True).save(out / f"{run.name}.json")
+    queue.Record(run.command("{out}"), queue.settings_of(run), "abc", 60.0, True).save(
+        out / f"{run.name}.json"
+    )
 
 
 # -- which runs ----------------------------------------------------------------------------------------------------------

@@ -296,10 +296,15 @@ def test_a_run_is_of_its_settings_not_of_the_words_about_them(tmp_path):
     work([run], tmp_path, 1, lambda text: None)
     file.write_text('"""What it is for."""\n\n' + text)
     assert record_of(run, tmp_path).finished
-    file.write_text(text.replace("0.1", "0.2"))
-    with pytest.raises(UserError, match=r"settings [0-9a-f]{16}\), not by .*delete that folder"):
+    file.write_text(text.replace("'b': 2", "'b': 2, 'c': {'later': 1}"))
+    assert record_of(run, tmp_path).finished  # a setting that came later
+    file.write_text(text.replace("'lr': 0.1, ", ""))
+    with pytest.raises(UserError, match=r"a was made with lr=0\.1, which is None today"):
         record_of(run, tmp_path)
-    with pytest.raises(UserError, match="was made by"):
+    file.write_text(text.replace("0.1", "0.2"))
+    with pytest.raises(UserError, match=r"a was made with lr=0\.1, which is 0\.2 today; delete that folder"):
+        record_of(run, tmp_path)
+    with pytest.raises(UserError, match="was made with b=3, which is 4 today"):
         record_of(dataclasses.replace(run, fields={"b": 4}), tmp_path)
 
 
@@ -380,7 +385,9 @@ def measured_in(out, name, answers):
 
 def recorded(run, out, seconds=90.0):
     out.mkdir(exist_ok=True)
-    queue.Record(run.command("{out}"), queue._hash(run), "abc", seconds, True).save(out / f"{run.name}.json")
+    queue.Record(run.command("{out}"), queue.settings_of(run), "abc", seconds, True).save(
+        out / f"{run.name}.json"
+    )
 
 
 def row_of(file, key):
@@ -497,7 +504,7 @@ def test_what_other_settings_made_is_not_used(tmp_path, monkeypatch, capsys):
     assert "naive_rag" in Kept(keep, changed).outdated and not Kept(keep, changed).entries
     monkeypatch.setattr("rrl.train.reproduction.reproduce.runs", lambda *_: runs(SEEDS) | changed)
     reproduce(out, file, keep=keep, run=False)  # neither what is kept nor what lies in the folder
-    assert "naive_rag was made by another command or other settings" in capsys.readouterr().err
+    assert "naive_rag was made by launch/eval.py" in capsys.readouterr().err
     assert MISSING in row_of(file, "naive-rag")
 
 

@@ -21,7 +21,7 @@ from rrl.eval.result_card import ResultCard, card_of
 from rrl.retrieval.files import replaced
 from rrl.train.metrics import read_metrics
 from rrl.train.reproduction.plan import Run, needed
-from rrl.train.reproduction.queue import Record, matches, record_of
+from rrl.train.reproduction.queue import Record, record_of, unlike
 from rrl.train.reproduction.results import Evaluation, Results, read_evaluation
 
 READ = ("step", "reward/answer", "minutes")
@@ -82,10 +82,10 @@ class Kept:
         for name, run in known.items():
             if self._file(name).exists():
                 entry = Entry.load(self._file(name))
-                if matches(entry.record, run):
-                    self.entries[name] = entry
+                if why := unlike(entry.record, run):
+                    self.outdated[name] = why
                 else:
-                    self.outdated[name] = "was made by another command or other settings"
+                    self.entries[name] = entry
         self._settle()
 
     def lacking(self, names: Sequence[str], out: Path) -> list[Run]:
@@ -112,7 +112,7 @@ class Kept:
         """
         for name, run in self._known.items():
             record = record_of(run, out, others=True)
-            if record is None or not record.finished or not matches(record, run):
+            if record is None or not record.finished or unlike(record, run):
                 continue
             if name in self.entries and self.entries[name].record == record:
                 continue

@@ -6,7 +6,6 @@ lives, and whether it is finished. What is finished is not run again; what was b
 
 import dataclasses
 import functools
-import hashlib
 import json
 import os
 import signal
@@ -36,9 +35,9 @@ class Record:
 
     command: Sequence[str]
     """With "{out}" for the folder of all runs."""
-    sha256: str
-    """Of all settings that the command's config comes to, its first digits: what a comment says is none of them, and a value
-    that several config files have from one place is one."""
+    settings: Mapping[str, Any]
+    """All that the command's config comes to: what a comment says is none of them, and a value that several config files have
+    from one place is one."""
     commit: str
     """Where its last life began."""
     seconds: float = 0.0
@@ -64,17 +63,29 @@ def record_of(run: Run, out: Path, others: bool = False) -> Record | None:
         found = Record(**json.loads(file.read_text(encoding="utf-8")))
     except (ValueError, TypeError) as error:
         raise UserError(f"{file} is damaged ({error}); delete it and {out / run.name}") from error
-    if not others and not matches(found, run):
-        raise UserError(
-            f"{out / run.name} was made by {' '.join(found.command)} (settings {found.sha256}), not by "
-            f"{' '.join(run.command('{out}'))} ({_hash(run)}); delete that folder and {file}, or give another --out"
-        )
+    if not others and (why := unlike(found, run)):
+        raise UserError(f"{out / run.name} {why}; delete that folder and {file}, or give another --out")
     return found
 
 
-def matches(record: Record, run: Run) -> bool:
-    """Whether the command and the settings that it stands for today made it."""
-    return (list(record.command), record.sha256) == (run.command("{out}"), _hash(run))
+def unlike(record: Record, run: Run) -> str:
+    """Why the command as it is today would not make what the record is of; "" where it would.
+
+    Settings that came later are taken for what was done before there was a choice, as a default should be.
+    """
+    if list(record.command) != run.command("{out}"):
+        return f"was made by {' '.join(record.command)}, not by {' '.join(run.command('{out}'))}"
+    return _changed(record.settings, settings_of(run))
+
+
+def _changed(was: Any, now: Any, name: str = "") -> str:
+    """The first setting that is another one now, in words."""
+    if isinstance(was, Mapping) and isinstance(now, Mapping):
+        inside = (
+            _changed(value, now.get(key), f"{name}.{key}" if name else key) for key, value in was.items()
+        )
+        return next(filter(None, inside), "")
+    return "" if was == now else f"was made with {name}={was!r}, which is {now!r} today"
 
 
 def work(
@@ -154,7 +165,10 @@ class _Life:
         self.run, self._file, self._began = run, _file(run, out), time.monotonic()
         self.log = out / f"{run.name}.log"
         self._record = Record(
-            run.command("{out}"), _hash(run), commit_here(), before.seconds if before is not None else 0.0
+            run.command("{out}"),
+            settings_of(run),
+            commit_here(),
+            before.seconds if before is not None else 0.0,
         )
         self._record.save(self._file)
         with self.log.open("a", encoding="utf-8") as stream:
@@ -210,20 +224,19 @@ def _file(run: Run, out: Path) -> Path:
     return out / f"{run.name}.json"
 
 
-def _hash(run: Run) -> str:
+def settings_of(run: Run) -> dict[str, Any]:
+    """All that the config of a run's command comes to today, as JSON holds it."""
     file = Path(run.config.partition(":")[0])
     if not file.is_file():
         raise UserError(f"config file {file} is not there; start from the repository's folder")
-    return _settings_hash(
-        file.read_bytes(), run.config, *(f"{field}={value}" for field, value in run.fields.items())
-    )
+    overrides = (f"{field}={value}" for field, value in run.fields.items())
+    return json.loads(_settings(file.read_bytes(), run.config, *overrides))
 
 
 @functools.cache
-def _settings_hash(_: bytes, config: str, *overrides: str) -> str:
-    """Of what a config comes to; the file's bytes stand among the arguments so that an edited file is read again."""
-    settings = load_config(config, overrides).to_dict()
-    return hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()[:16]
+def _settings(_: bytes, config: str, *overrides: str) -> str:
+    """The file's bytes stand among the arguments so that an edited file is read again."""
+    return json.dumps(load_config(config, overrides).to_dict(), sort_keys=True, default=str)
 
 
 def as_rows(runs: Sequence[Run], out: Path) -> list[dict[str, Any]]:
