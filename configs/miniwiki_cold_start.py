@@ -68,6 +68,7 @@ def get_config(arg: str = "") -> ConfigDict:
             "number": args.demonstrations or DEMONSTRATIONS.get(args.recipe, 500),
             "held_out": 100,
             "top_k": 2,
+            "card_top_k": 1 if args.recipe == "r2ag" else 0,
             "recipe": args.recipe,
             "recipe_options": SHOWN[args.recipe][0],
             "environment": SHOWN[args.recipe][1],

@@ -23,6 +23,9 @@ class TaughtConfig:
     """What is taught: the recipe, for the card beside the weights."""
 
     top_k: int = 3
+    card_top_k: int = 0
+    """Passages of a search with which the policy is to be used, where these are others than its teacher searches for (R2AG's
+    shows the first of two, and now and then the second); 0: as many."""
     context: int = 1024
     """Most tokens of a trajectory."""
     recipe: str = "rsearch"
@@ -31,6 +34,7 @@ class TaughtConfig:
 
     def __post_init__(self) -> None:
         at_least(1, self, "top_k", "context")
+        at_least(0, self, "card_top_k")
 
     def make(self) -> Recipe:
         """The recipe itself. Raises UserError for an unknown one or a wrong field."""

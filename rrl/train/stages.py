@@ -196,7 +196,9 @@ def run(config: Mapping[str, Any], workdir: str | pathlib.Path) -> Result:
     if mesh.size > 1:
         nnx.update(decoder, shard(nnx.state(decoder), mesh))
     source, held_out = STAGES[stage](values["data"], settings, tokenizer)
-    card = None if shown is None else card_of(shown.make(), shown.context, shown.top_k)
+    card = None
+    if shown is not None:
+        card = card_of(shown.make(), shown.context, shown.card_top_k or shown.top_k)
     judged = _verdict_options(values["data"]) if stage == "verdicts" else None
     write_model_files(workdir, decoder.config, tokenizer, card, values["init"] or None)
     if judged is not None:

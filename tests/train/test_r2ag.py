@@ -59,6 +59,9 @@ def test_a_run_from_cold_start_to_trees_that_died_grows_the_same_forest(tmp_path
         f"recipe=r2ag,init={tmp_path}/random,retriever=bm25,steps=1,demonstrations=5", "miniwiki_cold_start"
     )
     assert stages.run(shrink_cold_start(cold), tmp_path / "cold").stopped == "done"
+    assert (
+        read_card(tmp_path / "cold" / "model").top_k == 1
+    )  # as it is trained and used, not as its teacher searches
 
     def run(workdir, die_after=None):
         run = config(f"policy={tmp_path}/cold/model,retriever=bm25,steps=4")

@@ -146,7 +146,7 @@ def _everywhere(name: str, recipe: str, policy: str) -> list[Run]:
 
 
 def _policy(name: str, recipe: str, policy: str, needs: tuple[str, ...] = (), *more: str) -> Run:
-    # R2AG is trained with one passage a query; the card of its cold start says two, with which that finds less.
+    # R2AG's: a passage for each query, as it is trained.
     tree = [f"reader={READER}", "top_k=1"] * (recipe == "r2ag")
     config = with_arguments("configs/eval.py", f"method={recipe}", f"policy={policy}", *tree, *more)
     return Run(name, "eval", config, EVALUATION[recipe], needs=needs)
