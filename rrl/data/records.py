@@ -4,6 +4,7 @@ The content decides: gzip by its magic bytes, JSON by its first characters; only
 are believed by name. A record that cannot be read is yielded as a `Broken`, so that the caller refuses or skips it.
 """
 
+import collections
 import csv
 import dataclasses
 import gzip
@@ -196,8 +197,7 @@ def _parse(text: str) -> Any:
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for at, name in enumerate(names) if name in names[:at])
+        (twice, _), *_ = collections.Counter(name for name, _ in pairs).most_common(1)
         raise ValueError(f"{twice!r} is there twice in one object")
     return found
 

@@ -4,31 +4,17 @@ import pytest
 from flax import nnx
 
 from rrl.data.tokenizer import train_tokenizer
-from rrl.models.config import DecoderConfig
 from rrl.models.decoder import Decoder
 from rrl.rewards.reader import Reader
 from rrl.rollout.engine import EngineConfig
 from rrl.text.chat import Prompt
+from tests.tiny import tiny_shape
 
 
 @pytest.fixture(scope="module")
 def reader():
     tokenizer = train_tokenizer(["the reader answers from evidence alone " * 3], 300)
-    config = DecoderConfig.from_hf(
-        {
-            "model_type": "llama",
-            "vocab_size": 300,
-            "hidden_size": 16,
-            "num_hidden_layers": 1,
-            "num_attention_heads": 2,
-            "num_key_value_heads": 1,
-            "intermediate_size": 32,
-            "rope_theta": 10000.0,
-            "rms_norm_eps": 1e-6,
-            "tie_word_embeddings": True,
-            "max_position_embeddings": 128,
-        }
-    )
+    config = tiny_shape(300, 128, model_type="llama")
     settings = EngineConfig(rows=4, context=64, feeds=2, feed_tokens=16)
     return Reader(Decoder(config, rngs=nnx.Rngs(0)), tokenizer, settings, answer_tokens=6)
 

@@ -6,9 +6,9 @@ import pathlib
 from flax import nnx
 
 from rrl.data.tokenizer import load_tokenizer
-from rrl.models.config import DecoderConfig
 from rrl.models.decoder import Decoder
 from rrl.models.hf import save_decoder
+from tests.tiny import tiny_shape
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -24,22 +24,8 @@ def config(name, arg=""):
 def save_random_policy(folder):
     """Writes a policy of one layer that speaks the built-in world's tokens at random."""
     tokenizer = load_tokenizer(ROOT / "assets" / "miniwiki-tokenizer")
-    shape = DecoderConfig.from_hf(
-        {
-            "model_type": "qwen2",
-            "vocab_size": len(tokenizer),
-            "hidden_size": 16,
-            "num_hidden_layers": 1,
-            "num_attention_heads": 2,
-            "num_key_value_heads": 1,
-            "intermediate_size": 32,
-            "rope_theta": 10000.0,
-            "rms_norm_eps": 1e-6,
-            "tie_word_embeddings": True,
-            "max_position_embeddings": 1024,
-            "eos_token_id": tokenizer.eos_token_id,
-            "pad_token_id": tokenizer.pad_token_id,
-        }
+    shape = tiny_shape(
+        len(tokenizer), 1024, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
     )
     save_decoder(folder, Decoder(shape, rngs=nnx.Rngs(0)), tokenizer)
 

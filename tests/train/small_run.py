@@ -5,7 +5,6 @@ import dataclasses
 import numpy as np
 from flax import nnx
 
-from rrl.models.config import DecoderConfig
 from rrl.models.decoder import Decoder
 from rrl.recipes.rsearch import RSearch
 from rrl.rl.optim import OptimConfig
@@ -14,26 +13,13 @@ from rrl.train.metrics import read_metrics
 from rrl.train.objective import ObjectiveConfig
 from rrl.train.rl import Task, train
 from rrl.train.rl_config import RLConfig
+from tests.tiny import tiny_shape
 
 STEPS = 4
 
 
 def fresh() -> Decoder:
-    config = DecoderConfig.from_hf(
-        {
-            "model_type": "qwen2",
-            "vocab_size": 416,
-            "hidden_size": 16,
-            "num_hidden_layers": 1,
-            "num_attention_heads": 2,
-            "num_key_value_heads": 1,
-            "intermediate_size": 32,
-            "rope_theta": 10000.0,
-            "rms_norm_eps": 1e-6,
-            "tie_word_embeddings": True,
-            "max_position_embeddings": 256,
-        }
-    )
+    config = tiny_shape(416, 256)
     return Decoder(config, rngs=nnx.Rngs(0))
 
 

@@ -12,7 +12,6 @@ from flax import nnx
 
 from rrl.data.questions import Question
 from rrl.errors import UserError
-from rrl.models.config import DecoderConfig
 from rrl.models.decoder import Decoder
 from rrl.models.lora import LoraConfig, add_lora
 from rrl.parallel.mesh import make_mesh
@@ -23,22 +22,9 @@ from rrl.rollout.trajectory import ENVIRONMENT, POLICY, PROMPT, Trajectory
 from rrl.train.objective import ObjectiveConfig
 from rrl.train.pack import pack
 from rrl.train.update import Updater, microbatches
+from tests.tiny import tiny_shape
 
-CONFIG = DecoderConfig.from_hf(
-    {
-        "model_type": "qwen2",
-        "vocab_size": 50,
-        "hidden_size": 16,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "intermediate_size": 32,
-        "rope_theta": 10000.0,
-        "rms_norm_eps": 1e-6,
-        "tie_word_embeddings": True,
-        "max_position_embeddings": 256,
-    }
-)
+CONFIG = tiny_shape(50, 256, num_hidden_layers=2)
 
 
 @functools.cache

@@ -10,7 +10,6 @@ import gzip
 import json
 import zlib
 from collections.abc import Mapping, Sequence
-from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -138,7 +137,7 @@ class Kept:
             assert found is not None, name
             return found
 
-        return Results(seeds, cache(evaluation), lambda name: self.entries[name].training)
+        return Results(seeds, evaluation, lambda name: self.entries[name].training)
 
     def _settle(self) -> None:
         """Leaves out what started from a model that is no longer the one that is kept."""

@@ -134,11 +134,8 @@ def _versions(card: ResultCard) -> str:
 
 def _settings(cards: Sequence[ResultCard]) -> dict[str, list[str]]:
     """What of each part of `ResultCard.setting` there was."""
-    parts = [part for card in cards for part in card.setting]
-    return {
-        part: _distinct(card.setting[part] for card in cards if part in card.setting)
-        for part in dict.fromkeys(parts)
-    }
+    settings = [card.setting for card in cards]
+    return {part: _distinct(one[part] for one in settings) for part in (settings[0] if settings else ())}
 
 
 def _distinct(values: Iterable[str]) -> list[str]:
