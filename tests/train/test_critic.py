@@ -151,6 +151,24 @@ def test_values_come_to_explain_the_returns():
     assert explained[0] < 0.2 < 0.6 < explained[-1]
 
 
+def test_the_shares_of_a_batch_hold_about_as_many_tokens_each(monkeypatch):
+    ordered = sorted(
+        TRAJECTORIES, key=lambda t: len(t.tokens)
+    )  # in halves of this order all the long ones share one
+    critic, state = make_critic(model(), dataclasses.replace(CONFIG, minibatches=2), OBJECTIVE)
+    sizes, step = [], critic.descent.step
+
+    def counted(params, opt_state, frozen, batches, total):
+        sizes.append(sum(int((batch.segment_ids > 0).sum()) for batch in batches))
+        return step(params, opt_state, frozen, batches, total)
+
+    monkeypatch.setattr(critic.descent, "step", counted)
+    critic.learn(state, ordered, critic.estimate(state, ordered))
+    lengths = [len(t.tokens) for t in ordered]
+    assert len(sizes) == 2 and sum(sizes) == sum(lengths)
+    assert abs(sizes[0] - sizes[1]) <= max(lengths) < sum(lengths[4:]) - sum(lengths[:4])
+
+
 def test_a_mesh_gives_the_estimate_and_the_step_of_one_device():
     found = []
     for mesh in (None, make_mesh(2, 2, 2)):
