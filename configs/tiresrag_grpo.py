@@ -24,7 +24,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from rrl.train.config_parts import begin, is_smoke, parse_run, shorten
+from rrl.train.config_parts import begin, is_smoke, parse_run, refuse_void, shorten
 
 ABLATIONS: dict[str, dict[str, Any]] = {
     "none": {},
@@ -53,6 +53,8 @@ def get_config(arg: str = "") -> ConfigDict:
         schedule=("paper", "fixed", "linear", "fast"),
         reflect=("paper", "released"),
     )
+    refuse_void(args, "naive", "schedule", "reflect")
+    refuse_void(args, "reflect", "reflect")
     # They import jax: after the arguments were found right.
     from rrl.train.experiment import with_defaults
     from rrl.train.judges import sections_of

@@ -44,6 +44,16 @@ def refuse_unused_encoder(args: types.SimpleNamespace) -> None:
         )
 
 
+def refuse_void(args: types.SimpleNamespace, ablation: str, *names: str) -> None:
+    """Raises UserError for arguments that differ from `paper`, of `names`, beside the ablation that leaves out what they set."""
+    for name in names:
+        if args.ablation == ablation and (value := getattr(args, name)) != "paper":
+            raise UserError(
+                f"config argument {name}={value} has no meaning with ablation={ablation}, which leaves out what it sets; leave "
+                "one out"
+            )
+
+
 def begin(stem: str, arg: str, args: types.SimpleNamespace) -> ConfigDict:
     """A config with the sections that no recipe changes: name, data, retriever, mesh, compute, lora and guard.
 

@@ -76,6 +76,17 @@ def test_the_papers_variants_are_arguments(arg, changed):
     assert recipe_of(f"size=3b,data=FOLDER,{arg}") == TiresRag(**changed)
 
 
+@pytest.mark.parametrize(
+    "arg",
+    ["ablation=naive,schedule=fast", "ablation=naive,reflect=released", "ablation=reflect,reflect=released"],
+)
+def test_an_argument_of_what_an_ablation_leaves_out_is_refused(arg):
+    ablation, other = arg.split(",")
+    with pytest.raises(UserError, match=f"argument {other} has no meaning with {ablation}, which leaves out"):
+        config(arg)
+    assert config(ablation) != config(other)
+
+
 def test_the_judge_is_an_oracle_a_folder_or_a_service():
     assert Settings.parse(config()).judge.judge.kind == "oracle"
     assert Settings.parse(config("judge=some/folder")).judge.judge.folder == "some/folder"
