@@ -24,7 +24,7 @@ from rrl.rollout.trajectory import POLICY, Trajectory
 from rrl.train.descent import Descent
 from rrl.train.objective import ObjectiveConfig
 from rrl.train.pack import even_shares
-from rrl.train.rows import Scorer, bucketed
+from rrl.train.rows import Scorer, bucketed, packed_sizes
 
 State = tuple[PyTree, PyTree]
 """Trained parameters and the state of their optimiser."""
@@ -182,7 +182,7 @@ class Critic:
         """
         config = self.config
         packed: list[tuple[list[Batch], int]] = []
-        for share in even_shares(np.array([len(t.tokens) for t in trajectories]), config.minibatches):
+        for share in even_shares(packed_sizes(trajectories, self.objective), config.minibatches):
             chosen = [trajectories[i] for i in share]
             extras = {
                 "value": [estimate.values[i] for i in share],

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array, Float, PyTree
+from jaxtyping import Array, Float, Int, PyTree
 
 from rrl.errors import UserError
 from rrl.parallel.mesh import data_shards, put_rows, use_mesh
@@ -55,11 +55,7 @@ def bucketed(
         raise UserError(
             f"a trajectory of {longest} tokens is longer than the longest of objective.lengths={config.lengths}"
         )
-    laid = [
-        (index, one)
-        for index, t in enumerate(trajectories)
-        for one in layouts(t, config.share_prefixes, most)
-    ]
+    laid = _laid(trajectories, config)
 
     def cut(values: Sequence[np.ndarray]) -> list[np.ndarray]:
         return [values[index][layout.tokens] for index, layout in laid]
@@ -74,6 +70,23 @@ def bucketed(
         extras={name: cut(values) for name, values in (extras or {}).items()},
     )
     return Rows(buckets, laid)
+
+
+def packed_sizes(trajectories: Sequence[Trajectory], config: ObjectiveConfig) -> Int[np.ndarray, "N"]:
+    """How many tokens of the rows each trajectory takes: what its contexts have in common may lie there once."""
+    sizes = np.zeros(len(trajectories), np.int64)
+    for index, layout in _laid(trajectories, config):
+        sizes[index] += len(layout.tokens)
+    return sizes
+
+
+def _laid(trajectories: Sequence[Trajectory], config: ObjectiveConfig) -> list[tuple[int, Layout]]:
+    """The sequences of the rows, each with the index of its trajectory."""
+    return [
+        (index, one)
+        for index, t in enumerate(trajectories)
+        for one in layouts(t, config.share_prefixes, config.lengths[-1])
+    ]
 
 
 class Scorer:
