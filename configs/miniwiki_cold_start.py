@@ -9,8 +9,8 @@
 
 About 2 minutes on 2 quiet cores. The model is written to WORKDIR/model, or to out=FOLDER. There are 500 demonstrations,
 150 for R3-RAG and R2AG and 250 for the baselines: the baselines' papers start from none, and after 500 they leave reinforcement
-learning little to do; `demonstrations=N` takes another number. `minutes=M` trains for so long instead, at a lower constant rate, and
-keeps the parameters with the least held-out loss: the control that goes on with supervised training for as long as
+learning little to do; `demonstrations=N` takes another number. `minutes=M` trains for so long instead, at a lower constant
+rate, and keeps the parameters with the least held-out loss: the control that goes on with supervised training for as long as
 reinforcement learning took.
 """
 

@@ -155,8 +155,8 @@ class Expanding:
             return Finish("turn_limit")
         return Restart(self.prompt(episode.question, documents_of(episode.searches), None in found))
 
-    def overflow(self, episode: Episode, message: Append, room: int) -> Action:
-        raise NotImplementedError("nothing is appended to a context: each expansion has a prompt of its own")
+    def overflow(self, episode: Episode, message: Append | Restart, room: int) -> Action:
+        return Finish("context_limit")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -114,8 +114,8 @@ class Steps:
     def observe(self, episode: Episode, passages: Sequence[Passage] | None) -> Action:
         return Finish("turn_limit") if episode.turn + 1 >= self.max_steps else self.again(episode)
 
-    def overflow(self, episode: Episode, message: Append, room: int) -> Action:
-        raise NotImplementedError("steps are never answered within their context")
+    def overflow(self, episode: Episode, message: Append | Restart, room: int) -> Action:
+        return Finish("context_limit")
 
     def again(self, episode: Episode) -> Restart:
         """The next step's context, after all that was said and found."""

@@ -157,6 +157,19 @@ class Retriever:
         finally:
             self._meter.call(time.perf_counter() - started)
 
+    def recall(self, query: str, k: int) -> list[Hit] | None:
+        """What `search` would give for a query that was asked before, without its embedding; None where that is not known any
+        more."""
+        text = query[:MAX_QUERY_CHARACTERS].strip()
+        with self._lock:
+            if text and (text, k) not in self._cache:
+                return None
+            found = self._cache[text, k] if text else ()
+            if text:
+                self._cache.move_to_end((text, k))
+        self._meter.add(queries=1, cache_hits=int(bool(text)), empty=int(not found))
+        return [Hit(self.passages[i], score) for i, score in found]
+
     def _find(
         self,
         missing: Sequence[tuple[int, str]],

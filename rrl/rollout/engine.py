@@ -30,14 +30,15 @@ from rrl.parallel.gather import gather_objects
 from rrl.parallel.mesh import make_mesh
 from rrl.retrieval.retriever import Retriever
 from rrl.rollout.automaton import StopSets, compile_sets
-from rrl.rollout.episodes import Request
-from rrl.rollout.exchange import Turns
+from rrl.rollout.episodes import Request, check_tokens
+from rrl.rollout.exchange import WAIT, Turns
 from rrl.rollout.host import Host
 from rrl.rollout.loop import EngineConfig, Programs, QueryEncoder
 from rrl.rollout.protocol import Environment
+from rrl.rollout.searches import NAP
 from rrl.rollout.trajectory import Trajectory
 from rrl.rollout.watchdog import Watchdog
-from rrl.rollout.workflow import Completion, Flows, Workflow
+from rrl.rollout.workflow import ASKS, Completion, Flows, Workflow
 from rrl.text.chat import chat_ids
 
 
@@ -122,11 +123,7 @@ class Engine:
 
     def check_prompt(self, question: Question, prompt: Int[np.ndarray, "T"]) -> None:
         """Raises UserError for a prompt that does not fit the context, or has tokens that the model has not."""
-        size = self.programs.decoder_config.vocab_size
-        if wrong := [int(token) for token in (np.min(prompt), np.max(prompt)) if not 0 <= token < size]:
-            raise UserError(
-                f"the prompt of question {question.id!r} has token {wrong[0]}; the model's tokens are 0 to {size - 1}"
-            )
+        check_tokens(prompt, len(self.bytes), f"the prompt of question {question.id!r}")
         if len(prompt) + 2 > self.config.context:
             raise UserError(
                 f"the prompt of question {question.id!r} has {len(prompt)} tokens, the context holds "
@@ -205,10 +202,17 @@ class Engine:
         """Runs generator functions (see `rrl.rollout.workflow`) side by side; returns what each returned.
 
         `environment` names all stop strings and the most tokens of one generation. `numbers` are the workflows' seeds, all
-        of them different; their places unless given. `on_finish` gets each number with what its workflow returned; as in
-        `run`. Raises what a workflow raises, and UserError for a number that is there twice.
+        of them different; their places unless given. `on_finish` gets each number with what its workflow returned, as in `run`:
+        each process begins those of its own data shards. Raises what a workflow raises, and UserError for numbers that are
+        not one for each workflow, there twice or too large.
         """
         numbers = range(len(workflows)) if numbers is None else numbers
+        if len(numbers) != len(workflows):
+            raise UserError(
+                f"numbers: {len(numbers)} for {len(workflows)} workflows; each needs one of its own, its seed"
+            )
+        if wrong := [number for number in numbers if not 0 <= number < 2 ** (31 - ASKS)]:
+            raise UserError(f"numbers: {wrong[0]} must be 0 to {2 ** (31 - ASKS) - 1}")
         if twice := [number for number, count in collections.Counter(numbers).items() if count > 1]:
             raise UserError(
                 f"numbers: {twice[0]} is there twice; each workflow needs one of its own, its seed"
@@ -226,7 +230,7 @@ class Engine:
             with alone:
                 on_finish(number, result)
 
-        for place, host in enumerate(hosts):
+        for place, host in self._own(hosts):
             Flows(numbered[place::count], host, environment, results, finish).start()
         found = self._drive(hosts, results, params, environment, key, reference)
         return [found[number] for number in numbers]
@@ -248,12 +252,21 @@ class Engine:
             encode=self.encode,
             decode=self.decode,
             encode_prompt=lambda text: chat_ids(self.tokenizer, text),
+            vocab_size=len(self.bytes),
             retriever=self._searched(retriever or self.retriever),
             top_k=self.config.top_k,
             search_seconds=self.config.search_seconds,
             share_prompts=self.config.share_prompts,
             told=self._told,
+            nap=NAP / self.programs.shards,  # while one naps the others stand still
         )
+
+    def _own(self, hosts: Sequence[Host]) -> list[tuple[int, Host]]:
+        """Those that are asked in this process, with their places: their data shards lie on its devices."""
+        shards = self.programs.shards
+        asking = self.mesh.devices.reshape(shards, -1)[:, 0]  # rank 0 of the tensor axis
+        here = [device.process_index == jax.process_index() for device in asking]
+        return [(place, host) for place, host in enumerate(hosts) if here[place % shards]]
 
     def _searched(self, retriever: Retriever | None) -> Retriever | None:
         """The same; UserError where the engine cannot embed its queries."""
@@ -323,11 +336,15 @@ class Engine:
                 steps = [run(loop) for loop in range(loops)]
             else:
                 with concurrent.futures.ThreadPoolExecutor(loops, "rrl-rollout") as pool:
-                    steps = list(pool.map(run, range(loops)))
+                    running = [pool.submit(run, loop) for loop in range(loops)]
+                    try:
+                        concurrent.futures.wait(running, return_when=concurrent.futures.FIRST_EXCEPTION)
+                        steps = [loop.result() for loop in running]
+                    except BaseException:  # Ctrl-C, or a loop that broke: the others shall end too
+                        over.set()
+                        raise
         errors = [host.error for host in hosts if host.error is not None]
-        counts = [
-            (host.searches.seconds, host.written, host.prefilled, host.searches.failed) for host in hosts
-        ]
+        counts = [(host.searches.seconds, host.written, host.prefilled, host.failed) for host in hosts]
         parts = gather_objects((found, [repr(error) for error in errors], counts))
         if errors:
             raise errors[0]
@@ -358,10 +375,12 @@ class Engine:
 
         return jax.tree.map(put, tree)
 
-    def _answer(self, shard: Any, *report: Any) -> np.ndarray:
+    def _answer(self, shard: Any, active: Any, *report: Any) -> np.ndarray:
         """The callback: NumPy in, NumPy out."""
         *turn, embeddings = (np.asarray(part) for part in report)
-        return self._hosts[int(shard)].exchange(Turns(*turn), embeddings)
+        turns = Turns(*turn)
+        others = int(active) - int(np.count_nonzero(turns.status <= WAIT))
+        return self._hosts[int(shard)].exchange(turns, embeddings, others)
 
     def _progress(self) -> int:
         return sum(host.exchanges for host in self._hosts)
@@ -369,7 +388,7 @@ class Engine:
     def _stages(self) -> str:
         return "; ".join(
             f"host {number} {host.stage}, after {host.exchanges} exchanges"
-            for number, host in enumerate(self._hosts)
+            for number, host in self._own(self._hosts)
         )
 
     def _check(self, requests: Sequence[Request], environment: Environment) -> None:
@@ -383,14 +402,14 @@ class Engine:
 
 
 def deal(prompts: Sequence[Int[np.ndarray, "T"]], shards: int, loops: int = 1) -> list[list[list[int]]]:
-    """Which requests each data shard runs, in groups for one of its loops: those of one prompt together, as far as there are
-    prompts enough."""
+    """Which requests each data shard runs, in groups for one of its loops: those of one prompt together, as long as each loop
+    gets as many prompts; those of the prompts that are left over go round one by one."""
     groups: dict[bytes, list[int]] = {}
     for index, prompt in enumerate(prompts):
         groups.setdefault(np.asarray(prompt, np.int32).tobytes(), []).append(index)
     places = list(groups.values())
-    if len(groups) < shards * loops:
-        places = [[place] for place in range(len(prompts))]
+    whole = len(places) - len(places) % (shards * loops)
+    places[whole:] = [[place] for group in places[whole:] for place in group]
     return [places[shard::shards] for shard in range(shards)]
 
 

@@ -34,6 +34,20 @@ class Request:
         at_most(2**31 - 1, self, "seed", where="request.")
         if not len(self.prompt):
             raise UserError(f"the prompt of question {self.question.id!r} is empty: give at least one token")
+        if self.stops is not None and not _is_set(self.stops):
+            raise UserError(
+                f"request.stops={self.stops!r} of question {self.question.id!r} must be a tuple of texts, such as ('.',)"
+            )
+
+
+def _is_set(stops: object) -> bool:
+    return isinstance(stops, tuple) and all(isinstance(string, str) for string in stops)
+
+
+def check_tokens(tokens: Int[np.ndarray, "T"], vocab_size: int, whose: str) -> None:
+    """Raises UserError for a token that the model has not; `whose` it is says the error."""
+    if wrong := [int(token) for token in (np.min(tokens), np.max(tokens)) if not 0 <= token < vocab_size]:
+        raise UserError(f"{whose} has token {wrong[0]}; the model's tokens are 0 to {vocab_size - 1}")
 
 
 class Live:

@@ -15,7 +15,7 @@ from jaxtyping import Float, Int
 from rrl.errors import UserError
 from rrl.retrieval.retriever import Retriever
 from rrl.rollout.automaton import StopSets
-from rrl.rollout.episodes import Live, Request
+from rrl.rollout.episodes import Live, Request, check_tokens
 from rrl.rollout.exchange import (
     HEADER,
     HELD,
@@ -43,10 +43,12 @@ from rrl.rollout.protocol import (
     SearchFor,
     message_ids,
 )
-from rrl.rollout.searches import Asker, Found, Searches
+from rrl.rollout.searches import NAP, Found, Searches
 from rrl.rollout.trajectory import Search, Trajectory
 from rrl.text.chat import Prompt
 
+Asker = int | tuple[int, int]
+"""Who asks: a row, or a workflow and the place in what it asked for."""
 COPIED = Feed._fields.index("copied")
 _STOP_NAMES = {STOP_EOS: EOS, STOP_TURN: TURN_TOKENS, STOP_CONTEXT: CONTEXT}
 
@@ -72,18 +74,22 @@ class Host:
         encode: Callable[[str], np.ndarray],
         decode: Callable[[np.ndarray], str],
         encode_prompt: Callable[[str | Prompt], np.ndarray],
+        vocab_size: int,
         retriever: Retriever | None = None,
         top_k: int = 3,
         search_seconds: float = 60.0,
         share_prompts: bool = True,
         on_finish: Callable[[int, Trajectory], None] = lambda index, trajectory: None,
         told: set[type] | None = None,
+        nap: float = NAP,
     ) -> None:
         """`requests` come in groups of one prompt; several hosts may take theirs from the same. `told` holds the kinds of
-        search error that were logged already, and takes new ones."""
+        search error that were logged already, and takes new ones; `nap` is how many seconds the host waits for
+        searches where nothing else is to be done."""
         self.environment, self.stops = environment, stops
         self.limits = limits
         self.encode, self.decode, self.encode_prompt = encode, decode, encode_prompt
+        self.vocab_size, self.nap = vocab_size, nap
         self.searches = Searches(retriever, top_k, search_seconds, set() if told is None else told)
         self.on_finish = on_finish
         self.on_found: Callable[[Asker, Found], None] = lambda key, found: None
@@ -100,8 +106,10 @@ class Host:
         """Queries of the rows that wait for passages."""
         self.answers: dict[int, dict[str, Found]] = {}
         """What is there of them."""
-        self.to_encode: collections.deque[tuple[Asker, str]] = collections.deque()
-        self.encoding: list[tuple[Asker, str]] = []
+        self.askers: dict[str, list[Asker]] = {}
+        """Who waits for each query that is looked up."""
+        self.to_encode = collections.deque[str]()
+        self.encoding: list[str] = []
         self.stage = "has not been asked yet"
         """What it is doing, for who wonders why nothing happens."""
         self.exchanges = 0
@@ -109,24 +117,26 @@ class Host:
         """Tokens that were fed; a prompt that is copied from another row is not."""
         self.written = 0
         """Tokens of the policy."""
+        self.failed = 0
+        """Searches that failed, once for each that asked."""
         self.error: BaseException | None = None
         self.over = threading.Event()
         """Set by an error: hosts that share it end with the one that met it."""
-        for row in range(limits.rows):
-            self._admit(row)
+        self._fill()
 
-    def exchange(self, turns: Turns, embeddings: Float[np.ndarray, "P E"]) -> Int[np.ndarray, "words"]:
-        """Takes what the device has done and returns the next feeds, queries and marks (see `Limits.words`)."""
+    def exchange(
+        self, turns: Turns, embeddings: Float[np.ndarray, "P E"], others: int = 0
+    ) -> Int[np.ndarray, "words"]:
+        """Takes what the device has done and returns the next feeds, queries and marks (see `Limits.words`). `others` is how
+        many rows of other data shards go on; they stand still meanwhile."""
         self.exchanges += 1
         try:
             if not self.over.is_set():
                 self.stage = "reading what the policy wrote"
                 self._read(turns)
-                self._search(turns, embeddings)
+                self._search(turns, embeddings, others)
                 self.stage = "packing what the rows are fed"
-                for row in range(self.limits.rows):
-                    if self.rows[row] is None:
-                        self._admit(row)
+                self._fill()
                 words = self._pack()
                 self.stage = "waiting for the device"
                 return words
@@ -171,7 +181,13 @@ class Host:
             )
         else:
             self.asked[row], self.answers[row] = (action.query, *action.also), {}
-            self.to_encode += [(row, query) for query in dict.fromkeys(self.asked[row])]
+            for query in dict.fromkeys(self.asked[row]):
+                if not isinstance(query, str):
+                    raise UserError(
+                        f"environment {type(self.environment).__name__} searches for {query!r} in turn {live.episode.turn} of "
+                        f"question {live.request.question.id!r}; a query is a text"
+                    )
+                self.look_up(row, query)
 
     def _append(self, row: int, live: Live, message: Append) -> None:
         room = self.limits.context - live.used
@@ -190,31 +206,46 @@ class Host:
         live.answered(ids, self.decode(ids))
 
     def _restart(self, row: int, live: Live, action: Restart) -> None:
-        prompt = action.prompt
+        room = self.limits.context - 2
+        prompt = self._prompt(live, action)
+        if len(prompt) > room:
+            other = self.environment.overflow(live.episode, action, room)
+            if not isinstance(other, Restart):
+                self._act(row, live, other)
+                return
+            prompt = self._prompt(live, other)
+            if len(prompt) > room:
+                self._finish(row, live, "context_limit")
+                return
+        live.restarted(prompt, self.decode(prompt))
+        self._open(row, prompt)
+
+    def _prompt(self, live: Live, action: Restart) -> Int[np.ndarray, "T"]:
+        prompt, whose = action.prompt, f"the prompt of a Restart of question {live.request.question.id!r}"
         if isinstance(prompt, (str, Prompt)):
             prompt = self.encode_prompt(prompt)
         if not len(prompt):
-            raise UserError(f"question {live.request.question.id!r}: the prompt of a Restart is empty")
-        if len(prompt) + 2 > self.limits.context:
-            self._finish(row, live, "context_limit")
-            return
-        live.restarted(prompt, self.decode(prompt))
-        self._open(row, prompt)
+            raise UserError(f"{whose} is empty")
+        check_tokens(prompt, self.vocab_size, whose)
+        return prompt
 
     def _finish(self, row: int, live: Live, reason: str) -> None:
         self.rows[row] = None
         self.on_finish(self.indices[row], live.trajectory(reason))
-        self._admit(row)
 
-    def _admit(self, row: int) -> None:
-        if not self.queue:
-            try:
-                self.queue.extend(self.groups.popleft())
-            except IndexError:  # another host may have taken the last
-                return
-        self.indices[row], request = self.queue.popleft()
-        self.rows[row] = Live(request, self.decode(request.prompt))
-        self._open(row, request.prompt)
+    def _fill(self) -> None:
+        """Rows that are free take the next requests."""
+        for row, live in enumerate(self.rows):
+            if live is not None:
+                continue
+            if not self.queue:
+                try:
+                    self.queue.extend(self.groups.popleft())
+                except IndexError:  # another host may have taken the last
+                    return
+            self.indices[row], request = self.queue.popleft()
+            self.rows[row] = Live(request, self.decode(request.prompt))
+            self._open(row, request.prompt)
 
     def _open(self, row: int, prompt: Int[np.ndarray, "T"]) -> None:
         self.todo[row] = _Todo(np.asarray(prompt, np.int32), 0)
@@ -222,29 +253,40 @@ class Host:
     # -- retrieval ---------------------------------------------------------------------------------------------------
 
     def look_up(self, key: Asker, query: str) -> None:
-        """Searches for someone who is no row; `on_found` gets the passages."""
-        self.to_encode.append((key, query))
+        """Searches for a row, or for someone else, for whom `on_found` gets the passages. Who asks what another has asked waits
+        for the same search."""
+        if query in self.askers:
+            self.askers[query].append(key)
+        else:
+            self.askers[query] = [key]
+            self.to_encode.append(query)
 
-    def _search(self, turns: Turns, embeddings: Float[np.ndarray, "P E"]) -> None:
+    def _search(self, turns: Turns, embeddings: Float[np.ndarray, "P E"], others: int) -> None:
         if self._needs_embeddings:
             ready, self.encoding = self.encoding, []
             vectors = embeddings[: len(ready)]
+            self.to_encode = collections.deque(
+                query for query in self.to_encode if not self.searches.recall(query)
+            )
         else:
             ready, vectors = list(self.to_encode), None
             self.to_encode.clear()
         if ready:
             self.stage = f"searching for {len(ready)} queries"
-            self.searches.submit([key for key, _ in ready], [query for _, query in ready], vectors)
-        nothing_else = not (self.todo or self.to_encode or (turns.status == RUN).any())
+            self.searches.submit(ready, vectors)
+        nothing_else = not (self.todo or self.to_encode or (turns.status == RUN).any() or others)
         if nothing_else and len(self.searches):
             self.stage = "waiting for searches"
-        for key, query, passages in self.searches.done(wait=nothing_else):
-            if not isinstance(key, int):
-                self.on_found(key, passages)
-                continue
-            self.answers[key][query] = passages
-            if len(self.answers[key]) == len(set(self.asked[key])):
-                self._observe(key)
+        for query, passages in self.searches.done(wait=self.nap if nothing_else else 0.0):
+            keys = self.askers.pop(query)
+            self.failed += len(keys) * (passages is None)
+            for key in keys:
+                if not isinstance(key, int):
+                    self.on_found(key, passages)
+                    continue
+                self.answers[key][query] = passages
+                if len(self.answers[key]) == len(set(self.asked[key])):
+                    self._observe(key)
 
     def _observe(self, row: int) -> None:
         """All that a row asked for is there."""
@@ -286,7 +328,7 @@ class Host:
             assert self.searches.retriever is not None
             count = min(self.limits.feeds, len(self.to_encode))
             self.encoding = [self.to_encode.popleft() for _ in range(count)]
-            ids = self.searches.retriever.tokenize([query for _, query in self.encoding])
+            ids = self.searches.retriever.tokenize(self.encoding)
             queries[:count] = ids[:, : self.limits.query_tokens]
         marks = np.zeros(self.limits.rows, np.int32)
         idle = HELD if self.more_may_come else OFF
@@ -295,9 +337,10 @@ class Host:
                 marks[row] = idle + 1
             elif row in self.todo:
                 marks[row] = WAIT + 1
-        for key in self.searches.keys:
-            if isinstance(key, int):
-                marks[key] = HELD + 1
+        for query in self.searches.queries:
+            for key in self.askers[query]:
+                if isinstance(key, int):
+                    marks[key] = HELD + 1
         return self._packed(feeds, queries, marks)
 
     def _packed(self, feeds: np.ndarray, queries: np.ndarray, marks: np.ndarray) -> Int[np.ndarray, "words"]:

@@ -24,7 +24,7 @@ from rrl.models.decoder import Decoder, computed
 from rrl.parallel.mesh import ROW_AXES, data_shards
 from rrl.parallel.runtime import cores_here
 from rrl.rollout.device import Rows, Sampler, decode_until, feed
-from rrl.rollout.exchange import HEADER, LEAVE, OFF, Feed, Limits
+from rrl.rollout.exchange import HEADER, LEAVE, OFF, WAIT, Feed, Limits
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,8 +81,8 @@ DECODE, PREFILL = "decode_rows", "prefill_rows"
 """Names of the loop's two halves in a compiled program."""
 
 Answer = Callable[..., np.ndarray]
-"""(loop * shards + data shard, status, stop, ids, logps, sampled_logps, length, embeddings) -> what `Host.exchange` returns,
-for its rows."""
+"""(loop * shards + data shard, rows of all shards that run or wait, status, stop, ids, logps, sampled_logps, length,
+embeddings) -> what `Host.exchange` returns, for its rows."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -207,12 +207,13 @@ class Programs:
                 rows, cache, more = decode_step(params, rows, cache, key, table, patience)
                 steps += more
                 report = [np.asarray(part) for part in _report(rows, embeddings)]
+                active = np.count_nonzero(report[0] <= WAIT)
                 words = []
                 for shard in range(self.shards):
                     turn = [part[shard * per_shard : (shard + 1) * per_shard] for part in report[:-1]]
                     count = self.limits.feeds
                     answers = report[-1][shard * count : (shard + 1) * count]
-                    words.append(self.answer(loop * self.shards + shard, *turn, answers))
+                    words.append(self.answer(loop * self.shards + shard, active, *turn, answers))
                 answer = self._unpack(jnp.asarray(np.stack(words)))
                 rows, cache = feed_step(params, rows, cache, answer.feeds, answer.marks)
                 embeddings = embed(encoder_state, answer.queries, answer.asked, embeddings)
@@ -310,12 +311,12 @@ class Programs:
         """Calls every data shard's host once; tensor ranks other than 0 get the answer by a sum."""
         width = self.limits.words
 
-        def per_device(loop: jax.Array, *report: jax.Array) -> jax.Array:
+        def per_device(loop: jax.Array, active: jax.Array, *report: jax.Array) -> jax.Array:
             shard = loop * self.shards + jax.lax.axis_index(ROW_AXES)
 
             def ask() -> jax.Array:
                 shape = jax.ShapeDtypeStruct((width,), jnp.int32)
-                return io_callback(self.answer, shape, shard, *report, ordered=False)
+                return io_callback(self.answer, shape, shard, active, *report, ordered=False)
 
             first = jax.lax.axis_index("tensor") == 0
             words = jax.lax.cond(first, ask, lambda: jnp.zeros(width, jnp.int32))
@@ -326,11 +327,11 @@ class Programs:
         mapped = jax.shard_map(
             per_device,
             mesh=self.mesh,
-            in_specs=(PartitionSpec(), *(spec,) * len(report)),
+            in_specs=(PartitionSpec(), PartitionSpec(), *(spec,) * len(report)),
             out_specs=spec,
             check_vma=False,
         )
-        return mapped(loop, *report)
+        return mapped(loop, jnp.sum(rows.status <= WAIT), *report)
 
 
 def _report(rows: Rows, embeddings: jax.Array) -> tuple[jax.Array, ...]:

@@ -53,7 +53,8 @@ class Append:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Restart:
-    """Action: the context is cleared and the policy is asked anew; the episode goes on (R3-RAG's steps)."""
+    """Action: the context is cleared and the policy is asked anew; the episode goes on (R3-RAG's steps). One that does not fit
+    the context goes to `Environment.overflow`."""
 
     prompt: str | Prompt | Int[np.ndarray, "T"]
     """What opens the new context (a text: the user's turn of the chat template), or token ids as they are."""
@@ -90,9 +91,9 @@ class Environment(Protocol):
     def observe(self, episode: Episode, passages: Sequence[Passage] | None, /) -> Action:
         """Answers a search; `passages` is None when it failed. Of queries side by side each has its own, in their order."""
 
-    def overflow(self, episode: Episode, message: Append, room: int) -> Action:
-        """Answers in place of `message`, which does not fit: the context has room for `room` tokens, one of which the
-        policy needs to go on. A message that does not fit either ends the episode as "context_limit"."""
+    def overflow(self, episode: Episode, message: Append | Restart, room: int) -> Action:
+        """Answers in place of `message`, which does not fit: the context has room for `room` tokens, of which the policy needs
+        one to go on after an Append. What does not fit either ends the episode as "context_limit"."""
 
 
 def message_ids(
@@ -155,8 +156,6 @@ class Stream:
         return (closing, markers(self.answer)[1]) if self.stop_at_answer else (closing,)
 
     def react(self, episode: Episode, text: str, stop: str) -> Action:
-        if stop == CONTEXT:
-            return Finish("context_limit")
         last = episode.turn >= self.max_searches
         if stop == self.stops[0]:
             queries = boxes(text, self.search)
@@ -164,6 +163,8 @@ class Stream:
                 return Finish("search_limit") if last else SearchFor(queries[-1].strip())
         elif boxes(text, self.answer):
             return Finish("answer")
+        if stop == CONTEXT:
+            return Finish("context_limit")
         if last or not self.correction:
             if stop == TURN_TOKENS:
                 return Finish("length")
@@ -176,9 +177,9 @@ class Stream:
         opening, closing = markers(self.observation)
         return Append(f"\n{opening}\n", body, f"\n{closing}\n")
 
-    def overflow(self, episode: Episode, message: Append, room: int) -> Action:
+    def overflow(self, episode: Episode, message: Append | Restart, room: int) -> Action:
         most = room - self.turn_tokens
-        if self.when_full == "end" or most <= 0:
+        if isinstance(message, Restart) or self.when_full == "end" or most <= 0:
             return Finish("context_limit")
         return dataclasses.replace(message, most=most)
 
@@ -197,6 +198,9 @@ class SingleTurn:
     turn_tokens: int = 64
     observation_tokens: int = 0
 
+    def __post_init__(self) -> None:
+        at_least(1, self, "turn_tokens", where="environment.")
+
     @property
     def stops(self) -> tuple[str, ...]:
         return ()
@@ -207,5 +211,5 @@ class SingleTurn:
     def observe(self, episode: Episode, passages: Sequence[Passage] | None) -> Append:
         raise NotImplementedError("a single-turn environment never searches")
 
-    def overflow(self, episode: Episode, message: Append, room: int) -> Action:
+    def overflow(self, episode: Episode, message: Append | Restart, room: int) -> Action:
         raise NotImplementedError("a single-turn environment never answers")

@@ -19,11 +19,10 @@ from jaxtyping import Int
 
 from rrl.data.passages import Passage
 from rrl.data.questions import Question
-from rrl.errors import UserError
-from rrl.rollout.episodes import Request
-from rrl.rollout.host import Host
-from rrl.rollout.protocol import CONTEXT, EOS, TURN_TOKENS, Action, Append, Episode, Finish
-from rrl.rollout.searches import Asker
+from rrl.errors import UserError, at_least
+from rrl.rollout.episodes import Request, check_tokens
+from rrl.rollout.host import Asker, Host
+from rrl.rollout.protocol import CONTEXT, EOS, TURN_TOKENS, Action, Append, Episode, Finish, Restart
 from rrl.rollout.trajectory import POLICY, Trajectory
 
 
@@ -60,6 +59,10 @@ class Generated:
     """Tokens and log-probabilities."""
 
 
+ASKS = 12
+"""Bits of a seed that count the texts that one workflow asks for; the others are its number."""
+
+
 class PromptTooLong(UserError):
     """Is raised inside a workflow whose prompt outgrows the context, which may go on with something else; where it does not,
     the run ends with it."""
@@ -78,6 +81,11 @@ class Completion:
     turn_tokens: int = 256
     observation_tokens: int = 0
 
+    def __post_init__(self) -> None:
+        at_least(1, self, "turn_tokens", where="completion.")
+        if wrong := [strings for strings in self.stop_sets if not isinstance(strings, tuple)]:
+            raise UserError(f"completion.stop_sets: {wrong[0]!r} must be a tuple of texts, such as ('.',)")
+
     @property
     def stops(self) -> tuple[str, ...]:
         """Those of a request that names none."""
@@ -89,7 +97,7 @@ class Completion:
     def observe(self, episode: Episode, passages: Sequence[Passage] | None) -> Action:
         raise NotImplementedError("a completion never searches")
 
-    def overflow(self, episode: Episode, message: Append, room: int) -> Action:
+    def overflow(self, episode: Episode, message: Append | Restart, room: int) -> Action:
         raise NotImplementedError("a completion is never answered")
 
 
@@ -134,8 +142,8 @@ class Flows:
                 self._host.more_may_come = bool(self._flows)
                 self._on_finish(flow, end.value)
                 return
-            self._single[flow] = isinstance(asked, Ask)
-            parts: list[Ask] = [asked] if isinstance(asked, Ask) else list(asked)
+            self._single[flow] = not isinstance(asked, (list, tuple))
+            parts: list[Ask] = list(asked) if isinstance(asked, (list, tuple)) else [asked]
             try:
                 prompts = [self._checked(flow, part) for part in parts]
             except PromptTooLong as error:
@@ -154,8 +162,10 @@ class Flows:
     def _checked(self, flow: int, ask: Any) -> Int[np.ndarray, "T"]:
         """The tokens of the prompt of what a workflow asks for, none for a search; raises what is wrong with it."""
         environment, context = self._environment, self._host.limits.context
-        if isinstance(ask, Retrieve):
+        if isinstance(ask, Retrieve) and isinstance(ask.query, str):
             return np.zeros(0, np.int32)
+        if isinstance(ask, Retrieve):
+            raise UserError(f"workflow {flow} searches for {ask.query!r}; a query is a text")
         if not isinstance(ask, Generate):
             raise UserError(
                 f"workflow {flow} yields a {type(ask).__name__}; it may yield Generate, Retrieve, or lists of them"
@@ -176,6 +186,7 @@ class Flows:
                 f"workflow {flow}: a prompt of {len(prompt)} tokens; the context holds {context}: raise rollout.context "
                 "or shorten it"
             )
+        check_tokens(prompt, self._host.vocab_size, f"the prompt of workflow {flow}")
         return prompt
 
     def _generate(self, flow: int, place: int, ask: Generate, prompt: Int[np.ndarray, "T"]) -> None:
@@ -183,7 +194,9 @@ class Flows:
         self._places[number] = (flow, place)
         asked = self._asked[flow]
         self._asked[flow] += 1
-        seed = (flow << 12 ^ asked) & 0x7FFFFFFF
+        if asked >= 2**ASKS:
+            raise UserError(f"workflow {flow} asks for more than {2**ASKS} texts")
+        seed = flow << ASKS | asked
         question = Question(f"{flow}.{asked}", "", ())
         request = Request(question, prompt, seed, flow, ask.temperature, ask.tokens, ask.stops)
         self._host.queue.append((number, request))

@@ -65,6 +65,6 @@ class Watched:
         self._tell(Event("observation", text, tuple(passage.title for passage in passages)))
         return action
 
-    def overflow(self, episode: Episode, message: Append, room: int) -> Action:
+    def overflow(self, episode: Episode, message: Append | Restart, room: int) -> Action:
         """As the environment inside does; what was told was the whole message."""
         return self._inner.overflow(episode, message, room)

@@ -51,6 +51,12 @@ def test_a_tag_is_found_however_it_is_spelt():
     assert walk(["</search>"], vocabulary, [1, 2, 1, 3]) is None
 
 
+def test_a_tag_beyond_ascii_is_found_byte_by_byte():
+    vocabulary = [bytes([byte]) for byte in "</suché>".encode()]
+    assert walk(["</suché>"], vocabulary, list(range(len(vocabulary)))) == (len(vocabulary) - 1, 0)
+    assert walk(["</such?>"], vocabulary, list(range(len(vocabulary)))) is None
+
+
 def test_no_stop_strings_never_accept():
     automaton = compile_stops([], [b"a", b"b"])
     assert automaton.first_accept == 1

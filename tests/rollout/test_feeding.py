@@ -12,7 +12,7 @@ from rrl.rollout.automaton import compile_sets
 from rrl.rollout.episodes import Request
 from rrl.rollout.exchange import HEADER, LEAVE, PARTS, PIECE, RUN, WAIT, Feed, Limits, Turns
 from rrl.rollout.host import Host
-from rrl.rollout.protocol import Append, Restart, SingleTurn
+from rrl.rollout.protocol import Append, Restart, SearchFor, SingleTurn
 
 LIMITS = Limits(rows=3, context=400, feeds=2, feed_tokens=2 * PIECE, query_tokens=0)
 NONE = np.zeros((0, 0), np.float32)
@@ -29,6 +29,7 @@ def host(*prompts, share_prompts=False):
         encode=lambda text: np.zeros(0, np.int32),
         decode=lambda ids: "",
         encode_prompt=lambda text: np.zeros(0, np.int32),
+        vocab_size=500,
         share_prompts=share_prompts,
     )
 
@@ -98,7 +99,17 @@ def paused(made):
     ("action", "words"),
     [
         (None, r"environment Answers answers turn 0 of question '0' with None; it must be SearchFor, Append"),
-        (Restart(np.zeros(0, np.int32)), r"question '0': the prompt of a Restart is empty"),
+        (Restart(np.zeros(0, np.int32)), r"the prompt of a Restart of question '0' is empty"),
+        (
+            Restart(np.array([1, 500])),
+            r"a Restart of question '0' has token 500; the model's tokens are 0 to 499",
+        ),
+        (Restart(np.array([1, -7])), r"a Restart of question '0' has token -7"),
+        (
+            SearchFor(None),
+            r"environment Answers searches for None in turn 0 of question '0'; a query is a text",
+        ),
+        (SearchFor("a", (7,)), r"searches for 7 in turn 0"),
     ],
 )
 def test_what_an_environment_cannot_answer_is_named_and_ends_all_hosts(action, words):
@@ -120,13 +131,18 @@ def test_what_an_environment_cannot_answer_is_named_and_ends_all_hosts(action, w
     [
         (Append("x" * 397), []),  # what stands in place of it leaves the policy one token
         (Append("x" * 398), ["context_limit"]),
-        (Restart(np.zeros(398, np.int32)), []),
-        (Restart(np.zeros(399, np.int32)), ["context_limit"]),
+        (Restart(np.zeros(399, np.int32)), []),
+        (Restart(np.zeros(400, np.int32)), ["context_limit"]),
     ],
 )
 def test_what_does_not_fit_even_so_ends_the_episode_at_the_limit_of_its_context(action, ended):
     class Shortens(Answers):
         def overflow(self, episode, message, room):
+            if isinstance(message, Restart):
+                assert (
+                    room == LIMITS.context - 2
+                )  # the last of the prompt is left pending, and one is written
+                return Restart(message.prompt[1:])
             assert room == LIMITS.context - 2 - 1  # two tokens of the prompt, and one that was written
             return dataclasses.replace(message, prefix=message.prefix[1:])
 
@@ -154,3 +170,44 @@ def test_what_cannot_be_asked_is_refused_by_name(wrong, words):
     fields = {"prompt": np.zeros(3, np.int32), "seed": 0} | wrong
     with pytest.raises(UserError, match=words):
         Request(Question("q", "", ()), **fields)
+
+
+@pytest.mark.parametrize(("tokens", "shortened"), [(396, False), (397, True)])
+def test_a_message_leaves_the_policy_one_token_of_the_context(tokens, shortened):
+    class Watches(Answers):
+        def overflow(self, episode, message, room):
+            asked.append(room)
+            return Append()
+
+    made, asked = host([1, 2]), []
+    made.encode = lambda text: np.zeros(len(text), np.int32)
+    made.environment = environment = Watches(turn_tokens=4)
+    object.__setattr__(environment, "action", Append("x" * tokens))
+    pieces(made)
+    paused(made)
+    assert made.error is None and asked == [397] * shortened
+
+
+def test_rows_that_ask_the_same_wait_for_one_search():
+    class Library:
+        needs_embeddings = False
+
+        def search(self, queries, k, vectors=None):
+            asked.append(queries)
+            raise LookupError("gone")
+
+    class Observes(Answers):
+        def observe(self, episode, passages):
+            return Append("found" if passages else "nothing")
+
+    asked, made = [], host([1, 2], [3, 4], [5, 6])
+    made.encode = lambda text: np.zeros(len(text), np.int32)
+    made.searches.retriever = Library()
+    made.environment = environment = Observes(turn_tokens=4)
+    object.__setattr__(environment, "action", SearchFor("a"))
+    pieces(made)
+    paused(made)
+    while made.askers:
+        pieces(made)
+    assert made.error is None and asked == [["a"]] and made.failed == 3
+    assert [live.episode.searches[0].failed for live in made.rows] == [True] * 3

@@ -36,6 +36,7 @@ SEARCH = STREAM.stops[0]
         (2, "no answer", EOS, Finish("turn_limit")),
         (2, "no answer", TURN_TOKENS, Finish("length")),
         (1, "<search>a</search>", CONTEXT, Finish("context_limit")),
+        (1, "<answer>a</answer>", CONTEXT, Finish("answer")),
     ],
 )
 def test_a_turn_leads_to(turn, text, stop, action):

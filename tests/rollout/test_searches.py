@@ -4,8 +4,12 @@ import concurrent.futures
 import threading
 import time
 
+import numpy as np
 import pytest
 
+from rrl.data.passages import Passage
+from rrl.errors import UserError
+from rrl.retrieval.index import make_retriever
 from rrl.rollout.searches import Searches
 
 
@@ -25,18 +29,18 @@ class Slow:
 def collect(searches, count):
     found = []
     while len(found) < count:
-        found += searches.done(wait=True)
+        found += searches.done(wait=0.05)
     return found
 
 
 def test_a_slow_search_is_left_alone_and_taken_when_it_has_ended():
     slow = Slow()
     searches = Searches(slow, 3, 60.0, set())
-    searches.submit([4, 7], ["a", "b"], None)
-    assert searches.done(wait=False) == [] and searches.keys == {4, 7}
+    searches.submit(["a", "b"], None)
+    assert searches.done() == [] and searches.queries == ["a", "b"]
     slow.go.set()
-    assert collect(searches, 2) == [(4, "a", []), (7, "b", [])]
-    assert not searches.keys and searches.failed == 0 and searches.seconds > 0
+    assert collect(searches, 2) == [("a", []), ("b", [])]
+    assert not searches.queries and searches.seconds > 0
 
 
 def test_once_searches_were_slow_the_next_is_not_waited_for(monkeypatch):
@@ -44,14 +48,14 @@ def test_once_searches_were_slow_the_next_is_not_waited_for(monkeypatch):
     monkeypatch.setattr(concurrent.futures, "wait", lambda *a, **k: (waits.append(a), wait(*a, **k))[1])
     slow = Slow()
     searches = Searches(slow, 3, 60.0, set())
-    searches.submit([0], ["a"], None)
+    searches.submit(["a"], None)
     time.sleep(0.2)
     slow.go.set()
     collect(searches, 1)
     slow.go.clear()
     assert waits
     waits.clear()
-    searches.submit([0], ["a"], None)
+    searches.submit(["a"], None)
     assert not waits
     slow.go.set()
 
@@ -59,17 +63,17 @@ def test_once_searches_were_slow_the_next_is_not_waited_for(monkeypatch):
 def test_a_search_that_hangs_is_given_up_told_once_and_counted(caplog):
     slow, told = Slow(), set()
     searches = Searches(slow, 3, 0.1, told)
-    searches.submit([1], ["a"], None)
-    searches.submit([2], ["b"], None)
-    assert sorted(collect(searches, 2)) == [(1, "a", None), (2, "b", None)]
-    assert searches.failed == 2 and caplog.text.count("no answer in 0.1 s") == 1
+    searches.submit(["a"], None)
+    searches.submit(["b"], None)
+    assert sorted(collect(searches, 2)) == [("a", None), ("b", None)]
+    assert caplog.text.count("no answer in 0.1 s") == 1
     slow.go.set()
 
 
 def test_without_a_retriever_every_search_finds_nothing():
     searches = Searches(None, 3, 60.0, set())
-    searches.submit([(1, 0)], ["a"], None)
-    assert collect(searches, 1) == [((1, 0), "a", [])]
+    searches.submit(["a"], None)
+    assert collect(searches, 1) == [("a", [])]
 
 
 def test_what_is_no_exception_comes_out():
@@ -80,6 +84,59 @@ def test_what_is_no_exception_comes_out():
             raise KeyboardInterrupt
 
     searches = Searches(Ended(), 3, 60.0, set())
-    searches.submit([0], ["a"], None)
+    searches.submit(["a"], None)
     with pytest.raises(KeyboardInterrupt):
         collect(searches, 1)
+
+
+class Refuses:
+    """Searches for nothing but what is in `fine`."""
+
+    needs_embeddings = True
+
+    def __init__(self, fine, error):
+        self.fine, self.error, self.asked = fine, error, []
+
+    def search(self, queries, k, embeddings=None):
+        self.asked.append((queries, embeddings.tolist()))
+        if set(queries) - set(self.fine):
+            raise self.error
+        return [[] for _ in queries]
+
+
+def test_one_that_fails_takes_nothing_from_those_that_were_searched_with_it(caplog):
+    retriever = Refuses("ac", ValueError("no b"))
+    searches = Searches(retriever, 3, 60.0, set())
+    searches.submit(["a", "b", "c"], np.array([[1.0], [2.0], [3.0]]))
+    assert sorted(collect(searches, 3)) == [("a", []), ("b", None), ("c", [])]
+    together, *alone = retriever.asked
+    assert together == (["a", "b", "c"], [[1.0], [2.0], [3.0]])
+    assert sorted(alone) == [(["a"], [[1.0]]), (["b"], [[2.0]]), (["c"], [[3.0]])]  # each with its own vector
+    assert "'b'" in caplog.text and "'a'" not in caplog.text
+
+
+def test_searches_one_by_one_end_when_the_first_try_would_have_ended():
+    slow = Slow()
+    searches, began = Searches(slow, 3, 0.3, set()), time.perf_counter()
+    slow.search = lambda *arguments: [time.sleep(0.2), 1 / 0]
+    searches.submit(["a", "b"], None)
+    assert sorted(collect(searches, 2)) == [("a", None), ("b", None)]
+    assert time.perf_counter() - began < 0.39
+
+
+def test_what_is_wrong_with_the_settings_is_raised_and_no_failed_search():
+    searches = Searches(Refuses("", UserError("k=0")), 0, 60.0, set())
+    searches.submit(["a", "b"], np.zeros((2, 1)))
+    with pytest.raises(UserError, match="k=0"):
+        collect(searches, 2)
+
+
+def test_what_is_remembered_comes_at_once_and_without_a_search():
+    retriever = make_retriever([Passage("1", "A", "a word"), Passage("2", "B", "another")], "bm25")
+    searches = Searches(retriever, 1, 60.0, set())
+    assert not searches.recall("word") and searches.done() == []
+    first = retriever.search(["word"], 1)[0][0].passage
+    assert searches.recall("word") and not len(searches)
+    assert searches.done(wait=9.0) == [("word", [first])] and searches.done() == []
+    assert searches.recall(" ") and searches.done() == [(" ", [])]
+    assert (retriever.stats.queries, retriever.stats.cache_hits, retriever.stats.searched) == (3, 1, 1)

@@ -81,11 +81,39 @@ def test_the_reference_loop_and_a_mesh_share_prompts_too(world, grouped):
         same(spread.run(shard(nnx.state(decoder), mesh), group(requests), ONE_TURN, KEY), grouped[0], 1e-5)
 
 
+def test_long_prompts_that_begin_alike_are_shared_to_the_bit(world):
+    decoder, tokenizer, _, requests = world
+    draw = np.random.default_rng(32)
+    heads = [draw.integers(3, 400, 70) for _ in range(2)]
+    tails = [draw.integers(3, 400, draw.integers(1, 130)) for _ in range(7)]
+    prompts = [np.concatenate([heads[n % 2], tail]) for n, tail in enumerate(tails)]
+    assert max(map(len, prompts)) > 130 > min(map(len, prompts))  # blocks of the cache have 128 slots
+    asked = [
+        dataclasses.replace(requests[0], prompt=prompt.astype(np.int32), seed=2 * number + sample)
+        for number, prompt in enumerate(prompts)
+        for sample in range(2)
+    ]
+    found, prefilled = [], []
+    for shared in (True, False):
+        config = dataclasses.replace(CONFIG, rows=4, context=256, feed_tokens=32, share_prompts=shared)
+        engine = Engine(decoder, tokenizer, config)
+        found.append(engine.run(nnx.state(decoder), asked, ONE_TURN, KEY))
+        prefilled.append(engine.stats.prefilled_tokens)
+    same(*found)
+    assert prefilled[0] < 0.7 * prefilled[1]
+
+
 def test_samples_of_a_prompt_go_to_one_shard_where_there_are_prompts_enough():
     prompts = [np.array([n // 4]) for n in range(16)]
     assert deal(prompts, 2) == [[[*range(4)], [*range(8, 12)]], [[*range(4, 8)], [*range(12, 16)]]]
     assert deal(prompts[:4], 2) == [[[0], [2]], [[1], [3]]]
     assert deal(prompts, 2, loops=3) == [[[place] for place in range(start, 16, 2)] for start in (0, 1)]
+
+
+def test_the_samples_of_prompts_that_are_left_over_go_round():
+    shares = deal([np.array([n // 8]) for n in range(9 * 8)], 8)
+    assert [sum(map(len, share)) for share in shares] == [9] * 8
+    assert all(share == [[*range(8 * n, 8 * n + 8)], [64 + n]] for n, share in enumerate(shares))
 
 
 class Steps(Stream):

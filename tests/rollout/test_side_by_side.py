@@ -31,10 +31,13 @@ class Library:
     """Finds a passage named like the query; a query of two letters cannot be searched."""
 
     def __init__(self, needs_embeddings, broken=()):
-        self.needs_embeddings, self.broken, self.asked = needs_embeddings, broken, []
+        self.needs_embeddings, self.broken, self.asked, self.known = needs_embeddings, broken, [], ""
 
     def tokenize(self, queries):
         return np.zeros((len(queries), 2), np.int32)
+
+    def recall(self, query, k):
+        return [Hit(Passage(query, "known", ""), 1.0)] if query in self.known else None
 
     def search(self, queries, k, vectors=None):
         self.asked += queries
@@ -55,6 +58,7 @@ def finished(library):
         encode=lambda text: np.zeros(0, np.int32),
         decode=lambda ids: "",
         encode_prompt=lambda text: np.zeros(0, np.int32),
+        vocab_size=8,
         retriever=library,
         on_finish=lambda index, trajectory: ended.append(trajectory),
     )
@@ -80,7 +84,15 @@ def test_queries_side_by_side_are_answered_in_their_order_and_each_searched_once
     assert sorted(library.asked) == ["a", "b"]
 
 
-def test_one_that_fails_takes_nothing_from_the_others():
-    found = finished(Library(True, broken=("b",)))
+@pytest.mark.parametrize("needs_embeddings", [False, True])
+def test_one_that_fails_takes_nothing_from_the_others(needs_embeddings):
+    found = finished(Library(needs_embeddings, broken=("b",)))
     assert found.ended == "A failed A"
     assert [search.failed for search in found.searches] == [False, True, False]
+
+
+def test_what_the_retriever_remembers_is_not_encoded_again():
+    library = Library(True)
+    library.known = "a"
+    found = finished(library)
+    assert found.ended == "known B known" and library.asked == ["b"]

@@ -97,11 +97,26 @@ def test_a_workflow_depends_on_its_number_and_not_on_its_place(engine):
     assert other[0][1].trajectory.tokens.tolist() != whole[2][1].trajectory.tokens.tolist()
 
 
-def test_two_workflows_of_one_number_are_refused(engine):
+def test_workflows_without_a_number_of_their_own_are_refused(engine):
     run, params, requests = engine
     flows = [hops(request.question.text) for request in requests[:3]]
-    with pytest.raises(UserError, match=r"numbers: 7 is there twice"):
-        run.run_workflows(params, flows, ASKS, KEY, numbers=[7, 1, 7])
+    for numbers, words in (
+        ([7, 1, 7], "7 is there twice"),
+        ([0, 1], "2 for 3 workflows"),
+        ([0, 1, 2**19], f"{2**19} must be 0 to {2**19 - 1}"),
+        ([0, 1, -1], "-1 must be 0"),
+    ):
+        with pytest.raises(UserError, match=f"numbers: {words}"):
+            run.run_workflows(params, flows, ASKS, KEY, numbers=numbers)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [({"turn_tokens": 0}, "turn_tokens"), ({"stop_sets": (["e"],)}, r"stop_sets: \['e'\] must be a tuple")],
+)
+def test_a_completion_of_nothing_or_with_a_list_of_stops_is_refused(fields, words):
+    with pytest.raises(UserError, match=words):
+        Completion(**fields)
 
 
 def test_a_workflow_may_go_on_after_a_prompt_that_does_not_fit(engine):
@@ -136,6 +151,13 @@ def test_what_a_workflow_raises_comes_out(engine):
         (Generate("a", tokens=11), r"asks for 11 tokens; Completion.turn_tokens=10"),
         (Generate(np.zeros(200, np.int32)), r"a prompt of 200 tokens; the context holds 160"),
         ("text", r"yields a str; it may yield Generate, Retrieve"),
+        (None, r"yields a NoneType; it may yield Generate, Retrieve"),
+        (Retrieve(None), r"workflow 0 searches for None; a query is a text"),
+        (
+            Generate(np.array([1, 9999])),
+            r"the prompt of workflow 0 has token 9999; the model's tokens are 0 to 415",
+        ),
+        (Generate(np.array([-5, 2])), r"the prompt of workflow 0 has token -5"),
     ],
 )
 def test_what_cannot_be_done_is_refused_by_name(engine, asked, words):

@@ -206,7 +206,7 @@ def decomposition(question: Question, settings: Settings, *, parts: int = 4) -> 
         ready = {at: part for at, part in open_parts.items() if not _waits_for(part) & open_parts.keys()}
         ready = ready or dict([next(iter(open_parts.items()))])  # questions that wait for each other
         queries = {
-            at: re.sub(r"#(\d)", lambda m: replies.get(int(m[1]), ""), part) for at, part in ready.items()
+            at: re.sub(r"#(\d+)", lambda m: replies.get(int(m[1]), ""), part) for at, part in ready.items()
         }
         found = yield [Retrieve(query) for query in queries.values()]
         answers: list[Generated] = yield [
@@ -231,7 +231,7 @@ def decomposition(question: Question, settings: Settings, *, parts: int = 4) -> 
 
 
 def _waits_for(part: str) -> set[int]:
-    return {int(number) for number in re.findall(r"#(\d)", part)}
+    return {int(number) for number in re.findall(r"#(\d+)", part)}
 
 
 def adaptive_rag(question: Question, settings: Settings) -> Flow:

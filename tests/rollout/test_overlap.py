@@ -1,0 +1,136 @@
+"""Searches run beside the decoding of other rows, on one device or several; a stuck or interrupted rollout ends, or says why."""
+
+import concurrent.futures
+import dataclasses
+import threading
+import time
+
+import jax
+import pytest
+from flax import nnx
+
+from rrl.errors import UserError
+from rrl.parallel.mesh import make_mesh
+from rrl.parallel.rules import shard
+from rrl.rollout.engine import Engine, EngineConfig
+from rrl.rollout.episodes import Request
+from rrl.rollout.protocol import Append, Finish, SearchFor, SingleTurn
+from rrl.rollout.searches import Searches
+from tests.rollout.world import make_world
+
+KEY = jax.random.key(3)
+CONFIG = EngineConfig(rows=2, context=192, feeds=1, feed_tokens=32, patience=8)
+
+
+@pytest.fixture(scope="module")
+def world():
+    return make_world()
+
+
+class FirstSearches(SingleTurn):
+    """The first question searches after one token, the others write on."""
+
+    def react(self, episode, text, stop):
+        if episode.question.id != FIRST or episode.searches:
+            return Finish("done")
+        return SearchFor("a")
+
+    def observe(self, episode, passages):
+        return Append("found")
+
+
+class UntilTheOtherIsDone:
+    """Finds nothing before it is told to."""
+
+    needs_embeddings = False
+
+    def __init__(self):
+        self.go, self.in_time = threading.Event(), []
+
+    def search(self, queries, k, vectors=None):
+        self.in_time.append(self.go.wait(20))
+        return [[] for _ in queries]
+
+
+FIRST = "first"
+
+
+@pytest.mark.parametrize("sizes", [None, (2, 1, 1)])
+def test_a_row_writes_on_while_another_waits_for_its_search(world, sizes, monkeypatch):
+    decoder, tokenizer, _, requests = world
+    mesh = None if sizes is None else make_mesh(*sizes, devices=jax.devices()[:2])
+    library = UntilTheOtherIsDone()
+    engine = Engine(decoder, tokenizer, dataclasses.replace(CONFIG, loops=1), retriever=library, mesh=mesh)
+    params = nnx.state(decoder) if mesh is None else shard(nnx.state(decoder), mesh)
+    asked = [
+        dataclasses.replace(
+            requests[0], question=dataclasses.replace(requests[0].question, id=FIRST), turn_tokens=1
+        ),
+        dataclasses.replace(requests[1], turn_tokens=100),
+    ]
+    waited, done = [], Searches.done
+
+    def watched(searches, *, wait=0.0):
+        waited.append(0.0 if library.go.is_set() or not len(searches) else wait)
+        return done(searches, wait=wait)
+
+    monkeypatch.setattr(Searches, "done", watched)
+    first, _ = engine.run(
+        params,
+        asked,
+        FirstSearches(turn_tokens=100),
+        KEY,
+        on_finish=lambda place, trajectory: library.go.set() if place else None,
+    )
+    assert library.in_time == [True] and not first.searches[0].failed
+    assert not any(waited)  # a host that naps holds the rows of all data shards
+
+
+def test_what_is_wrong_with_the_settings_ends_the_run(world):
+    class Wrong(UntilTheOtherIsDone):
+        def search(self, queries, k, vectors=None):
+            raise UserError("k: got 0")
+
+    decoder, tokenizer, _, requests = world
+    first = Request(dataclasses.replace(requests[0].question, id=FIRST), requests[0].prompt, 0)
+    engine = Engine(decoder, tokenizer, CONFIG, retriever=Wrong())
+    with pytest.raises(UserError, match="k: got 0"):
+        engine.run(nnx.state(decoder), [first], FirstSearches(turn_tokens=4), KEY)
+
+
+def test_an_interrupt_ends_all_loops_before_their_episodes_do(world, monkeypatch):
+    decoder, tokenizer, _, requests = world
+    engine = Engine(decoder, tokenizer, dataclasses.replace(CONFIG, loops=2))
+    begun, finished = threading.Event(), []
+
+    def interrupted(running, return_when):
+        begun.wait(60)
+        raise KeyboardInterrupt
+
+    class Slow(SingleTurn):
+        def react(self, episode, text, stop):
+            time.sleep(0.05)
+            return Finish("done")
+
+    monkeypatch.setattr(concurrent.futures, "wait", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        engine.run(
+            nnx.state(decoder),
+            requests,
+            Slow(turn_tokens=4),
+            KEY,
+            on_finish=lambda place, trajectory: (finished.append(place), begun.set()),
+        )
+    assert 0 < len(finished) < len(requests)
+
+
+def test_a_rollout_that_stands_still_names_the_host_and_its_stage(world, caplog):
+    class Stuck(SingleTurn):
+        def react(self, episode, text, stop):
+            time.sleep(1.0)
+            return Finish("done")
+
+    decoder, tokenizer, _, requests = world
+    engine = Engine(decoder, tokenizer, dataclasses.replace(CONFIG, loops=1, stall_seconds=0.3))
+    engine.run(nnx.state(decoder), requests[:1], Stuck(turn_tokens=4), KEY)
+    assert "has not moved for 0.3 s: host 0 reading what the policy wrote, after" in caplog.text
