@@ -340,7 +340,8 @@ CLAIMS = (
         "RL makes the tree find more than without",
         "R2AG, Table 5",
         "full recall 46.8 against 34.9 on MuSiQue, of a prompted model",
-        "full recall, against the cold start",
+        "full recall, against the cold start of 150 demonstrations; a start of 500 found 80.7, and 110 updates from there 84.7, "
+        "85.8 and 84.2",
         (f"r2ag-{SEED}-eval", "r2ag_cold-eval"),
         found_more,
     ),

