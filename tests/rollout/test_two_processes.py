@@ -24,6 +24,10 @@ def test_two_processes_give_the_trajectories_of_one_and_leave_together_where_one
     own = "LookupError('no such turn')"
     failed = (f'RuntimeError("the rollout failed in process 1: {own}")', own)
     both = run_twice(str(ROOT / "tests/rollout/two_process_rollout.py"))
+    for process, said in enumerate(both):  # each process answers for two of the four data shards
+        assert said["begun"] == [[0, 1], [2]][process]
+        hosts = [stage.partition(",")[0] for stage in said["stages"].split("; ")]
+        assert hosts == [f"host {2 * process + at} waiting for the device" for at in range(2)]
     for said, words in zip(both, failed, strict=True):
         assert said["failed"] == words
         whole, cut = said["exchanges"]

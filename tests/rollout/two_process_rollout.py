@@ -37,6 +37,7 @@ if __name__ == "__main__":
     found = engine.run(params, requests, ENVIRONMENT_, KEY)
     said = {"tokens": [t.tokens.tolist() for t in found], "logps": [t.logps.tolist() for t in found]}
     said["exchanges"] = [max(host.exchanges for host in engine._hosts)]
+    said["stages"] = engine._stages()
     try:
         engine.run(params, requests, Faulty(turn_tokens=12, observation_tokens=60), KEY)
     except (LookupError, RuntimeError) as error:
@@ -48,7 +49,13 @@ if __name__ == "__main__":
         said["refused"] = str(error)
     small = dataclasses.replace(CONFIG, rows=4, context=160, feeds=1, patience=4)
     again = Engine(decoder, tokenizer, small, retriever=retriever, mesh=mesh)
-    flows = [hops(request.question.text) for request in requests[:3]]
+    said["begun"] = []
+
+    def told(place, question):
+        said["begun"].append(place)
+        return (yield from hops(question))
+
+    flows = [told(place, request.question.text) for place, request in enumerate(requests[:3])]
     thoughts = again.run_workflows(params, flows, Completion((("e",), ("e", "o")), 10), KEY)
     said["thoughts"] = [thought.text for _, thought, *_ in thoughts]
     print(json.dumps(said))
