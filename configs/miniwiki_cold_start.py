@@ -27,7 +27,7 @@ SHOWN: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "rsearch": ({"instruction": ""}, STREAM),
     "tiresrag": ({"opening": "bare"}, STREAM),
     "search_r1": ({"instruction": ""}, STREAM),
-    "r1_searcher": ({"opening": "bare"}, STREAM),
+    "r1_searcher": ({"opening": "bare", "malformed_penalty": 0.5}, STREAM),
     "research": ({"opening": "bare"}, STREAM),
     "r3rag": ({}, {"max_steps": 5, "turn_tokens": 128}),
     "r2ag": ({}, {"opening": "bare", "turn_tokens": 192}),
