@@ -32,7 +32,8 @@ SHOWN: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "r3rag": ({}, {"max_steps": 5, "turn_tokens": 128}),
     "r2ag": ({}, {"opening": "bare", "turn_tokens": 192}),
 }
-"""Fields of each recipe and of its environment: without an instruction, which a policy of this size could not follow."""
+"""Fields of each recipe and of its environment, as its config has them: without an instruction, which a policy of this size could
+not follow."""
 
 
 DEMONSTRATIONS = {"r3rag": 150, "r2ag": 150, "search_r1": 250, "r1_searcher": 250, "research": 250}
