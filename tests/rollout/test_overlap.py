@@ -109,7 +109,7 @@ def test_an_interrupt_ends_all_loops_before_their_episodes_do(world, monkeypatch
 
     class Slow(SingleTurn):
         def react(self, episode, text, stop):
-            time.sleep(0.05)
+            time.sleep(0.2)
             return Finish("done")
 
     monkeypatch.setattr(concurrent.futures, "wait", interrupted)

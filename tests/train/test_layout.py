@@ -19,7 +19,8 @@ from rrl.rollout.trajectory import POLICY, PROMPT, Trajectory
 from rrl.train.critic import CriticConfig, make_critic
 from rrl.train.layout import layouts
 from rrl.train.objective import ObjectiveConfig
-from rrl.train.rows import bucketed
+from rrl.train.pack import even_shares
+from rrl.train.rows import bucketed, packed_sizes
 from rrl.train.update import Updater
 
 SHAPE = DecoderConfig(vocab_size=53, hidden=16, layers=2, heads=2, kv_heads=1, head_dim=8, mlp=24)
@@ -191,3 +192,25 @@ def test_rows_hold_fewer_tokens_and_a_kernel_that_cannot_share_says_so():
             segment_ids=batch.segment_ids,
             branches=batch.branches,
         )
+
+
+@pytest.mark.parametrize("config", [APART, SHARED])
+def test_a_trajectory_takes_as_many_tokens_of_the_rows_as_is_said(config):
+    config = dataclasses.replace(config, lengths=(192,))
+    for one, size in zip(EPISODES, packed_sizes(EPISODES, config), strict=True):
+        batches = bucketed([one], config).buckets.batches
+        assert size == sum(int((batch.segment_ids > 0).sum()) for batch in batches)
+        assert (size < len(one.tokens)) == (config.share_prefixes and len(one.starts) > 1)
+
+
+def test_the_critics_shares_are_even_in_what_they_take_of_the_rows(monkeypatch):
+    asked = []
+    monkeypatch.setattr(
+        "rrl.train.critic.even_shares",
+        lambda sizes, shares: (asked.append(sizes), even_shares(sizes, shares))[1],
+    )
+    config = dataclasses.replace(SHARED, lengths=(192,), microbatch_tokens=192)
+    model = ValueModel(SHAPE, rngs=nnx.Rngs(0))
+    critic, state = make_critic(model, CriticConfig(SGD, minibatches=2), config)
+    critic.learn(state, EPISODES, critic.estimate(state, EPISODES))
+    np.testing.assert_array_equal(asked, [packed_sizes(EPISODES, config)])
