@@ -111,8 +111,9 @@ def get_config(arg: str = "") -> ConfigDict:
         "whiten": True,
         "clip_low": 0.2,
         "clip_high": 0.2,
-        # Short rows: of long ones a critic's share would take two or four, the latter half empty.
-        "lengths": (2048, 4096) if tiny else (1024, 2048, 4096, 8192),
+        # Short rows: of long ones a critic's share would take two or four, the latter half empty. One length compiles one
+        # update; the steps of a trajectory that are longer together are parted (`rrl.train.layout`).
+        "lengths": (2048,) if tiny else (1024, 2048, 4096, 8192),
         "microbatch_tokens": 2048 if tiny else 32768,
         "share_prefixes": tiny,
         "streams": 2 if tiny else 1,
