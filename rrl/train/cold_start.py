@@ -127,6 +127,12 @@ class Settings:
             raise UserError(
                 f"model={model!r} and endpoint.url={endpoint.get('url', '')!r}: give one of them as the strong model"
             )
+        for field, instead in (("temperature", "temperatures"), ("seed", "seed")):
+            if endpoint.get(field):
+                raise UserError(
+                    f"endpoint.{field}={endpoint[field]} has no part in a cold start, whose samples each have their own: "
+                    f"set sampling.{instead}"
+                )
         if model:
             require_folder("model", model)
         judge = JudgeSettings.parse(values) if any(section in values for section in JUDGE) else None

@@ -160,6 +160,11 @@ class Settings:
                 f"recipe.advantage={asked!r} compares the samples of a question, of which train.samples=1 gives one: nothing "
                 "would be learned from. Raise it, or take reinforce_plus_plus or reward, which compare questions"
             )
+        if steps and values["train"].get("samples") == 1 and getattr(recipe, "use_filter", False):
+            raise UserError(
+                "recipe.use_filter leaves out groups whose answers are all right or all wrong, as the one answer of a group of "
+                "train.samples=1 mostly is: raise it, or take recipe.use_filter=False"
+            )
         judge = JudgeSettings.parse(values) if any(section in values for section in JUDGE) else None
         if recipe.judged and judge is None:
             raise UserError(

@@ -264,6 +264,8 @@ def test_of_a_question_the_first_are_kept_and_none_twice():
         (lambda c: c.data.update({"path": "nowhere"}), "data='nowhere' is no folder"),
         (lambda c: c.retriever.update({"encoder": "nowhere"}), "retriever.encoder"),
         (lambda c: c.sampling.update({"block": 0}), "sampling.block=0 must be at least 1"),
+        (lambda c: c.endpoint.update({"temperature": 0.5}), "set sampling.temperatures"),
+        (lambda c: c.endpoint.update({"seed": 3}), "set sampling.seed"),
     ],
 )
 def test_wrong_configs_are_refused(change, message):

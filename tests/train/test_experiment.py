@@ -87,6 +87,19 @@ def test_advantages_within_groups_of_one_are_refused(folders):
     assert Settings.of(single).train.samples == 1
 
 
+def test_a_filter_of_groups_of_one_is_refused():
+    single = made.config("tiresrag_grpo", "policy=p")
+    single.recipe.advantage, single.train.samples, single.objective.drop_spread = (
+        "reinforce_plus_plus",
+        1,
+        None,
+    )
+    with pytest.raises(UserError, match=r"recipe\.use_filter.*train\.samples=1"):
+        Settings.parse(single)
+    single.recipe.use_filter = False
+    assert Settings.parse(single).train.samples == 1
+
+
 def test_schedules_count_the_optimisers_steps(folders):
     changed = config("steps=20", "rsearch_ppo")
     changed.objective.epochs, changed.critic.minibatches, changed.critic.warmup_steps = 3, 2, 4
