@@ -12,9 +12,10 @@ table that is printed, tell how many were kept and why the rest fell; WORKDIR/bl
 continues a run that was stopped or killed.
 
 `model` is the folder of any policy, or the http address of an OpenAI-compatible service and its `model_name` (the paper:
-DeepSeek-V3); the service's key is read from OPENAI_API_KEY. An answer is right where it holds a gold one, or where `judge`
-says so ("oracle", a folder, or an address with its `judge_model`); without one, matches alone count. The paper samples from
-64,937 questions of HotpotQA, 2Wiki and MuSiQue and keeps 51,254 trajectories; E5, whole documents.
+DeepSeek-V3; one that reasons first needs a service that keeps its thoughts apart); the service's key is read from
+OPENAI_API_KEY. An answer is right where it holds a gold one, or where `judge` says so ("oracle", a folder, or an address with
+its `judge_model`); without one, matches alone count. The paper samples from 64,937 questions of HotpotQA, 2Wiki and MuSiQue
+and keeps 51,254 trajectories; E5, whole documents.
 
 The built-in world's questions are of other worlds than those that `configs/r3rag_ppo.py` trains on; of a folder's, give RL
 others too (Appendix A).

@@ -35,7 +35,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from rrl.train.config_parts import begin, is_smoke, parse_run, shorten
+from rrl.train.config_parts import begin, is_smoke, parse_run, refuse_void, shorten
 
 ABLATIONS: dict[str, dict[str, Any]] = {
     "none": {},
@@ -56,6 +56,9 @@ def get_config(arg: str = "") -> ConfigDict:
         malformed=("paper", "released"),
         cut=("document", "block"),
     )
+    refuse_void(args, "outcome", last_step="figure")
+    if args.size == "tiny" and args.data == "miniwiki":  # where it is asked about documents alone
+        refuse_void(args, "process", judge="")
     # They import jax: after the arguments were found right.
     from rrl.train.experiment import with_defaults
     from rrl.train.judges import sections_of

@@ -53,8 +53,8 @@ def get_config(arg: str = "") -> ConfigDict:
         schedule=("paper", "fixed", "linear", "fast"),
         reflect=("paper", "released"),
     )
-    refuse_void(args, "naive", "schedule", "reflect")
-    refuse_void(args, "reflect", "reflect")
+    refuse_void(args, "naive", schedule="paper", reflect="paper", judge="")
+    refuse_void(args, "reflect", reflect="paper")
     # They import jax: after the arguments were found right.
     from rrl.train.experiment import with_defaults
     from rrl.train.judges import sections_of

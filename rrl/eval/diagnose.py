@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from rrl.eval.summary import table
-from rrl.rewards.cases import Finding, Sufficiency, told_of
+from rrl.rewards.cases import Finding, Sufficiency, shown_searches, told_of
 from rrl.rewards.judge import Judge
 from rrl.rollout.trajectory import Trajectory
 from rrl.text.metrics import cover_exact_match
@@ -78,7 +78,8 @@ def diagnose(trajectories: Sequence[Trajectory], judge: Judge, answer: Tag = "an
 
 
 def _last(trajectory: Trajectory) -> tuple[str, ...]:
-    return trajectory.searches[-1].titles if trajectory.searches else ()
+    searches = shown_searches(trajectory)
+    return searches[-1].titles if searches else ()
 
 
 def _thinking(enough: Sequence[float | None]) -> str:

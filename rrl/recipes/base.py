@@ -85,6 +85,14 @@ class Planting(Protocol):
         """What a run over these questions asks."""
 
 
+@runtime_checkable
+class Grouping(Protocol):
+    """A recipe whose settings need groups of more than one sample, where others can do with one."""
+
+    def check_samples(self, samples: int) -> None:
+        """Raises UserError where it would learn nothing from groups of so many."""
+
+
 def curriculum_of(recipe: Recipe, questions: Sequence[Question], size: int, seed: int) -> Curriculum:
     """What a run of a recipe asks, `size` questions a step: its own curriculum, or the questions in random order."""
     if isinstance(recipe, Planting):

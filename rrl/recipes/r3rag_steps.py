@@ -33,6 +33,10 @@ CUTS = ("document", "block")
 
 _STEP = re.compile(r"\s*(?:Step \d+:\s*)?")
 _HEADINGS = re.compile("|".join(map(re.escape, (ANALYSIS, QUERY, ANSWER, DOCUMENTS))))
+_DECORATED = re.compile(
+    rf"(?:[*#]|(?i:\b(?:either|or):))\s*(?:{_HEADINGS.pattern})|(?:{_HEADINGS.pattern})\*\*"
+)
+"""A heading after "**", "###" or "Either:", or before "**"."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -53,13 +57,14 @@ def parse_step(text: str) -> Step | None:
     """The step that a policy's text holds; None for a malformed one (Eq. 4).
 
     Well-formed is: nothing but "Step k:" before the one analysis; then one query or one answer, and no heading more; none of
-    the two empty. Documents are the environment's to write.
+    the two empty; headings as plain as the prompts show them: of what decorates one, half would stand in the analysis and half
+    in the query. Documents are the environment's to write.
     """
     headings = [match.group() for match in _HEADINGS.finditer(text)]
     if headings not in ([ANALYSIS, QUERY], [ANALYSIS, ANSWER]):
         return None
     before, analysis, end = (part.strip() for part in _HEADINGS.split(text))
-    if not _STEP.fullmatch(before) or not analysis or not end:
+    if not _STEP.fullmatch(before) or not analysis or not end or _DECORATED.search(text):
         return None
     return Step(analysis, query=end) if headings[1] == QUERY else Step(analysis, answer=end)
 

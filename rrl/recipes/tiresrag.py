@@ -220,6 +220,14 @@ class TiresRag:
 
     # -- advantages --------------------------------------------------------------------------------------------------
 
+    def check_samples(self, samples: int) -> None:
+        """See `rrl.recipes.base.Grouping`."""
+        if samples == 1 and self.use_filter:
+            raise UserError(
+                "recipe.use_filter leaves out groups whose answers are all right or all wrong, as the one answer of a group of "
+                "train.samples=1 mostly is: raise it, or take recipe.use_filter=False"
+            )
+
     def left_out(self, trajectories: Sequence[Trajectory]) -> Bool[np.ndarray, "N"]:
         """Group filtering (4.4)."""
         if not self.use_filter or not trajectories:

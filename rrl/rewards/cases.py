@@ -214,11 +214,11 @@ def told_of(trajectory: Trajectory, answer: Tag, prefill: str = "", searches: in
             break
         found += new
         segments.append((ENVIRONMENT, text))
-    titles = (title for search in _shown(trajectory)[:searches] for title in search.titles)
+    titles = (title for search in shown_searches(trajectory)[:searches] for title in search.titles)
     return Told(tuple(segments), tuple(dict.fromkeys(titles)))
 
 
-def _shown(trajectory: Trajectory) -> Sequence[Search]:
+def shown_searches(trajectory: Trajectory) -> Sequence[Search]:
     """The searches whose passages the policy was shown: all but those for which there was no room."""
     if trajectory.ended != "context_limit":
         return trajectory.searches
@@ -385,14 +385,24 @@ _SCALE = re.compile(
 )
 
 
-def read_tenths(text: str) -> float | None:
-    """The last number in 0..1 of an answer, to the tenth; None where there is none ("7", "70%", "7/10", "high").
+_TENTHS = r"(?<![\w.,/-])(0(?:\.\d+)?|1(?:\.0+)?|\.\d+)(?![\w%/]|[.,]\d)"
+_NAMED = re.compile(rf"score\W*[:=]\W*?{_TENTHS}", re.IGNORECASE)
+_OPENING = re.compile(rf"[\s*\"'(]*(?!1\.\s){_TENTHS}(?=[\s*\"')]*(?:$|[,;:(\n–-]|\.(?!\d)))")
+"""Not "1 of the documents ...", which counts, nor the "1." of a list."""
 
-    The ends of the scale, where an answer tells them ("out of 1", "from 0 to 1", "0 = irrelevant"), are no score.
+
+def read_tenths(text: str) -> float | None:
+    """The number in 0..1 of an answer, to the tenth; None where there is none ("7", "70%", "7/10", "high").
+
+    One that is called the score counts, else the one that the answer opens with, else the last with a decimal point, else the
+    last: whole ones are mostly counts ("only 1 document"). The ends of the scale, where an answer tells them ("out of 1",
+    "from 0 to 1", "0 = irrelevant"), are no score.
     """
     said = _SCALE.sub(" ", _said(text))
-    found = re.findall(r"(?<![\w.,/-])(?:0(?:\.\d+)?|1(?:\.0+)?|\.\d+)(?![\w%/]|[.,]\d)", said)
-    return round(float(found[-1]), 1) if found else None
+    opening = _OPENING.match(said)
+    found = _NAMED.findall(said) or ([opening[1]] if opening else re.findall(_TENTHS, said))
+    chosen = [number for number in found if "." in number] or found
+    return round(float(chosen[-1]), 1) if chosen else None
 
 
 def _said(text: str) -> str:
@@ -401,13 +411,22 @@ def _said(text: str) -> str:
     return after if closed or "<think>" not in text else ""
 
 
+_NO = r"no\b(?=\W*$|\s*[^\w\s]|\s+(?:it|the|this|that|they|there|he|she|because|since|as)\b)"
+_OPENING_VERDICT = re.compile(rf"\W*(?!(?:true|yes|false|no)\s+or\b)(true\b|yes\b|false\b|{_NO})")
+_VERDICT = re.compile(r"(\bnot\s+(?:\w+ly\s+)?|n['’]t\s+(?:\w+ly\s+)?)?\b(true|false)\b")
+
+
 def read_verdict(text: str) -> float | None:
     """1 for true or yes, 0 for false or no; None where an answer says neither.
 
-    The word that it opens with counts, whatever is explained after it; else the last true or false; else the last yes or no.
+    The word that it opens with counts, whatever is explained after it ("No doubt" opens with no verdict); else the last true or
+    false, turned round by a "not" before it; else the last yes or no.
     """
     said = _said(text).lower()
-    if opening := re.match(r"\W*(true|yes|false|no)\b(?!\s+or\b)", said):
+    if opening := _OPENING_VERDICT.match(said):
         return float(opening[1] in ("true", "yes"))
-    found = re.findall(r"\b(true|false)\b", said) or re.findall(r"\b(yes|no)\b", said)
-    return float(found[-1] in ("true", "yes")) if found else None
+    if found := _VERDICT.findall(said):
+        turned, word = found[-1]
+        return float((word == "true") != bool(turned))
+    plain = re.findall(r"\b(yes|no)\b", said)
+    return float(plain[-1] == "yes") if plain else None

@@ -14,7 +14,6 @@ import logging
 import os
 import pathlib
 import random
-import tempfile
 import threading
 import time
 import urllib.error
@@ -26,6 +25,7 @@ from typing import Any
 import jax
 
 from rrl.errors import UserError, at_least
+from rrl.files import write_whole
 from rrl.parallel.gather import gather_objects
 from rrl.text.chat import Prompt
 
@@ -33,6 +33,8 @@ log = logging.getLogger(__name__)
 
 LARGEST = 16 << 20
 """Bytes of a reply beyond which it is no answer."""
+LARGEST_REFUSAL = 1 << 16
+"""Bytes that are read of why a prompt was refused; 300 characters are shown."""
 TRANSIENT = (408, 409, 425, 429)
 """Refusals that may pass; so may all from 500 on."""
 OF_THE_PROMPT = (400, 413, 422)
@@ -126,11 +128,12 @@ class Endpoint:
         self._open = urllib.request.build_opener(_NoRedirect).open
 
     def answers(self, prompts: Sequence[str | Prompt]) -> list[str]:
-        """The model's answer to each prompt, in their order; "" where the service refuses a prompt.
+        """The model's answer to each prompt, in their order; "" where the service refuses a prompt, or where an answer was cut:
+        what half an answer says is not what the whole one would have said.
 
         Raises as `replies`.
         """
-        return [reply.text for reply in self.replies(prompts)]
+        return ["" if reply.cut else reply.text for reply in self.replies(prompts)]
 
     def replies(self, prompts: Sequence[str | Prompt]) -> list[Reply]:
         """The same, and whether an answer was cut or refused.
@@ -242,7 +245,8 @@ class Endpoint:
                 why = self._clean(f"{config.url}: {_words(failure)}")
             if attempt < config.retries:
                 doubled = config.pause * 2**attempt * random.uniform(0.75, 1.25)
-                stop.wait(min(doubled if wait is None else wait, config.longest_pause))
+                # "Retry-After: 0", or a date that is past, names no time: all attempts would be made at once.
+                stop.wait(min(wait or doubled, config.longest_pause))
         raise OSError(f"{why} (after {config.retries + 1} attempts)")
 
     def _post(self, body: Mapping[str, Any]) -> Reply:
@@ -260,8 +264,9 @@ class Endpoint:
                 said = json.loads(_read(reply, until))
         except urllib.error.HTTPError as error:
             with error:
-                words = error.read(300).decode("utf-8", "replace")
-            text = self._clean(f"{url} answered {error.code} {error.reason}: {words}")
+                words = error.read(LARGEST_REFUSAL).decode("utf-8", "replace")
+            # Cleaned before it is cut: half a key is no key that could be found.
+            text = self._clean(f"{url} answered {error.code} {error.reason}: ") + self._clean(words)[:300]
             raise _Refused(error.code, text, _wait(error.headers.get("Retry-After"))) from None
         try:
             choice = said["choices"][0]
@@ -344,8 +349,6 @@ def _remember(file: pathlib.Path, model: str, reply: Reply) -> None:
     """Keeps an answer, whole or not at all, whoever else writes the same one."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False, encoding="utf-8") as stream:
-            json.dump({"model": model, "answer": reply.text, "cut": reply.cut}, stream)
-        os.replace(stream.name, file)
+        write_whole(file, json.dumps({"model": model, "answer": reply.text, "cut": reply.cut}))
     except OSError as error:
         log.warning("an answer could not be kept in %s: %s", file.parent, error)

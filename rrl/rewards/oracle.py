@@ -30,12 +30,12 @@ class Oracle:
     - sufficiency: 1 where all gold passages were found;
     - thinking: the share of gold passages whose titles the reasoning names (is the chain whole?) times the share of the
       names and numbers in it that stood in the question or in what had been found before (is it grounded?), in tenths;
-    - relevance: the share of the question's gold passages that the documents hold, in tenths. Over steps that show no
-      passage twice the shares add up to the recall;
+    - relevance: the share of the question's gold passages that the documents hold, in tenths, as
+      the papers' judges say it (of four passages one is 0.2);
     - correctness: cover exact match;
     - short answers: the answer as it stands;
-    - findings: something else was mistaken for what was asked where the last search found no gold passage, thoughts are
-      faithful where they are grounded, and reached the answer where they name it after the last search.
+    - findings: something else was mistaken for what was asked where the last search found passages and none of them gold,
+      thoughts are faithful where they are grounded, and reached the answer where they name it after the last search.
     """
 
     def grade(self, cases: Sequence[Case]) -> list[float | None]:
@@ -56,7 +56,7 @@ class Oracle:
             case ShortAnswer():
                 return case.of([case.predicted])
             case Finding(question, _, _, "mistaken", last):
-                return float(not _keys(last) & _keys(known(question)))
+                return float(bool(last) and not _keys(last) & _keys(known(question)))
             case Finding(question, told, _, "faithful"):
                 return float(grounded(question, told) == 1.0)
             case Finding(question, told, _, "reached"):

@@ -29,9 +29,11 @@ class Reader:
         *,
         answer_tokens: int = 32,
         remember: int = 100_000,
+        whole: bool = False,
         mesh: Mesh | None = None,
     ) -> None:
-        """Raises UserError where an answer leaves the prompt no room."""
+        """`whole`: an answer that `answer_tokens` cut is none, "", as a judge's is: what half of it says is not what the whole
+        would have said. Raises UserError where an answer leaves the prompt no room."""
         if config.context < answer_tokens + 3:
             raise UserError(
                 f"context={config.context} must be at least answer_tokens={answer_tokens} and 3 more, for the prompt"
@@ -39,7 +41,7 @@ class Reader:
         self.engine = Engine(decoder, tokenizer, config, mesh=mesh)
         self.params = nnx.state(decoder)
         self.environment = SingleTurn(turn_tokens=answer_tokens)
-        self.remember = remember
+        self.remember, self.whole = remember, whole
         self.memory: dict[bytes, str] = {}
         """Answers by the digest of their prompt: 100,000 of a judge's prompts, each with a trajectory, would be gigabytes."""
 
@@ -64,8 +66,9 @@ class Reader:
         if requests:
             found = self.engine.run(self.params, requests, self.environment, jax.random.key(0))
             for key, trajectory in zip(new, found, strict=True):
-                self.memory[key] = "".join(t for role, t in trajectory.segments if role == POLICY).strip()
-        said = [self.memory[key] for key in keys]
+                said = "".join(t for role, t in trajectory.segments if role == POLICY).strip()
+                self.memory[key] = said if trajectory.ended == "answer" or not self.whole else ""
+        answers = [self.memory[key] for key in keys]
         for key in list(self.memory)[: max(len(self.memory) - self.remember, 0)]:
             del self.memory[key]
-        return said
+        return answers

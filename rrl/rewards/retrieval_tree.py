@@ -139,4 +139,4 @@ def average_precision(hits: Sequence[bool], top: int, gold: int) -> float:
 
 
 def _plain(text: str) -> str:
-    return " ".join(text.strip(" \t\n\"'.!").lower().split())
+    return " ".join(text.strip(" \t\n\"'“”‘’.!").lower().split())

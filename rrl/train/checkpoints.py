@@ -5,7 +5,6 @@ import json
 import os
 import pathlib
 import signal
-import tempfile
 import threading
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -15,6 +14,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from rrl.errors import UserError
+from rrl.files import write_whole
 
 _NUMBER = 4
 """Digits before the name of a leaf on disk, which keep their order."""
@@ -48,7 +48,7 @@ class Checkpoints:
         self.workdir = pathlib.Path(workdir).absolute()
         refuse_other_config(self.workdir, config, may_differ)
         self.workdir.mkdir(parents=True, exist_ok=True)
-        _write_json(self.workdir / "config.json", config)
+        write_whole(self.workdir / "config.json", json.dumps(config, indent=2, sort_keys=True))
         self._manager = ocp.CheckpointManager(
             self.workdir / "checkpoints",
             options=ocp.CheckpointManagerOptions(max_to_keep=keep, enable_async_checkpointing=True),
@@ -279,9 +279,3 @@ def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         else:
             out[prefix + name] = value
     return out
-
-
-def _write_json(path: pathlib.Path, value: Mapping[str, Any]) -> None:
-    with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=path.parent, delete=False) as beside:
-        json.dump(value, beside, indent=2, sort_keys=True)
-    os.replace(beside.name, path)

@@ -9,7 +9,6 @@ import dataclasses
 import json
 import os
 import pathlib
-import tempfile
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
@@ -19,11 +18,12 @@ from ml_collections import ConfigDict
 
 from rrl.data.questions import Question
 from rrl.errors import UserError, at_least
+from rrl.files import write_whole
 from rrl.models.hf import folder_hash, load_language_model
 from rrl.models.weights import require_folder
 from rrl.parallel.runtime import enable_compilation_cache
 from rrl.recipes.base import Recipe, Scoring, uses_chat
-from rrl.recipes.catalogue import make_recipe
+from rrl.recipes.catalogue import RECIPES, make_recipe
 from rrl.rewards.endpoint import EndpointConfig
 from rrl.rewards.judge import Judge
 from rrl.rollout.engine import Engine, EngineConfig
@@ -121,7 +121,10 @@ class Settings:
         name, environment = fields.pop("name"), fields.pop("environment", {})
         recipe = make_recipe(name, fields, environment)
         if not (hasattr(recipe, "fault") and hasattr(recipe, "pairs")):
-            raise UserError(f"recipe.name={name!r} makes no pairs of its trajectories; choose r3rag")
+            able = ", ".join(
+                key for key, kind in RECIPES.items() if hasattr(kind, "pairs") and hasattr(kind, "fault")
+            )
+            raise UserError(f"recipe.name={name!r} makes no pairs of its trajectories; choose {able}")
         model, endpoint = values["model"], values.get("endpoint", {})
         if bool(model) == bool(endpoint.get("url")):
             raise UserError(
@@ -133,6 +136,9 @@ class Settings:
                     f"endpoint.{field}={endpoint[field]} has no part in a cold start, whose samples each have their own: "
                     f"set sampling.{instead}"
                 )
+        top_p = values.get("rollout", {}).get("top_p", 1.0)
+        if not model and top_p != 1.0:
+            raise UserError(f"rollout.top_p={top_p} is not sent to a service: set model, or leave it at 1.0")
         if model:
             require_folder("model", model)
         judge = JudgeSettings.parse(values) if any(section in values for section in JUDGE) else None
@@ -244,9 +250,9 @@ def run(config: Mapping[str, Any], workdir: str | os.PathLike[str]) -> Report | 
     """
     say, settings, folder = Clock(), Settings.of(config), pathlib.Path(workdir)
     identity = json.loads(json.dumps(settings.identity()))
-    refuse_other_config(folder, identity, ())
+    refuse_other_config(folder, identity, ("sampling.keep",))  # read after all is sampled
     (folder / "blocks").mkdir(parents=True, exist_ok=True)
-    _write(folder / "config.json", json.dumps(identity, indent=2, sort_keys=True))
+    write_whole(folder / "config.json", json.dumps(identity, indent=2, sort_keys=True))
     enable_compilation_cache()
     corpus, _ = load_corpora(settings.data, settings.retriever, say, settings.rollout.search_seconds)
     sampling = settings.sampling
@@ -265,15 +271,15 @@ def run(config: Mapping[str, Any], workdir: str | os.PathLike[str]) -> Report | 
                     return None
                 some = questions[first : first + sampling.block]
                 records = sample_block(strong, settings.recipe, some, first, sampling.temperatures, judge)
-                _write(files[first], "".join(json.dumps(r, ensure_ascii=False) + "\n" for r in records))
+                write_whole(files[first], "".join(json.dumps(r, ensure_ascii=False) + "\n" for r in records))
                 good = sum(not record["fault"] for record in records)
                 say(
                     f"questions {first + 1} to {first + len(some)}: {good} of {len(records)} trajectories are good"
                 )
     lines = (line for file in files.values() for line in file.read_text(encoding="utf-8").splitlines())
     pairs, report = select((json.loads(line) for line in lines), sampling.keep, len(questions))
-    _write(folder / "pairs.jsonl", "".join(json.dumps(p, ensure_ascii=False) + "\n" for p in pairs))
-    _write(folder / "report.json", json.dumps(dataclasses.asdict(report), indent=2))
+    write_whole(folder / "pairs.jsonl", "".join(json.dumps(p, ensure_ascii=False) + "\n" for p in pairs))
+    write_whole(folder / "report.json", json.dumps(dataclasses.asdict(report), indent=2))
     print(report.text())
     return report
 
@@ -351,10 +357,3 @@ def select(
         by_temperature={name: (kept[name], count) for name, count in sampled.items()},
         unread=unread,
     )
-
-
-def _write(path: pathlib.Path, text: str) -> None:
-    """Whole or not at all."""
-    with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=path.parent, delete=False) as beside:
-        beside.write(text)
-    os.replace(beside.name, path)

@@ -44,12 +44,13 @@ def refuse_unused_encoder(args: types.SimpleNamespace) -> None:
         )
 
 
-def refuse_void(args: types.SimpleNamespace, ablation: str, *names: str) -> None:
-    """Raises UserError for arguments that differ from `paper`, of `names`, beside the ablation that leaves out what they set."""
-    for name in names:
-        if args.ablation == ablation and (value := getattr(args, name)) != "paper":
+def refuse_void(args: types.SimpleNamespace, ablation: str, **usual: str) -> None:
+    """Raises UserError for arguments that are not as they are where nothing is said (`usual`), beside the ablation that leaves
+    out what they set."""
+    for name, value in usual.items():
+        if args.ablation == ablation and (given := getattr(args, name)) != value:
             raise UserError(
-                f"config argument {name}={value} has no meaning with ablation={ablation}, which leaves out what it sets; leave "
+                f"config argument {name}={given} has no meaning with ablation={ablation}, which leaves out what it sets; leave "
                 "one out"
             )
 

@@ -29,7 +29,7 @@ from rrl.models.weights import require_folder
 from rrl.parallel.mesh import data_shards
 from rrl.parallel.rules import shard
 from rrl.parallel.runtime import enable_compilation_cache
-from rrl.recipes.base import Recipe, Scoring, uses_chat
+from rrl.recipes.base import Grouping, Recipe, Scoring, uses_chat
 from rrl.recipes.card import Card, card_of, require_policy, write_card
 from rrl.recipes.catalogue import make_recipe
 from rrl.rewards.judge import Judge
@@ -160,11 +160,8 @@ class Settings:
                 f"recipe.advantage={asked!r} compares the samples of a question, of which train.samples=1 gives one: nothing "
                 "would be learned from. Raise it, or take reinforce_plus_plus or reward, which compare questions"
             )
-        if steps and values["train"].get("samples") == 1 and getattr(recipe, "use_filter", False):
-            raise UserError(
-                "recipe.use_filter leaves out groups whose answers are all right or all wrong, as the one answer of a group of "
-                "train.samples=1 mostly is: raise it, or take recipe.use_filter=False"
-            )
+        if steps and isinstance(recipe, Grouping):
+            recipe.check_samples(values["train"].get("samples", RLConfig.samples))
         judge = JudgeSettings.parse(values) if any(section in values for section in JUDGE) else None
         if recipe.judged and judge is None:
             raise UserError(

@@ -105,7 +105,8 @@ class JudgeSettings:
             param_dtype=jnp.dtype(compute.dtype),
             mesh=mesh if mesh.size > 1 else None,
         )
-        reader = Reader(*frozen, self.rollout, answer_tokens=self.judge.answer_tokens, mesh=mesh)
+        answer_tokens = self.judge.answer_tokens
+        reader = Reader(*frozen, self.rollout, answer_tokens=answer_tokens, whole=True, mesh=mesh)
         return ModelJudge(reader.answers, read_judge_card(self.judge.folder))
 
 

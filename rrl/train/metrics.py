@@ -4,13 +4,14 @@ import json
 import math
 import os
 import pathlib
-import tempfile
 from collections.abc import Mapping
 from typing import Any
 
 import jax
 import numpy as np
 from tensorboardX import SummaryWriter
+
+from rrl.files import write_whole
 
 
 class MetricsWriter:
@@ -35,7 +36,8 @@ class MetricsWriter:
         )
         self._file = self._board = None
         if jax.process_index() == 0:
-            _write_anew(path, self.past)
+            # A kill between two writes must not lose the past.
+            write_whole(path, "".join(json.dumps(line) + "\n" for line in self.past))
             self._file = path.open("a", encoding="utf-8")
             if tensorboard:
                 self._board = SummaryWriter(
@@ -84,10 +86,3 @@ def _plain(value: Any) -> Any:
         return value
     value = np.asarray(value).item()
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _write_anew(path: pathlib.Path, lines: list[dict[str, Any]]) -> None:
-    # A kill between two writes must not lose the past: write beside, then replace.
-    with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=path.parent, delete=False) as beside:
-        beside.writelines(json.dumps(line) + "\n" for line in lines)
-    os.replace(beside.name, path)

@@ -79,10 +79,11 @@ class Service:
     ) -> None:
         self.recipe, self.retriever, self.top_k = recipe, retriever, top_k
         # Equal requests are answered from the cache: another sample at a temperature needs another seed.
+        first = seed * len(temperatures)  # so that no two seeds of ours ask for the same sample
         again = [list(temperatures[:at]).count(value) for at, value in enumerate(temperatures)]
         self.endpoints = [
             Endpoint(
-                dataclasses.replace(config, temperature=value, seed=seed + count if seed + count else None)
+                dataclasses.replace(config, temperature=value, seed=first + count if first + count else None)
             )
             for value, count in zip(temperatures, again, strict=True)
         ]

@@ -85,6 +85,17 @@ def test_documents_that_another_context_shows_are_found_documents():
     assert told[2] == f"first thought{first}<bot>second thought{second}<bot>third thought"
 
 
+def test_who_found_nothing_mistook_nothing_for_what_was_asked():
+    one = episode("Oslo", "", FILM, OTHER)
+    none = episode("Oslo", "It is Oslo.")
+    failed = episode("Oslo", "It is Oslo.", FILM)
+    failed.searches[0] = Search(0, "s", (), failed=True)
+    unseen = episode("Oslo", "It is Oslo.", FILM, OTHER)
+    del unseen.segments[-2:]
+    unseen.ended = "context_limit"
+    assert [found.error for found in diagnose([one, none, failed, unseen], Oracle())] == [0, 1, 1, 1]
+
+
 @pytest.mark.parametrize(
     ("case", "error"),
     [

@@ -67,6 +67,7 @@ def scored(one, recipe=None, judge=None):
         (ASK, Step("I need the director.", query="director of Silver Harbour")),
         (RIGHT, Step("It says so.", answer="It was Marta Velikov.")),
         ("The problem analysis: a The final answer: b", Step("a", answer="b")),
+        ("The problem analysis: **a** 2 * 3\nThe final answer: **b**", Step("**a** 2 * 3", answer="**b**")),
         ("\n Step 12: \nThe problem analysis:a\n\nb\nThe retrieval query:c?\n", Step("a\n\nb", query="c?")),
         (
             "Step 1:\nThe problem analysis: a\nStep 2: b\nThe final answer: c",
@@ -105,6 +106,11 @@ def test_a_well_formed_step_is_read(text, step):
         "The problem analysis: I could write The final answer: here.\nThe final answer: b",
         "**The problem analysis**: a\n**The final answer**: b",
         "The question: x\nThe problem analysis: a\nThe final answer: b",
+        "The problem analysis: a\n**The retrieval query:** b",
+        "The problem analysis: a\nThe retrieval query:** b",
+        "The problem analysis: a\n### The final answer: b",
+        "The problem analysis: a\n**Either:**\nThe retrieval query: b",
+        "The problem analysis: a\nOR:\nThe final answer: b",
     ],
 )
 def test_a_malformed_step_is_not(text):

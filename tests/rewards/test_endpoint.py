@@ -252,7 +252,7 @@ def test_an_answer_that_was_cut_is_known_as_one_then_and_later(service):
         Reply("C"),
     ]  # not every service says how it ended
     endpoint = Endpoint(service.config())
-    assert endpoint.replies(["a", "b", "c"]) == first and endpoint.answers(["a"]) == ["half"]
+    assert endpoint.replies(["a", "b", "c"]) == first and endpoint.answers(["a", "b"]) == ["", "half"]
     assert len(service.requests) == 3
 
 
@@ -312,6 +312,22 @@ def test_the_key_is_in_no_message_log_file_or_attribute(service, caplog, tmp_pat
     files = [file.read_text() for file in (tmp_path / "answers").rglob("*.json")]
     assert "bad key ***" in caplog.text and "".join(messages).count("bad key ***") >= 2
     assert KEY not in "".join([*messages, *files, caplog.text, said.out, said.err])
+
+
+def test_a_refusal_is_cut_after_the_key_was_taken_out(service):
+    for padding in range(300 - len(KEY), 301):
+        service.script = [(401, {}, f"{'x' * padding}{KEY} is no key")]
+        with pytest.raises(UserError) as found:
+            Endpoint(service.config(retries=0, concurrency=1)).answers([f"prompt {padding}"])
+        assert KEY[:4] not in str(found.value)
+        assert "is no key" not in str(found.value) or padding < 300
+
+
+def test_a_service_that_asks_for_no_wait_is_asked_again_as_slowly_as_any(service):
+    service.script = [(429, {"Retry-After": "0"}, "slow down")] * 2
+    begun = time.monotonic()
+    assert Endpoint(service.config(pause=0.2, retries=3)).answers(["a"]) == ["A"]
+    assert time.monotonic() - begun >= 0.75 * (0.2 + 0.4)
 
 
 @pytest.mark.parametrize("key", ["sk\nx: y", "sk-ключ"])

@@ -54,5 +54,17 @@ def test_memory_holds_no_prompts(reader):
     assert len(reader.memory) == 2 and all(len(key) == 32 for key in reader.memory)
 
 
+def test_a_judges_answer_that_was_cut_is_none(reader):
+    asked = ["who?", "where?"]
+    assert all(reader.answers(asked))  # random weights: they end where the limit is
+    reader.memory.clear()
+    reader.whole = True
+    try:
+        assert reader.answers(asked) == ["", ""]
+    finally:
+        reader.memory.clear()
+        reader.whole = False
+
+
 def test_no_prompts_cost_nothing(reader):
     assert reader.answers([]) == []

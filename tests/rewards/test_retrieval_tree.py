@@ -31,6 +31,8 @@ def test_stop_retrieval_and_none_are_signals_and_no_queries():
     assert read_proposal(text) == Proposal(stop=True, thought=True, written=2)
     both = '<think>.</think><base-Q>one</base-Q><base-Q>"stop retrieval"</base-Q><predicted-Q></predicted-Q>'
     assert read_proposal(both) == Proposal(("one",), stop=True, thought=True, written=2)
+    curly = "<think>.</think><base-Q>“Stop retrieval”</base-Q>"
+    assert read_proposal(curly) == Proposal(stop=True, thought=True, written=1)
     swapped = "<think>.</think><base-Q>none</base-Q><predicted-Q>Stop retrieval!</predicted-Q>"
     assert read_proposal(swapped) == Proposal(thought=True, written=2)
 

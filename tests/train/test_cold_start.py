@@ -211,6 +211,21 @@ def test_a_temperature_that_stands_twice_is_asked_with_another_seed():
     assert "seed" not in bodies[0] and bodies[2]["seed"] == 1
 
 
+def test_no_two_seeds_ask_a_service_for_the_same_sample():
+    endpoint, temperatures = EndpointConfig(url="http://127.0.0.1:1", model="m"), (0.7, 0.7, 1.0)
+    made = [Service(endpoint, R3Rag(), None, 2, temperatures, seed).endpoints for seed in range(4)]
+    asked = [(e.config.temperature, e.config.seed) for endpoints in made for e in endpoints]
+    assert len(set(asked)) == len(asked)
+
+
+def test_how_many_are_kept_may_be_changed_after_sampling(strong, tmp_path):
+    first = cold_start.run(settings(strong, tmp_path / "cache", keep=1), tmp_path / "run")
+    blocks = [file.read_bytes() for file in sorted((tmp_path / "run" / "blocks").iterdir())]
+    again = cold_start.run(settings(strong, tmp_path / "cache", keep=0), tmp_path / "run")
+    assert first.kept <= again.kept and first.trajectories == again.trajectories
+    assert blocks == [file.read_bytes() for file in sorted((tmp_path / "run" / "blocks").iterdir())]
+
+
 def test_a_service_cannot_go_on_within_a_context(strong, tmp_path):
     class Growing:
         """Figure 6's prompt before an environment that appends."""
@@ -266,6 +281,14 @@ def test_of_a_question_the_first_are_kept_and_none_twice():
         (lambda c: c.sampling.update({"block": 0}), "sampling.block=0 must be at least 1"),
         (lambda c: c.endpoint.update({"temperature": 0.5}), "set sampling.temperatures"),
         (lambda c: c.endpoint.update({"seed": 3}), "set sampling.seed"),
+        (
+            lambda c: (
+                c.update({"model": ""}),
+                c.endpoint.update({"url": "http://x", "model": "m"}),
+                c.rollout.update({"top_p": 0.5}),
+            ),
+            "rollout.top_p=0.5 is not sent to a service",
+        ),
     ],
 )
 def test_wrong_configs_are_refused(change, message):

@@ -5,6 +5,7 @@ import pathlib
 
 import pytest
 
+from rrl.errors import UserError
 from rrl.recipes.r3rag import R3Rag
 from rrl.recipes.r3rag_steps import Steps
 from rrl.train.experiment import Settings
@@ -59,6 +60,9 @@ def test_the_built_in_world_is_judged_by_its_oracle_and_pays_exact_answers():
     assert settings.judge.judge.kind == "oracle" and settings.recipe.match == "exact"
     assert settings.train.temperatures == (1.0,) and settings.train.critic.across_contexts
     assert settings.train.objective.share_prefixes
+    for void in ("ablation=outcome,last_step=equation", "ablation=process,judge=some/folder"):
+        with pytest.raises(UserError, match="has no meaning with ablation="):
+            config(void)
     without = Settings.parse(config("ablation=process"))
     assert not without.recipe.judged
 

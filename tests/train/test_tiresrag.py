@@ -78,7 +78,12 @@ def test_the_papers_variants_are_arguments(arg, changed):
 
 @pytest.mark.parametrize(
     "arg",
-    ["ablation=naive,schedule=fast", "ablation=naive,reflect=released", "ablation=reflect,reflect=released"],
+    [
+        "ablation=naive,schedule=fast",
+        "ablation=naive,reflect=released",
+        "ablation=naive,judge=some/folder",
+        "ablation=reflect,reflect=released",
+    ],
 )
 def test_an_argument_of_what_an_ablation_leaves_out_is_refused(arg):
     ablation, other = arg.split(",")
