@@ -24,7 +24,7 @@ def main(_: Sequence[str]) -> None:
     from rrl.data.leakage import shared_questions
     from rrl.data.questions import load_questions
     from rrl.errors import UserError
-    from rrl.retrieval.files import replaced
+    from rrl.files import replaced
 
     assert _TRAIN.value is not None and _HELD_OUT.value is not None  # required flags
     train, held_out = (load_questions(file, unanswered=True) for file in (_TRAIN.value, _HELD_OUT.value))

@@ -1,19 +1,29 @@
 """Files that are whole or not there, whatever kills us."""
 
+import contextlib
 import os
-import pathlib
 import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
 
 
-def write_whole(path: pathlib.Path, text: str) -> None:
-    """Writes a text file by way of one beside it, so that a reader sees the old one or the new one; its folder must be there.
-
-    Others may read it as they may any new file of ours, and may write the same one at the same time.
-    """
-    beside = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+@contextlib.contextmanager
+def replaced(file: Path, beside: str = ".part") -> Iterator[BinaryIO]:
+    """A stream to a file that appears under its name only when it is whole; until then it is one `beside` it, of that ending."""
+    work = file.with_name(file.name + beside)
     try:
-        beside.write_text(text, encoding="utf-8")
-        os.replace(beside, path)
+        with work.open("wb") as stream:
+            yield stream
+            stream.flush()
+            os.fsync(stream.fileno())
+        work.replace(file)
     except BaseException:
-        beside.unlink(missing_ok=True)
+        work.unlink(missing_ok=True)
         raise
+
+
+def write_whole(file: Path, text: str) -> None:
+    """The same of a text; several may write it at a time, and one of theirs is there."""
+    with replaced(file, f".{uuid.uuid4().hex}") as stream:
+        stream.write(text.encode())

@@ -19,9 +19,19 @@ from rrl.eval.trajectory_files import load_trajectories
 from rrl.rollout.trajectory import Trajectory
 from rrl.text.spans import Tag
 
-COSTS = ("searches", "turns", "tokens", "tokens_per_correct", "all_tokens_per_correct")
+COSTS = ("searches", "turns", "tokens", "tokens_when_correct", "tokens_per_correct", "all_tokens_per_correct")
 """Costs of a report that tables show."""
-RETRIEVAL = ("recall", "full_recall", "map", "hits", "mrr", "passages", "eta_re")
+RETRIEVAL = (
+    "recall",
+    "full_recall",
+    "map",
+    "hits",
+    "mrr",
+    "passages",
+    "eta_re",
+    "hits_by_answer",
+    "mrr_by_answer",
+)
 """The same of coverage."""
 
 
@@ -195,8 +205,9 @@ def records(runs: Sequence[Run], level: float = 0.95, seed: int = 0) -> list[dic
                     f"{metric}_difference_high": test.high,
                     f"{metric}_p": test.p,
                 }
-        for part in ("retrieval", "retrieval_by_answer", "cost"):
-            row |= run.found.get(part, {})
+        row |= run.found.get("retrieval", {}) | run.found.get("cost", {})
+        by_answer = run.found.get("retrieval_by_answer", {})
+        row |= {f"{name}_by_answer": value for name, value in by_answer.items()}
         row |= {f"seconds_{stage}": value for stage, value in run.found.get("seconds", {}).items()}
         rows.append(row)
     return rows
@@ -237,7 +248,7 @@ def main_table(runs: Sequence[Run], rows: Sequence[Mapping[str, Any]]) -> Cells:
 def coverage_table(rows: Sequence[Mapping[str, Any]]) -> Cells:
     """How well what was found covers the gold passages; no rows where no run knows of any."""
     names = [name for name in RETRIEVAL if any(name in row for row in rows)]
-    known = [row for row in rows if names and names[0] in row]
+    known = [row for row in rows if any(name in row for name in names)]
     if not known:
         return []
     table: Cells = [("run", *map(_words, names))]

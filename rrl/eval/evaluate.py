@@ -31,11 +31,12 @@ from rrl.eval.dataset import Dataset, DatasetConfig, load_dataset
 from rrl.eval.judging import PROMPTS, short_scores, verdict_file, verdicts
 from rrl.eval.predictions import load_predictions
 from rrl.eval.result_card import ResultCard, questions_fingerprint, save_card, versions_here
-from rrl.eval.results import Lines, read_lines
+from rrl.eval.results import Lines, read_lines, whole_lines
 from rrl.eval.scoring import CUTS, Scores, as_text, matched, report, score, write_report
 from rrl.eval.trajectories_html import write_html
 from rrl.eval.trajectory_files import load_trajectories
 from rrl.eval.ways import Trained, Way, make_way
+from rrl.files import replaced
 from rrl.models.hf import folder_hash, load_language_model
 from rrl.models.weights import require_folder
 from rrl.parallel.runtime import enable_compilation_cache
@@ -43,7 +44,7 @@ from rrl.recipes.card import require_policy
 from rrl.recipes.catalogue import RECIPES, make_recipe
 from rrl.recipes.prompted.base import Settings as Prompting
 from rrl.recipes.prompted.catalogue import METHODS, make_method
-from rrl.retrieval.files import locked, replaced
+from rrl.retrieval.files import locked
 from rrl.retrieval.gold import hits_at
 from rrl.rewards.reader import Reader
 from rrl.rollout.engine import Engine, EngineConfig
@@ -241,6 +242,7 @@ def identity_of(settings: Settings, data: Dataset) -> dict[str, Any]:
             for name, value in dataclasses.asdict(settings.rollout).items()
             if name not in PATIENCE
         },
+        **({"reader_context": settings.reader_rollout.context} if settings.reader else {}),
         "compute": dataclasses.asdict(settings.compute),
         "temperature": settings.eval.temperature,
         "seed": settings.eval.seed,
@@ -310,6 +312,7 @@ def _right(prediction: str, answers: Sequence[str], choices: Sequence[str]) -> f
 
 def _timed(workdir: Path, questions: int, judged: str = "", **seconds: float) -> None:
     told = {"questions": questions} | ({"judged": judged} if judged else {})
+    whole_lines(workdir / "timing.jsonl")
     with (workdir / "timing.jsonl").open("a", encoding="utf-8") as stream:
         stream.write(json.dumps(told | seconds) + "\n")
 
@@ -381,7 +384,9 @@ def finish(
         found.pop("retrieval", None)
     lines = read_lines(workdir / "results.jsonl")
     ranks = [line["answer_rank"] for line in lines if line["answer_rank"] is not None]
-    if ranks and card.corpus:
+    if (
+        ranks and card.corpus and "retrieval" not in found
+    ):  # beside gold passages, those without have no answer to be found
         whole = hits_at(ranks).report(CUTS)
         found["retrieval_by_answer"] = {k: v for k, v in whole.items() if k.startswith(("hits", "mrr"))}
     endings = collections.Counter(line["ended"] for line in lines)

@@ -95,8 +95,9 @@ def _records(path: str | Path) -> Iterator[tuple[str, Any]]:
 
 
 def _by_id(document: dict[str, Any]) -> dict[str, Any] | None:
-    """The answers of a document of SQuAD's form, {id: answer}, or HotpotQA's, {"answer": {id: answer}}; None for a record."""
-    if isinstance(document.get("answer"), dict) and set(document) <= {"answer", "sp"}:
+    """The answers of a document of SQuAD's form, {id: answer}, or HotpotQA's and 2Wiki's,
+    {"answer": {id: answer}} beside supporting facts and evidence; None for a record."""
+    if isinstance(document.get("answer"), dict) and set(document) <= {"answer", "sp", "evidence"}:
         return document["answer"]
     known = {*ID_FIELDS, *QUESTION_FIELDS, *(name.partition(".")[0] for name in PREDICTION_FIELDS)}
     return None if known & document.keys() else document

@@ -16,7 +16,7 @@ from typing import Any
 
 from rrl.data.questions import Question
 from rrl.errors import UserError, at_least
-from rrl.retrieval.files import replaced
+from rrl.files import replaced
 
 PACKAGES = ("jax", "flax", "numpy", "transformers", "scann", "bm25s")
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rrl.errors import UserError
-from rrl.retrieval.files import replaced
+from rrl.files import replaced
 
 
 class Lines:
@@ -41,13 +41,19 @@ class Lines:
         self.close()
 
 
-def _ids(path: Path, allowed: set[str]) -> set[str]:
+def whole_lines(path: Path) -> bytes:
+    """The whole lines of a file, from which what a kill left of a line that it cut is dropped; nothing where it is not there."""
     if not path.exists():
-        return set()
+        return b""
     whole, newline, cut = path.read_bytes().rpartition(b"\n")
     if cut:
         with replaced(path) as stream:
             stream.write(whole + newline)
+    return whole
+
+
+def _ids(path: Path, allowed: set[str]) -> set[str]:
+    whole = whole_lines(path)
     first: dict[str, int] = {}
     for number, line in enumerate(whole.splitlines(), 1):
         try:

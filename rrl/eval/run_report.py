@@ -8,7 +8,7 @@ from rrl.errors import UserError
 from rrl.eval.comparison import Run, as_csv, as_markdown, load_runs, records
 from rrl.eval.curves import plot_spread
 from rrl.eval.report_html import SIDE_BY_SIDE, page
-from rrl.retrieval.files import replaced
+from rrl.files import replaced
 
 
 def write_run_report(

@@ -15,7 +15,7 @@ from rrl.errors import UserError
 from rrl.eval.intervals import bootstrap, compare
 from rrl.eval.predictions import Prediction
 from rrl.eval.summary import table
-from rrl.retrieval.files import replaced
+from rrl.files import replaced
 from rrl.retrieval.gold import hits_of
 from rrl.text.metrics import score_answers
 from rrl.text.normalize import RRL, Rule
@@ -207,6 +207,8 @@ def report(scores: Scores, *, seed: int = 0, level: float = 0.95) -> dict[str, A
     right = float(scores.metrics[scores.main].sum())
     if "tokens" in scores.counts and right:
         found["cost"]["tokens_per_correct"] = float(scores.counts["tokens"].sum()) / right
+        tokens_when_right = scores.counts["tokens"] @ scores.metrics[scores.main] / right
+        found["cost"]["tokens_when_correct"] = float(tokens_when_right)
         if read := [scores.counts[name] for name in READ if name in scores.counts]:
             whole = float(scores.counts["tokens"].sum() + np.sum(read))
             found["cost"]["all_tokens_per_correct"] = whole / right

@@ -13,7 +13,7 @@ import numpy as np
 from rrl.errors import UserError
 from rrl.eval.comparison import Run, as_csv, as_markdown, load_runs, records
 from rrl.eval.curves import COLOURS, GRID, INK, new_figure, save_figure, style_axis
-from rrl.retrieval.files import replaced
+from rrl.files import replaced
 
 COSTS = {
     "searches": "searches a question",

@@ -1,4 +1,4 @@
-"""Writing that survives a kill and a full disk."""
+"""One writer at a time in a folder, and disks that are full."""
 
 import contextlib
 import errno
@@ -7,7 +7,6 @@ import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO
 
 from rrl.errors import UserError
 
@@ -16,17 +15,6 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 SPARE = 64 << 10
 """Bytes that a disk has left unless it is full."""
-
-
-@contextlib.contextmanager
-def replaced(file: Path) -> Iterator[BinaryIO]:
-    """A stream to a file that appears under its name only when it is whole."""
-    work = file.with_name(file.name + ".part")
-    with work.open("wb") as stream:
-        yield stream
-        stream.flush()
-        os.fsync(stream.fileno())
-    work.replace(file)
 
 
 LOCK = "lock"

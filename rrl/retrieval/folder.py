@@ -18,7 +18,8 @@ import numpy as np
 
 from rrl.data.passages import Passage, fingerprint
 from rrl.errors import UserError
-from rrl.retrieval.files import replaced, room_for
+from rrl.files import replaced
+from rrl.retrieval.files import room_for
 
 KINDS = ("scann", "bm25", "exact")
 FORMAT = 3

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import Float, Int
 
-from rrl.retrieval.files import replaced
+from rrl.files import replaced
 
 Allocate = Callable[[str, int, type], np.ndarray]
 

@@ -203,6 +203,13 @@ def test_seconds_are_taken_over_the_stretches_that_ended(tmp_path: Path) -> None
         assert evaluate.latency(tmp_path, judged) == {"answer": 0.25, "search": 0.05} | more
 
 
+def test_a_stretch_that_a_kill_cut_is_dropped(tmp_path: Path) -> None:
+    (tmp_path / "timing.jsonl").write_text('{"questions": 10, "answer": 5.0}\n{"questions": 1')
+    assert evaluate.latency(tmp_path) == {"answer": 0.5}
+    evaluate._timed(tmp_path, 10, answer=1.0)
+    assert evaluate.latency(tmp_path) == {"answer": 0.3}
+
+
 @pytest.mark.parametrize("name", [*RECIPES, *METHODS])
 def test_every_recipe_and_method_is_a_config_away(name: str) -> None:
     settings = evaluate.Settings.of(config(f"method={name}"))

@@ -22,6 +22,7 @@ def written(folder: Path, *records: object) -> Path:
         '{"id": "a", "pred": "x"}\n\n{"id": "b", "pred": []}\n{"id": "7", "pred": ["y", "z"]}\n',
         '{"a": "x", "b": null, "7": ["y", "z"]}',
         '{"answer": {"a": "x",\n"b": [], "7": ["y", "z"]}, "sp": {"a": [["T", 0]]}}',
+        '{"answer": {"a": "x",\n"b": [], "7": ["y", "z"]}, "sp": {}, "evidence": {"a": [["T", "r", "U"]]}}',
         '[{"id": "a", "output": {"pred": "x"}}, {"id": "b", "output": {"pred": null}},'
         ' {"id": "7", "output": {"pred": ["y", "z"]}}]',
     ],

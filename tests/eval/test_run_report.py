@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from rrl.errors import UserError
-from rrl.eval.comparison import load_runs, paired, records
+from rrl.eval.comparison import coverage_table, load_runs, paired, records
 from rrl.eval.report_html import told_most
 from rrl.eval.run_report import write_run_report
 from rrl.eval.sweep import plot_sweep, sweep, values_of
@@ -35,6 +35,20 @@ def test_the_table_has_intervals_tests_and_costs(tmp_path: Path) -> None:
     assert "| second | models/x | 100.0 [100.0, 100.0] |" in text and "p = 0.25" in text
     assert "- corpus: wiki (100 passages, cccccccccccc)" in text and "differs" not in text
     assert "| em by kind | one hop | two hop |" in text and "| first | 50.0 | 0.0 |" in text
+
+
+def test_hits_by_gold_and_by_answer_stand_in_fields_of_their_own(tmp_path: Path) -> None:
+    (run,) = load_runs([finished(tmp_path / "run", RIGHT)])
+    plain = records([run])[0]
+    run.found["retrieval_by_answer"] = {"hits": 0.0, "mrr": 0.0}
+    row = records([run])[0]
+    assert row["hits"] == plain["hits"] > 0 and row["mrr"] == plain["mrr"] > 0
+    assert (row["hits_by_answer"], row["mrr_by_answer"]) == (0.0, 0.0)
+    del run.found["retrieval"]
+    assert coverage_table(records([run])) == [
+        ("run", "hits by answer", "mrr by answer"),
+        ("run", "0.0", "0.0"),
+    ]
 
 
 def test_other_corpora_are_told_and_other_questions_not_tested(tmp_path: Path) -> None:

@@ -82,7 +82,7 @@ def test_a_report_counts_what_can_be_counted_by_hand() -> None:
         (1 / 2 + 1) / 2
     )  # the third question has no gold passages
     assert found["retrieval"]["passages"] == 2
-    assert found["cost"] == {"searches": 1, "tokens": 30, "tokens_per_correct": 90}
+    assert found["cost"] == {"searches": 1, "tokens": 30, "tokens_when_correct": 10, "tokens_per_correct": 90}
     assert "33.3" in as_text(found) and "tokens_per_correct 90.00" in as_text(found)
 
 

@@ -57,12 +57,18 @@ def collected(kept: Sequence[Passage], found: Sequence[Passage] | None) -> list[
 
 
 def answer_of(said: Generated) -> str:
-    """What stands behind the last "The final answer:" of a text."""
-    return final_answer(said.text)
+    """What stands behind the last "The final answer:" of a text, to the end of its line, as `FINISH` asks for."""
+    return first_line(final_answer(said.text)) if FINAL_ANSWER in said.text else final_answer(said.text)
+
+
+def first_line(text: str) -> str:
+    """The first line of a text."""
+    return next(iter(text.splitlines()), "").strip()
 
 
 def listed(text: str) -> list[str]:
-    """The lines of a list without bullets and numbers, each once, empty ones left out."""
+    """The lines of a list without bullets and numbers, each once; empty ones and a preface ("Here are two:") left out."""
+    text = re.sub(r"\A\s*[^\n]*:[ \t]*\n", "", text)
     lines = (re.sub(r"^\s*(?:[-*•]|\(?\d{1,2}[.):])\s+", "", line).strip() for line in text.splitlines())
     return list(dict.fromkeys(filter(None, lines)))
 
@@ -116,6 +122,14 @@ def recorded(flow: Flow) -> Generator[Ask | Sequence[Ask], Any, Outcome]:
                 searches.append((ask.query, None if result is None else tuple(result)))
             else:
                 written.append(result)
+        reply = _heard(reply) if single else [_heard(result) for result in reply]
+
+
+def _heard(result: Any) -> Any:
+    """What a method reads of a result: of a text none of the thoughts that a reasoning model has brought to an end before it."""
+    if isinstance(result, Generated) and (thought := result.text.rpartition("</think>"))[1]:
+        return dataclasses.replace(result, text=thought[2].lstrip())
+    return result
 
 
 def _pairs(asks: Any, results: Any) -> Iterable[tuple[Ask, Any]]:

@@ -22,6 +22,11 @@ SENTENCE = re.compile(
 """Where a sentence ends: not after initials ("J. R. R.") and titles ("Dr.")."""
 
 
+ACTION_ALONE = re.compile(r"\b(Search|Finish)\s*\[(.*?)\]", re.DOTALL | re.IGNORECASE)
+ACTION = re.compile(r"Action\W*?" + ACTION_ALONE.pattern, re.DOTALL | re.IGNORECASE)
+"""ReAct's action: where one is named as such, what a thought says of others is none."""
+
+
 def react(question: Question, settings: Settings, *, steps: int = 7) -> Flow:
     """ReAct (Yao et al., 2023): thoughts, and actions Search[...] or Finish[...], with what a search found as observation."""
     history, passages = "", list[Passage]()
@@ -32,10 +37,10 @@ def react(question: Question, settings: Settings, *, steps: int = 7) -> Flow:
             f"Question: {asked(question)}\n{history}",
             OBSERVATION,
         )
-        action = re.search(r"(Search|Finish)\s*\[(.*?)\]", said.text, re.DOTALL)
+        action = ACTION.search(said.text) or ACTION_ALONE.search(said.text)
         if not action:
             break
-        if action[1] == "Finish":
+        if action[1].lower() == "finish":
             return action[2]
         found = yield Retrieve(action[2].strip() or question.text)
         passages = collected(passages, found)
@@ -243,9 +248,10 @@ def adaptive_rag(question: Question, settings: Settings) -> Flow:
         "How is this question best answered? Reply with one letter: A if you know the answer for certain, B if one search finds "
         f"it, C if several facts must be looked up one after another.\n\nQuestion: {question.text}"
     )
-    letter = re.search(r"\b[ABC]\b", said.text)
+    opening = re.match(r"\W*([ABC])(?=[).:,;*\n]|\s*$)", said.text)
+    letters = [opening[1]] if opening else re.findall(r"\b[ABC]\b(?!\s+[a-z])", said.text)  # no article
     ways = {"A": cot, "B": rag_cot}
-    return (yield from ways.get(letter[0] if letter else "C", ircot)(question, settings))
+    return (yield from ways.get(letters[-1] if letters else "C", ircot)(question, settings))
 
 
 def first_sentence(text: str) -> str:

@@ -1,11 +1,13 @@
 """Methods that search once or not at all: direct, CoT, naive RAG, RAG with CoT, SuRe."""
 
+import re
 from collections.abc import Sequence
 
 from rrl.data.passages import Passage
 from rrl.data.questions import Question, asked
 from rrl.recipes.prompted.base import FINISH, Flow, Settings, answer_of, listed
 from rrl.recipes.rsearch import READER_TEMPLATE
+from rrl.rewards.cases import read_verdict
 from rrl.rollout.workflow import Generated, Retrieve
 
 
@@ -52,8 +54,8 @@ def reasoned_answer(question: Question, settings: Settings, passages: Sequence[P
 def sure(question: Question, settings: Settings, *, candidates: int = 2) -> Flow:
     """SuRe (Kim et al., 2024): candidate answers, a summary of the passages for each, and the best supported one.
 
-    A summary that does not support its candidate costs it a point (validity); every two summaries are compared (ranking). The
-    most points win, the earlier candidate among equals.
+    A summary that does not support its candidate costs it a point (validity); every two summaries are compared (ranking), and
+    share the point where the model prefers neither. The most points win, the earlier candidate among equals.
     """
     found = yield Retrieve(question.text)
     context = f"Passages:\n{settings.show(found or ())}\n\nQuestion: {asked(question)}"
@@ -85,7 +87,10 @@ def sure(question: Question, settings: Settings, *, candidates: int = 2) -> Flow
         )
         for i, j in pairs
     ]
-    points = [float("true" in verdict.text.lower()) for verdict in supported]
+    points = [float(read_verdict(verdict.text) or 0.0) for verdict in supported]
     for (i, j), verdict in zip(pairs, preferred):
-        points[i if "2" in verdict.text and "1" not in verdict.text else j] += 1
+        chosen = re.match(r"\D*\b([12])\b(?!\s*(?:or|and)\b)", verdict.text)
+        share = {"1": 0.0, "2": 1.0}[chosen[1]] if chosen else 0.5
+        points[i] += share
+        points[j] += 1.0 - share
     return answers[points.index(max(points))]

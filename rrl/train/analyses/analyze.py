@@ -6,8 +6,8 @@ from typing import Any
 
 from rrl.errors import UserError
 from rrl.eval.evaluate import Settings
+from rrl.files import replaced
 from rrl.parallel.runtime import cores_here
-from rrl.retrieval.files import replaced
 from rrl.train.analyses.listing import evaluated, named, trained
 from rrl.train.analyses.plot import draw
 from rrl.train.analyses.table import as_text, csv_of, rows_of

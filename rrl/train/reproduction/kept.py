@@ -17,7 +17,7 @@ import numpy as np
 from rrl.errors import UserError
 from rrl.eval.comparison import load_run
 from rrl.eval.result_card import ResultCard, card_of
-from rrl.retrieval.files import replaced
+from rrl.files import replaced
 from rrl.train.metrics import read_metrics
 from rrl.train.reproduction.plan import Run, needed
 from rrl.train.reproduction.queue import Record, record_of, unlike

@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from rrl.errors import UserError
+from rrl.files import replaced
 from rrl.parallel.runtime import cores_here
-from rrl.retrieval.files import locked, replaced
+from rrl.retrieval.files import locked
 from rrl.train.checkpoints import stop_requested
 from rrl.train.launcher import load_config
 from rrl.train.reproduction.plan import Run

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rrl.errors import UserError
+from rrl.files import replaced
 from rrl.parallel.runtime import cores_here
-from rrl.retrieval.files import replaced
 from rrl.train.reproduction.claims import claims_named
 from rrl.train.reproduction.kept import Kept
 from rrl.train.reproduction.page import list_of, page

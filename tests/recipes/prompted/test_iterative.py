@@ -31,6 +31,16 @@ def test_react_searches_reads_and_finishes() -> None:
     assert "made up" not in prompts[1]
 
 
+def test_react_does_what_is_named_as_its_action() -> None:
+    thought = "Thought: I could use Search[Silver Harbour] next.\nAction: Finish[Oslo]"
+    outcome, _ = play("react", [("", thought)])
+    assert outcome.answer == "Oslo" and not outcome.searches
+    outcome, _ = play("react", [("", "action: search[Ada Berg]"), ("action: search", "finish[Oslo]")])
+    assert outcome.answer == "Oslo" and outcome.titles == [PERSON.title]
+    said = [("", "Thought: who?\nAction: Search[Silver Harbour]"), ("Thought: who?", "Action: Finish[x]")]
+    assert play("react", said)[0].answer == "x"
+
+
 def test_react_answers_from_what_it_found_when_steps_run_out_or_no_action_comes() -> None:
     step = ("", "Action: Search[Silver Harbour]")
     outcome, prompts = play("react", [step, step, LAST], steps=2)
@@ -156,7 +166,7 @@ def test_search_o1_reasons_over_what_was_condensed() -> None:
                 "begin_search_query",
                 "Who made it? <|begin_search_query|>Silver Harbour<|end_search_query|> and on",
             ),
-            ("Query: Silver Harbour", "Ada Berg directed it."),
+            ("Reasoning:  Who made it? \n\nQuery: Silver Harbour", "Ada Berg directed it."),
             (
                 "<|begin_search_result|>Ada Berg directed it.<|end_search_result|>",
                 "Then Oslo.\nThe final answer: Oslo",
@@ -211,13 +221,23 @@ def test_decomposition_of_nothing_or_of_a_circle_still_ends() -> None:
     assert play("decomposition", circle)[0].answer == "Oslo"
 
 
-@pytest.mark.parametrize(("reply", "searches"), [("A", 0), ("B.", 1), ("(B) one search", 1)])
+@pytest.mark.parametrize(
+    ("reply", "searches"),
+    [
+        ("A", 0),
+        ("B.", 1),
+        ("(B) one search", 1),
+        ("**B**", 1),
+        ("A single search is enough here, so B.", 1),
+        ("A: I know it. B is not needed", 0),
+    ],
+)
 def test_adaptive_rag_goes_the_way_the_model_says(reply: str, searches: int) -> None:
     outcome, _ = play("adaptive_rag", [("one letter", reply), ("step by step", "The final answer: Oslo")])
     assert outcome.answer == "Oslo" and len(outcome.searches) == searches
 
 
-@pytest.mark.parametrize("reply", ["C", "hard to say"])
+@pytest.mark.parametrize("reply", ["C", "hard to say", "A single search is not enough here, so C."])
 def test_adaptive_rag_takes_many_steps_where_it_is_hard_or_unclear(reply: str) -> None:
     outcome, _ = play("adaptive_rag", [("", reply), ("next sentence", "The final answer: Rome"), LAST])
     assert outcome.answer == "Oslo" and outcome.titles == [FILM.title]

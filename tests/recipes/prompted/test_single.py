@@ -42,6 +42,24 @@ def test_a_failed_or_empty_search_is_said_and_survived() -> None:
     assert play("naive_rag", [("", "x")], found={"Silver": None})[0].searches == ((QUESTION.text, None),)
 
 
+def test_thoughts_that_came_to_an_end_are_no_answer() -> None:
+    thought = "<think>\nHm, Rome? No.\n</think>\n\n"
+    outcome, _ = play("direct", [("", f"{thought}Oslo")])
+    assert outcome.answer == "Oslo" and "Rome" in outcome.written[0].trajectory.segments[0][1]
+    assert (
+        play("direct", [("", "<think> Rome")])[0].answer == "<think> Rome"
+    )  # cut: no answer it could be taken for
+    script = [
+        ("", f"{thought}Bergen\nOslo"),
+        *[("", f"{thought}{text}") for text in ("a", "b", "False", "True", "2")],
+    ]
+    assert play("sure", script)[0].answer == "Oslo"
+
+
+def test_a_line_after_the_final_answer_is_none_of_it() -> None:
+    assert play("cot", [("", "Hm.\nThe final answer: Oslo\nOslo is a capital.")])[0].answer == "Oslo"
+
+
 def test_choices_are_shown_with_letters_and_not_searched_with() -> None:
     question = dataclasses.replace(QUESTION, choices=("Oslo", "Rome"), answers=("A",))
     outcome, _ = play("naive_rag", [("(A) Oslo\n(B) Rome\nAnswer with the letter", "A")], question)
@@ -72,6 +90,7 @@ def test_sure_takes_the_candidate_whose_summary_holds() -> None:
         ],
     )
     assert outcome.answer == "Oslo" and len(prompts) == 6
+    assert '"Bergen"' in prompts[3] and '"Oslo"' in prompts[4] and QUESTION.text in prompts[5]
 
 
 @pytest.mark.parametrize(
@@ -81,6 +100,11 @@ def test_sure_takes_the_candidate_whose_summary_holds() -> None:
         (("True", "True"), "2", "Oslo"),
         (("True", "False"), "2", "Bergen"),  # a point each: the earlier candidate
         (("False", "False"), "either 1 or 2", "Bergen"),
+        (("False", "True"), "either 1 or 2", "Oslo"),
+        (("True", "True"), "Summary 2 is more informative, as it names the year 1912.", "Oslo"),
+        (("True", "True"), "2. Summary 2 states it; Summary 1 does not.", "Oslo"),
+        (("False. It is not true that it says so.", "True"), "1 or 2?", "Oslo"),
+        (("Untrue", "True"), "?", "Oslo"),
     ],
 )
 def test_sure_counts_validity_and_ranking(valid: tuple[str, str], preferred: str, answer: str) -> None:
