@@ -64,6 +64,9 @@ def test_questions_without_gold_are_left_out_and_not_counted_as_wrong() -> None:
     assert np.isnan(hits.recall()).tolist() == [False, True, False]
     assert hits.report()["recall"] == 0.5
     assert hits.report()["passages"] == 0.5
+    assert hits.report()["eta_re"] == gold_efficiency(
+        0.5, 0.5, 1.0
+    )  # its oracle answers the others alone, too
     assert hits_of([["A"]], [[]]).report() == {}
     assert hits_of([[]], [["A"]]).report()["mrr"] == 0
     assert hits_of([], []).report() == {}

@@ -194,7 +194,7 @@ def test_an_interval_is_the_wider_of_questions_and_seeds():
     apart = [
         np.full(400, mean) for mean in (0.4, 0.5, 0.6)
     ]  # questions agree: t(0.975, 2) = 4.303 times 0.1 / sqrt(3)
-    assert round(interval(apart).high - 0.5, 3) == 0.248
+    assert round(interval(apart).high - 0.5, 3) == round(0.5 - interval(apart).low, 3) == 0.248
 
 
 # -- wrong input ---------------------------------------------------------------------------------------------------------

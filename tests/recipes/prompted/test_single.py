@@ -1,6 +1,8 @@
 """Methods of one search or none, and what all methods share."""
 
 import dataclasses
+import re
+from pathlib import Path
 
 import pytest
 
@@ -9,6 +11,18 @@ from rrl.recipes.prompted.base import Settings, collected, listed
 from rrl.recipes.prompted.catalogue import METHODS, make_method
 from rrl.rollout.workflow import PromptTooLong, Retrieve
 from tests.recipes.prompted.scripted import FILM, PERSON, QUESTION, play, ramble
+
+
+def test_options_are_those_of_the_docs_table() -> None:
+    text = (Path(__file__).parents[3] / "docs/evaluation.md").read_text(encoding="utf-8")
+    told = {}
+    for row in re.findall(r"^\| (`\w+`(?:, `\w+`)*) \|[^|]+\|([^|]*)\|[^|]+\|$", text, re.MULTILINE):
+        options = dict(part.split() for part in row[1].strip().split(", ") if part)
+        told |= dict.fromkeys(re.findall(r"`(\w+)`", row[0]), options)
+    assert {name: told.get(name) for name in METHODS} == {
+        name: {option: str(value) for option, value in method.defaults.items()}
+        for name, method in METHODS.items()
+    }
 
 
 def test_direct_asks_once_and_never_searches() -> None:
