@@ -67,6 +67,7 @@ def test_r1_searcher_is_reinforce_plus_plus_in_two_stages_by_one_argument():
         # Token by token: the reward less the KL from here on, whitened over the batch.
         assert run.recipe.advantage == "reward" and run.train.objective.whiten
         assert run.train.objective.kl_in_reward and run.train.objective.kl_estimator == "k1"
+        assert run.train.guard.reward == -run.recipe.malformed_penalty  # nobody earns less
     assert second.recipe.malformed_penalty == 2.0 and settings("r1_searcher").recipe.malformed_penalty == 0.5
     assert second.rollout.top_k == 3 and second.recipe.environment.max_searches == 8  # SPEC.md 6
     assert second.policy == "models/Qwen2.5-7B"  # a base model
