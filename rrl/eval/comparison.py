@@ -19,6 +19,8 @@ from rrl.eval.trajectory_files import load_trajectories
 from rrl.rollout.trajectory import Trajectory
 from rrl.text.spans import Tag
 
+STAGES = ("answer", "search", "read", "judge")
+"""What the seconds of an evaluation go to."""
 COSTS = ("searches", "turns", "tokens", "tokens_when_correct", "tokens_per_correct", "all_tokens_per_correct")
 """Costs of a report that tables show."""
 RETRIEVAL = (
@@ -286,7 +288,7 @@ def group_table(runs: Sequence[Run], group: str) -> Cells:
 
 def latency_table(runs: Sequence[Run]) -> Cells:
     """Seconds a question by stage."""
-    stages = [s for s in ("answer", "search", "judge") if any(s in r.found.get("seconds", {}) for r in runs)]
+    stages = [s for s in STAGES if any(s in r.found.get("seconds", {}) for r in runs)]
     table: Cells = [("seconds a question, many at a time", *stages)]
     for run in runs:
         seconds = run.found.get("seconds", {})

@@ -27,6 +27,7 @@ from ml_collections import ConfigDict
 
 from rrl.data.questions import Question, save_questions
 from rrl.errors import UserError, at_least, at_most, one_of
+from rrl.eval.comparison import STAGES
 from rrl.eval.dataset import Dataset, DatasetConfig, load_dataset
 from rrl.eval.judging import PROMPTS, short_scores, verdict_file, verdicts
 from rrl.eval.predictions import load_predictions
@@ -46,10 +47,12 @@ from rrl.recipes.prompted.base import Settings as Prompting
 from rrl.recipes.prompted.catalogue import METHODS, make_method
 from rrl.retrieval.files import locked
 from rrl.retrieval.gold import hits_at
+from rrl.rewards.judge import Answers
 from rrl.rewards.reader import Reader
 from rrl.rollout.engine import Engine, EngineConfig
 from rrl.rollout.loop import PATIENCE
 from rrl.rollout.trajectory import Trajectory
+from rrl.text.chat import Prompt
 from rrl.text.metrics import AnswerScores, exact_match
 from rrl.text.normalize import rule_named
 from rrl.text.short_answers import choice_correct
@@ -278,12 +281,28 @@ def _with_reader(settings: Settings) -> Way:
         dtype=jnp.dtype(settings.compute.dtype),
         param_dtype=jnp.dtype(settings.compute.dtype),
     )
-    return dataclasses.replace(settings.way, reader=Reader(*frozen, settings.reader_rollout).answers)
+    return dataclasses.replace(settings.way, reader=Clocked(Reader(*frozen, settings.reader_rollout).answers))
+
+
+@dataclasses.dataclass
+class Clocked:
+    """A reader, and how long it has read."""
+
+    answers: Answers
+    seconds: float = 0.0
+
+    def __call__(self, prompts: Sequence[str | Prompt]) -> list[str]:
+        """Its answers to the prompts."""
+        began = time.perf_counter()
+        found = self.answers(prompts)
+        self.seconds += time.perf_counter() - began
+        return found
 
 
 def answer(settings: Settings, way: Way, data: Dataset, engine: Engine, params: Any, workdir: Path) -> None:
     """Has all questions answered that results.jsonl does not hold yet; each is there as soon as it is answered."""
     count = len(data.questions)
+    reader = way.reader if isinstance(way, Trained) and isinstance(way.reader, Clocked) else None
     with Lines(workdir / "results.jsonl", (question.id for question in data.questions)) as lines:
         todo = [(at, question) for at, question in enumerate(data.questions) if question.id not in lines.done]
         right = asked = 0.0
@@ -301,9 +320,11 @@ def answer(settings: Settings, way: Way, data: Dataset, engine: Engine, params: 
             for start in range(0, len(todo), way.together):
                 some = todo[start : start + way.together]
                 key = jax.random.key(settings.eval.seed)
+                before = reader.seconds if reader else 0.0
                 way.ask(engine, params, some, key, settings.eval.temperature, keep)
                 stats = engine.stats
-                _timed(workdir, len(some), answer=stats.seconds, search=stats.retrieval_seconds)
+                read = {"read": reader.seconds - before} if reader else {}
+                _timed(workdir, len(some), "", answer=stats.seconds, search=stats.retrieval_seconds, **read)
 
 
 def _right(prediction: str, answers: Sequence[str], choices: Sequence[str]) -> float:
@@ -320,12 +341,13 @@ def _timed(workdir: Path, questions: int, judged: str = "", **seconds: float) ->
 def latency(workdir: Path, judged: str = "") -> dict[str, float]:
     """Seconds a question by stage, over the stretches that came to an end; the engine answers many questions at a time.
 
-    "answer" is all of the rollout; searches that ran side by side with it and with each other are added up in "search". "judge"
-    is of the judge whose file of verdicts is `judged`.
+    "answer" is all of the rollout; searches that ran side by side with it and with each other are added up in "search"; "read"
+    is of the model that answers from what was found (R2AG's generator). "judge" is of the judge whose file of verdicts is
+    `judged`.
     """
     lines = read_lines(workdir / "timing.jsonl")
     found = {}
-    for stage in ("answer", "search", "judge"):
+    for stage in STAGES:
         mine = [line for line in lines if stage != "judge" or line.get("judged") == judged != ""]
         timed = [line for line in mine if stage in line and line["questions"]]
         if timed:

@@ -3,6 +3,7 @@
 import http.server
 import json
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -201,6 +202,16 @@ def test_seconds_are_taken_over_the_stretches_that_ended(tmp_path: Path) -> None
     (tmp_path / "timing.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     for judged, more in (("", {}), ("a", {}), ("b", {"judge": 2.0})):  # each judge by itself
         assert evaluate.latency(tmp_path, judged) == {"answer": 0.25, "search": 0.05} | more
+
+
+def test_what_a_generator_reads_takes_seconds_of_its_own(tmp_path: Path) -> None:
+    clocked = evaluate.Clocked(
+        lambda prompts: time.sleep(0.02) or [str(prompt).upper() for prompt in prompts]
+    )
+    assert clocked(["a"]) == ["A"] and clocked(["b", "c"]) == ["B", "C"]
+    assert 0.04 <= clocked.seconds < 5
+    (tmp_path / "timing.jsonl").write_text('{"questions": 10, "answer": 5.0, "search": 1.0, "read": 2.0}\n')
+    assert evaluate.latency(tmp_path) == {"answer": 0.5, "search": 0.1, "read": 0.2}
 
 
 def test_a_stretch_that_a_kill_cut_is_dropped(tmp_path: Path) -> None:
