@@ -121,6 +121,24 @@ def trained_and_evaluated(out, seconds=90.0):
     return {run.name: run for run in (cold, *looks)}
 
 
+def test_so_does_what_was_measured_of_a_model_that_started_from_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    cold = Run("cold", "sft", "configs/miniwiki_cold_start.py", 1)
+    middle = Run("middle", "sft", "configs/miniwiki_cold_start.py", 1, needs=("cold",))
+    look = Run("look", "eval", "configs/eval.py", 1, needs=("middle",))
+    plan, out, again = {run.name: run for run in (cold, middle, look)}, tmp_path / "out", tmp_path / "again"
+    for run in (cold, middle):
+        recorded(run, out)
+    finished(out / "look", ANSWERS, model=f"{out}/middle/model", command="python x")
+    recorded(look, out)
+    Kept(tmp_path / "kept", plan).take(out)
+    assert set(Kept(tmp_path / "kept", plan).entries) == {"cold", "middle", "look"}
+    recorded(cold, again, 91.0)
+    kept = Kept(tmp_path / "kept", plan)
+    kept.take(again)
+    assert set(kept.entries) == {"cold"} and set(kept.outdated) == {"middle", "look"}
+
+
 def test_what_started_from_a_model_that_was_made_anew_counts_no_longer(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     out, folder = tmp_path / "out", tmp_path / "kept"
