@@ -399,9 +399,9 @@ def read_tenths(text: str) -> float | None:
     "from 0 to 1", "0 = irrelevant"), are no score.
     """
     said = _SCALE.sub(" ", _said(text))
+    found = re.findall(_TENTHS, said)
     opening = _OPENING.match(said)
-    found = _NAMED.findall(said) or ([opening[1]] if opening else re.findall(_TENTHS, said))
-    chosen = [number for number in found if "." in number] or found
+    chosen = _NAMED.findall(said) or opening and [opening[1]] or [n for n in found if "." in n] or found
     return round(float(chosen[-1]), 1) if chosen else None
 
 

@@ -146,6 +146,7 @@ def test_sufficiency_is_read_from_its_json(text, score):
         ("0.2 because 1 document helps", 0.2),
         ("Score: 0.4\nReason: 1 passage names the year", 0.4),
         ("One of two is relevant.\n**Score:** 0.5 (1 document)", 0.5),
+        ("Score: 0.4 at first; no, score: 1", 1.0),
         ("1 (one document states it, 0 others)", 1.0),
         ("1 of the documents helps: 0.2", 0.2),
         ("1. The first says nothing.\n2. The second does: 0.6", 0.6),
