@@ -406,9 +406,8 @@ def finish(
         found.pop("retrieval", None)
     lines = read_lines(workdir / "results.jsonl")
     ranks = [line["answer_rank"] for line in lines if line["answer_rank"] is not None]
-    if (
-        ranks and card.corpus and "retrieval" not in found
-    ):  # beside gold passages, those without have no answer to be found
+    # Beside questions with gold passages, those without have no answer that could be found.
+    if ranks and card.corpus and "retrieval" not in found:
         whole = hits_at(ranks).report(CUTS)
         found["retrieval_by_answer"] = {k: v for k, v in whole.items() if k.startswith(("hits", "mrr"))}
     endings = collections.Counter(line["ended"] for line in lines)

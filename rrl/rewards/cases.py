@@ -387,7 +387,7 @@ _SCALE = re.compile(
 
 _TENTHS = r"(?<![\w.,/-])(0(?:\.\d+)?|1(?:\.0+)?|\.\d+)(?![\w%/]|[.,]\d)"
 _NAMED = re.compile(rf"score\W*[:=]\W*?{_TENTHS}", re.IGNORECASE)
-_OPENING = re.compile(rf"[\s*\"'(]*(?!1\.\s){_TENTHS}(?=[\s*\"')]*(?:$|[,;:(\n–-]|\.(?!\d)))")
+_OPENING = re.compile(rf"\A[\s*\"'(]*(?!1\.\s){_TENTHS}(?=[\s*\"')]*(?:$|[,;:(\n–-]|\.(?!\d)))")
 """Not "1 of the documents ...", which counts, nor the "1." of a list."""
 
 
@@ -400,8 +400,8 @@ def read_tenths(text: str) -> float | None:
     """
     said = _SCALE.sub(" ", _said(text))
     found = re.findall(_TENTHS, said)
-    opening = _OPENING.match(said)
-    chosen = _NAMED.findall(said) or opening and [opening[1]] or [n for n in found if "." in n] or found
+    opening = _OPENING.findall(said)  # one at most: it is anchored
+    chosen = _NAMED.findall(said) or opening or [number for number in found if "." in number] or found
     return round(float(chosen[-1]), 1) if chosen else None
 
 

@@ -30,8 +30,8 @@ class Oracle:
     - sufficiency: 1 where all gold passages were found;
     - thinking: the share of gold passages whose titles the reasoning names (is the chain whole?) times the share of the
       names and numbers in it that stood in the question or in what had been found before (is it grounded?), in tenths;
-    - relevance: the share of the question's gold passages that the documents hold, in tenths, as
-      the papers' judges say it (of four passages one is 0.2);
+    - relevance: the share of the question's gold passages that the documents hold, in tenths, as the
+      papers' judges say it (of four passages one is 0.2);
     - correctness: cover exact match;
     - short answers: the answer as it stands;
     - findings: something else was mistaken for what was asked where the last search found passages and none of them gold,
