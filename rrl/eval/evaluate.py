@@ -213,13 +213,15 @@ def run(config: Mapping[str, Any], workdir: str | Path, command: Sequence[str] =
         judged = ""
         if judge is not None and settings.judge is not None:
             answers = {line["id"]: line["prediction"] for line in read_lines(workdir / "results.jsonl")}
-            file = verdict_file(workdir, settings.judge.identity() | {"prompt": settings.eval.judge_prompt})
+            file = verdict_file(
+                workdir, settings.judge.identity() | {"prompt": settings.eval.judge_prompt}, answers
+            )
             judged, began = file.name, time.perf_counter()
             before = len(read_lines(file))
             said = verdicts(file, judge, settings.eval.judge_prompt, data.questions, answers)
             if settings.way.long_answers and not any(question.choices for question in data.questions):
                 name = settings.eval.normalization
-                file = verdict_file(workdir, settings.judge.identity() | {"short_answers": name})
+                file = verdict_file(workdir, settings.judge.identity() | {"short_answers": name}, answers)
                 short = short_scores(file, judge, rule_named(name), data.questions, answers)
             _timed(workdir, len(said) - before, judged, judge=time.perf_counter() - began)
         card = card_of(settings, data, command)

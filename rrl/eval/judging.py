@@ -21,9 +21,10 @@ TOGETHER = 256
 """Answers that are judged at once: a kill loses no more."""
 
 
-def verdict_file(folder: Path, identity: Mapping[str, Any]) -> Path:
-    """Where the verdicts of one judge stand, so that another's are never taken for them."""
-    digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
+def verdict_file(folder: Path, identity: Mapping[str, Any], answers: Mapping[str, str]) -> Path:
+    """Where the verdicts of one judge on these answers stand, so that another's, or those on answers that were edited since, are
+    never taken for them."""
+    digest = hashlib.sha256(json.dumps([identity, answers], sort_keys=True).encode()).hexdigest()
     return folder / f"verdicts-{digest[:12]}.jsonl"
 
 

@@ -65,14 +65,15 @@ def test_a_judge_is_asked_once_for_each_answer_and_not_for_none(tmp_path: Path) 
     questions = [dataclasses.replace(QUESTION, id=name) for name in "abcd"]
     answers = {"a": "Oslo, Norway", "b": "?", "c": "", "d": "Rome"}
     judge = Grader()
-    file = verdict_file(tmp_path, {"kind": "x"})
+    file = verdict_file(tmp_path, {"kind": "x"}, answers)
     found = verdicts(file, judge, "r2ag", questions, answers)
     assert found == {"a": True, "b": None, "c": False, "d": False}
     assert judge.asked == ["Oslo, Norway", "?", "Rome"]
     file.write_text("".join(json.dumps(line) + "\n" for line in read_lines(file)[:3]) + '{"id": "d", ')
     assert verdicts(file, judge, "r2ag", questions, answers) == found
     assert judge.asked[3:] == ["Rome"]
-    assert verdict_file(tmp_path, {"kind": "y"}) != file
+    assert verdict_file(tmp_path, {"kind": "y"}, answers) != file
+    assert verdict_file(tmp_path, {"kind": "x"}, answers | {"d": "Oslo"}) != file  # edited since
 
 
 def test_em_and_f1_of_long_answers_are_of_the_short_forms_that_the_judge_extracts(tmp_path: Path) -> None:

@@ -58,7 +58,7 @@ def test_the_page_tells_what_was_measured_and_lists_what_was_not(tmp_path, monke
     assert "| 100.0 against 25.0 | +75.0 [+25.0, +100.0] | 4 | **holds** |" in row_of(file, "naive-rag")
     assert row_of(file, "process").endswith(f"| – | – | – | {MISSING} |")
     assert "- process: `python launch/reproduce.py --only=process` (6 runs)" in text
-    assert f"1 holds; {len(CLAIMS) - 1} {MISSING}." in text
+    assert f"\nholds: 1; {MISSING}: {len(CLAIMS) - 1}." in text
     assert f"2 of {len(known)} runs, 3 minutes in all" in text and "Commit abc." in text
     assert "- passages of a search: 2\n" in text and "python 3" in text  # of the result cards
     kept = Kept(tmp_path / "kept", known)

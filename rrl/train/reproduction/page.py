@@ -61,7 +61,7 @@ def page(
         counts[verdict.word] += 1
         table.append(row_of(claim, evidence, verdict))
     lines = [HEAD.format(command=command, what=SMOKE if smoke else f"Seeds {', '.join(map(str, seeds))}.")]
-    lines += ["; ".join(f"{number} {word}" for word, number in counts.items() if number) + ".", ""]
+    lines += ["; ".join(f"{word}: {number}" for word, number in counts.items() if number) + ".", ""]
     head = ("", "claim", "paper", "measured here", "values by seed", "difference", "questions", "verdict")
     lines += markdown([head, *table])
     if missing:
