@@ -1,7 +1,8 @@
 """Ways to train over seeds: `python launch/compare.py --config=configs/rsearch_grpo.py --out=runs/compare`.
 
 GRPO and its controls; or any values of a config's argument (`--arms=ablation=none,ablation=filter`), and other config files
-(`--arms=GRPO,configs/rsearch_ppo.py`). It ends in a table and a plot, and continues where it was broken off.
+(`--arms=GRPO,configs/rsearch_ppo.py`), each with an argument of its own (`configs/search_r1.py:control=permuted`). It ends in a
+table and a plot, and continues where it was broken off.
 """
 
 import shlex

@@ -26,7 +26,8 @@ from rrl.train.metrics import read_metrics
 GRPO, SFT = "GRPO", "SFT continued"
 ARMS = {GRPO: "", SFT: "", "rewards permuted": "control=permuted", "search off": "control=search_off"}
 """Config argument of each named arm; supervised training goes on with the cold start's own command instead. Any NAME=VALUE is an
-arm too, of the config's arguments, and any other config file, which takes the same ones."""
+arm too, of the config's arguments, and any other config file, which takes the same ones and may add one of its own
+(configs/search_r1.py:control=permuted)."""
 TAKEN = {"config": ("seed", "control"), "cold_start": ("seed", "minutes")}
 """Config arguments that the comparison sets itself."""
 TITLES = {"em": "exact match", "f1": "F1", "full_recall": "full recall", "map": "mAP"}
@@ -61,11 +62,11 @@ def cells(root: pathlib.Path, arms: Sequence[str], seeds: Sequence[int]) -> list
     for name, given in (("arms", list(arms)), ("seeds", list(seeds))):
         if not given or len(set(given)) < len(given):
             raise UserError(f"{name}={given} must be one or more, each once")
-    unknown = [arm for arm in arms if not (arm in ARMS or "=" in arm or arm.endswith(".py"))]
-    if unknown := unknown + [arm for arm in arms if arm.startswith("seed=")]:
+    unknown = [arm for arm in arms if not (arm in ARMS or "=" in arm or _split(arm)[0].endswith(".py"))]
+    if unknown := unknown + [arm for arm in arms if "seed" in (_split(arm)[1] or _split(":" + arm)[1])]:
         raise UserError(
             f"arms={unknown} are unknown; there are {', '.join(ARMS)}, any argument of the config but the seed "
-            "(ablation=filter), and another config file (configs/rsearch_ppo.py)"
+            "(ablation=filter), and another config file (configs/rsearch_ppo.py, or configs/search_r1.py:control=permuted)"
         )
     folders = [_cell(root, arm, 0).workdir for arm in arms]
     if len(set(folders)) < len(folders):
@@ -144,8 +145,9 @@ def _cell(root: pathlib.Path, arm: str, seed: int) -> Cell:
 
 def _of_arm(arm: str, config: str) -> tuple[str, str]:
     """The config of an arm, and the argument that it adds."""
-    if arm.endswith(".py"):
-        return ":".join([arm, *config.split(":", 1)[1:]]), ""
+    file, given = _split(arm)
+    if file.endswith(".py"):
+        return ":".join([file, *config.split(":", 1)[1:]]), ",".join(given.values())
     return config, ARMS.get(arm, arm)
 
 

@@ -84,21 +84,24 @@ def test_arms_and_seeds_are_one_or_more_each_once(tmp_path, arms, seeds):
 
 
 def test_an_arm_may_be_any_argument_of_the_config_or_another_config_file(tmp_path):
-    plan = cells(tmp_path, ["ablation=none", "ablation=filter", "configs/rsearch_ppo.py"], [1])
+    arms = ["ablation=none", "ablation=filter", "configs/rsearch_ppo.py", "configs/r2ag.py:control=permuted"]
+    plan = cells(tmp_path, arms, [1])
     config = "configs/tiresrag_grpo.py:steps=2,ablation=naive"
     told = [commands(cell, config, "", 0.0)[0][1].removeprefix("--config=configs/") for cell in plan]
     assert told == [
         "tiresrag_grpo.py:steps=2,ablation=none,seed=1",
         "tiresrag_grpo.py:steps=2,ablation=filter,seed=1",
         "rsearch_ppo.py:steps=2,ablation=naive,seed=1",
+        "r2ag.py:steps=2,ablation=naive,seed=1,control=permuted",
     ]
     assert [cell.workdir.name for cell in plan] == [
         "ablation=none-1",
         "ablation=filter-1",
         "configs_rsearch_ppo.py-1",
+        "configs_r2ag.py_control=permuted-1",
     ]
-    with pytest.raises(UserError, match=r"arms=\['seed=3'\] are unknown"):
-        cells(tmp_path, ["GRPO", "seed=3"], [1])
+    with pytest.raises(UserError, match=r"arms=\['seed=3', 'configs/r2ag.py:seed=2'\] are unknown"):
+        cells(tmp_path, ["GRPO", "seed=3", "configs/r2ag.py:seed=2"], [1])
     with pytest.raises(UserError, match="one folder"):
         cells(tmp_path, ["policy=a/b", "policy=a:b"], [1])
 
