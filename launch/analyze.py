@@ -34,6 +34,9 @@ _SEEDS = flags.DEFINE_list("seeds", ["0", "1", "2"], "Seeds of training.")
 _RUNS = flags.DEFINE_string(
     "runs", None, "Folder of the training runs (default: that of launch/reproduce.py)."
 )
+_KEEP = flags.DEFINE_string(
+    "keep", None, "Folder of kept results (docs/reproduction), whose runs are not done again."
+)
 _JOBS = flags.DEFINE_integer(
     "jobs", None, "Runs at a time, each with its share of the cores (default: 2, if there are)."
 )
@@ -62,6 +65,7 @@ def main(_: Sequence[str]) -> None:
         fields=dict(field.split("=", 1) for field in _SET.value),
         seeds=seeds_of(_SEEDS.value),
         shared=pathlib.Path(_RUNS.value) if _RUNS.value else None,
+        keep=pathlib.Path(_KEEP.value) if _KEEP.value else None,
         jobs=_JOBS.value,
         smoke=_SMOKE.value,
         listed=_LIST.value,

@@ -270,7 +270,8 @@ def coverage_table(rows: Sequence[Mapping[str, Any]]) -> Cells:
 
 
 def group_table(runs: Sequence[Run], group: str) -> Cells:
-    """The main metric by kind ("by_kind") or by hops ("by_hops"); no rows where no run has them."""
+    """The main metric by kind ("by_kind") or by hops ("by_hops"), and the numbers of questions, of each run that had others than
+    the first; no rows where no run has them."""
     labels = sorted({label for run in runs for label in run.found.get(group, {})})
     if not labels:
         return []
@@ -279,10 +280,11 @@ def group_table(runs: Sequence[Run], group: str) -> Cells:
         parts = run.found.get(group, {})
         shown = (f"{100 * parts[label][run.main]:.1f}" if label in parts else "–" for label in labels)
         table.append((run.name, *shown))
-    counts = runs[0].found.get(group, {})
-    table.append(
-        ("questions", *(str(counts[label]["questions"]) if label in counts else "–" for label in labels))
-    )
+    for run in runs:
+        parts = run.found.get(group, {})
+        told = tuple(str(parts[label]["questions"]) if label in parts else "–" for label in labels)
+        if run is runs[0] or told != table[len(runs) + 1][1:]:
+            table.append(("questions" if run is runs[0] else f"questions of {run.name}", *told))
     return table
 
 

@@ -73,6 +73,10 @@ def plot_training(
     save_figure(figure, out_png)
 
 
+ARMS_INSIDE = 4
+"""More arms have their legend below the panels, where it covers no curve."""
+
+
 def plot_spread(
     runs: Mapping[str, Sequence[Source]],
     out_png: str | pathlib.Path,
@@ -112,7 +116,14 @@ def plot_spread(
                 f"{name} ({len(seeds)} seed{'s' if len(seeds) > 1 else ''})",
                 COLOURS[at % len(COLOURS)],
             )
-        _finish(axis, legend=True)
+        _finish(axis, legend=len(loaded) <= ARMS_INSIDE)
+    lines = next((axis.get_lines() for axis in axes if axis.get_lines()), [])
+    if len(loaded) > ARMS_INSIDE and lines:
+        figure.set_figheight(figure.get_figheight() + 0.22 * -(-len(loaded) // 2))
+        # The lines themselves, not their copies: constrained layout keeps room for it.
+        figure.legend(
+            handles=lines, loc="outside lower center", ncols=2, fontsize=7.5, frameon=False, labelcolor=INK
+        )
     save_figure(figure, out_png)
 
 

@@ -115,6 +115,10 @@ def load_dataset(
         return Dataset(name, questions)
     doing = f"searching {retriever.index}" if retriever.index else f"indexing with {retriever.kind}"
     say(f"{corpus or retriever.index}: {doing}" + (f", {len(passages)} passages" if passages else ""))
+    if passages and (lacking := _not_there(questions, passages)):
+        say(
+            f"warning: {lacking} questions have gold passages none of which the corpus has, by their titles: is {corpus} theirs?"
+        )
     search = load_retriever(passages, retriever, encoder, seconds)
     if retriever.index:
         identity = retriever.identity()["index"]
@@ -152,6 +156,12 @@ def _read(config: DatasetConfig, corpus: bool) -> tuple[str, list[Question], str
             "questions bring their passages), retriever.index, or retriever=off"
         )
     return path.name, questions, Path(config.corpus).name, load_passages(config.corpus, config.on_error)
+
+
+def _not_there(questions: Sequence[Question], passages: Sequence[Passage]) -> int:
+    """How many questions have gold passages, but none of them in the corpus."""
+    titles = {passage.title for passage in passages}
+    return sum(bool(question.gold) and titles.isdisjoint(question.gold) for question in questions)
 
 
 def _drawn(questions: list[Question], config: DatasetConfig, file: Path) -> list[Question]:

@@ -41,7 +41,7 @@ from rrl.files import replaced
 from rrl.models.hf import folder_hash, load_language_model
 from rrl.models.weights import require_folder
 from rrl.parallel.runtime import enable_compilation_cache
-from rrl.recipes.card import require_policy
+from rrl.recipes.card import read_card, require_policy
 from rrl.recipes.catalogue import RECIPES, make_recipe
 from rrl.recipes.prompted.base import Settings as Prompting
 from rrl.recipes.prompted.catalogue import METHODS, make_method
@@ -193,6 +193,12 @@ def run(config: Mapping[str, Any], workdir: str | Path, command: Sequence[str] =
     data = load_dataset(
         settings.data, settings.retriever, settings.searches, settings.rollout.search_seconds, say
     )
+    own = read_card(settings.policy)
+    if own is not None and isinstance(settings.way, Trained) and own.recipe != settings.way.recipe_name:
+        say(
+            f"warning: policy {settings.policy} was trained as {own.recipe}, and is evaluated as {settings.way.recipe_name}, "
+            f"whose form it was not shown; method={own.recipe} is its own"
+        )
     identity = identity_of(settings, data)
     refuse_other_config(workdir, identity)
     judge = (
@@ -227,6 +233,11 @@ def run(config: Mapping[str, Any], workdir: str | Path, command: Sequence[str] =
         card = card_of(settings, data, command)
         found = finish(workdir, card, data.questions, settings, said, short, judged)
     print(as_text(found))
+    if cut := found["ended"].get("context_limit", 0.0):
+        print(
+            f"\n{100 * cut:.1f}% of the questions ended at the context of {settings.rollout.context} tokens, without an answer: "
+            "show fewer passages or less of each, or give --config.rollout.context"
+        )
     print(f"\n{_setting(card)}\n{workdir}")
     return found
 
@@ -375,10 +386,14 @@ def card_of(settings: Settings, data: Dataset, command: Sequence[str] = ()) -> R
         passages=data.passages,
         retriever=retriever if data.corpus else {},
         top_k=settings.rollout.top_k if data.corpus else 0,
-        limits=settings.way.limits | {"context": settings.rollout.context},
+        limits=settings.way.limits
+        | {"context": settings.rollout.context}
+        | ({"reader_context": settings.reader_rollout.context} if settings.reader else {}),
         model=settings.policy,
         model_sha256=folder_hash(settings.policy),
         normalization=settings.eval.normalization,
+        reader=settings.reader,
+        reader_sha256=folder_hash(settings.reader) if settings.reader else "",
         judge=json.dumps(judge.identity() | {"prompt": settings.eval.judge_prompt} | shortened)
         if judge
         else "",
@@ -473,5 +488,5 @@ def scored_trajectories(workdir: Path, scores: Scores) -> list[Trajectory]:
 
 
 def _setting(card: ResultCard) -> str:
-    setting = card.setting | {"method": card.method, "model": f"{card.model} ({card.model_sha256[:12]})"}
+    setting = card.setting | {"method": card.method} | card.models
     return "\n".join(f"{name}: {value}" for name, value in setting.items())

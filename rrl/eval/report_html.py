@@ -163,7 +163,7 @@ def _card(run: Run) -> str:
     card = run.card
     facts = card.setting | {
         "method": card.method,
-        "model": f"{card.model} ({card.model_sha256[:12]})",
+        **card.models,
         "limits": ", ".join(f"{name} {value}" for name, value in card.limits.items()),
         "temperature": f"{card.temperature:g}",
         "seed": str(card.seed),

@@ -59,6 +59,10 @@ class ResultCard:
     """`rrl.models.weights.folder_hash`; "" for a model that is only known by an endpoint's name."""
     normalization: str
     """A name of `rrl.text.normalize.RULES`."""
+    reader: str = ""
+    """Folder of the model that answered from what was found (R2AG's generator); "" where the policy answers itself."""
+    reader_sha256: str = ""
+    """As `model_sha256`."""
     judge: str = ""
     """The model that judged correctness, with its hash, and whether EM and F1 are of short forms that it extracted; "" where none
     did."""
@@ -83,6 +87,12 @@ class ResultCard:
                 f"corpus={self.corpus!r} and retriever={dict(self.retriever)} belong together: both, or neither where nothing "
                 "is searched"
             )
+
+    @property
+    def models(self) -> dict[str, str]:
+        """The policy and, where there is one, the reader, in words, each with its hash."""
+        found = {"model": f"{self.model} ({self.model_sha256[:12]})"}
+        return found | ({"reader": f"{self.reader} ({self.reader_sha256[:12]})"} if self.reader else {})
 
     @property
     def setting(self) -> dict[str, str]:

@@ -203,15 +203,19 @@ def report(scores: Scores, *, seed: int = 0, level: float = 0.95) -> dict[str, A
         retrieval = hits_of(scores.titles, [q.gold for q in scores.questions]).report(CUTS)
         if retrieval:
             found["retrieval"] = retrieval
-    found["cost"] = {name: float(values.mean()) for name, values in scores.counts.items()}
-    right = float(scores.metrics[scores.main].sum())
-    if "tokens" in scores.counts and right:
-        found["cost"]["tokens_per_correct"] = float(scores.counts["tokens"].sum()) / right
-        tokens_when_right = scores.counts["tokens"] @ scores.metrics[scores.main] / right
-        found["cost"]["tokens_when_correct"] = float(tokens_when_right)
-        if read := [scores.counts[name] for name in READ if name in scores.counts]:
-            whole = float(scores.counts["tokens"].sum() + np.sum(read))
-            found["cost"]["all_tokens_per_correct"] = whole / right
+    found["cost"] = costs(scores.counts, scores.metrics[scores.main])
+    return found
+
+
+def costs(counts: Mapping[str, Float[np.ndarray, "Q"]], right: Float[np.ndarray, "Q"]) -> dict[str, float]:
+    """Means of the counts, and what a right answer costs in tokens, where any is right."""
+    found = {name: float(values.mean()) for name, values in counts.items()}
+    answers = float(right.sum())
+    if "tokens" in counts and answers:
+        found["tokens_per_correct"] = float(counts["tokens"].sum()) / answers
+        found["tokens_when_correct"] = float(counts["tokens"] @ right / answers)
+        if read := [counts[name] for name in READ if name in counts]:
+            found["all_tokens_per_correct"] = float(counts["tokens"].sum() + np.sum(read)) / answers
     return found
 
 

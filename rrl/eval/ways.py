@@ -141,12 +141,15 @@ class Trained:
         return dataclasses.asdict(card_of(self.recipe, 0, 0))
 
     @property
+    def recipe_name(self) -> str:
+        """In the catalogue."""
+        return self._card["recipe"]
+
+    @property
     def name(self) -> str:
         # An instruction is a page; that it was changed is told by the run's config.
         changed = {name: value for name, value in self._card["fields"].items() if not isinstance(value, str)}
-        return _named(
-            self._card["recipe"], changed | ({"reader": self.reader_name} if self.reader_name else {})
-        )
+        return _named(self.recipe_name, changed | ({"reader": self.reader_name} if self.reader_name else {}))
 
     @property
     def searches(self) -> bool:
@@ -174,7 +177,7 @@ class Trained:
     def identity(self) -> dict[str, Any]:
         recipe: Any = self.recipe
         reader = folder_hash(self.reader_name) if self.reader_name else ""
-        return {"recipe": self._card["recipe"], "reader": reader} | dataclasses.asdict(recipe)
+        return {"recipe": self.recipe_name, "reader": reader} | dataclasses.asdict(recipe)
 
     def check(self, engine: Engine, questions: Sequence[Question]) -> None:
         refuse_long_prompts(engine, self.recipe, [_shown(question) for question in questions])

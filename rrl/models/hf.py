@@ -229,7 +229,8 @@ def check_context(config: DecoderConfig, context: int, where: str) -> None:
     if context > config.max_positions:
         raise UserError(
             f"{where}: a context of {context} tokens is more than the model's max_position_embeddings="
-            f"{config.max_positions}; give its rollout a shorter context"
+            f"{config.max_positions}; give its rollout a shorter context "
+            "(--config.rollout.context=N, or that of its own section)"
         )
 
 

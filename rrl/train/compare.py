@@ -207,9 +207,10 @@ def _made_by(cell: Cell) -> str | None:
 def refuse_mixed_models(plan: Sequence[Cell]) -> None:
     """Raises UserError when two runs had other models under the same paths, by the hashes that each has recorded.
 
-    A run without a model (search off has no encoder) goes with any.
+    A run without a model (search off has no encoder) goes with any; arms of other config files may start from other policies,
+    which `unlike` tells.
     """
-    first: dict[str, tuple[Cell, str]] = {}
+    first: dict[tuple[str, str], tuple[Cell, str]] = {}
     for cell in plan:
         file = cell.workdir / "config.json"
         if cell.arm == SFT or not file.exists():
@@ -218,8 +219,10 @@ def refuse_mixed_models(plan: Sequence[Cell]) -> None:
         models = {name: made[name] for name in ("policy", "reader")} | {
             "encoder": made["retriever"]["encoder"]
         }
+        file_of = _split(cell.arm)[0]
         for name, found in models.items():
-            other, wanted = first.setdefault(name, (cell, found)) if found else (cell, found)
+            place = (name, file_of if name == "policy" and file_of.endswith(".py") else "")
+            other, wanted = first.setdefault(place, (cell, found)) if found else (cell, found)
             if found != wanted:
                 raise UserError(
                     f"{other.workdir} and {cell.workdir} had other models ({name}: {wanted} and {found}); delete the one "
@@ -228,7 +231,8 @@ def refuse_mixed_models(plan: Sequence[Cell]) -> None:
 
 
 def unlike(plan: Sequence[Cell]) -> list[str]:
-    """A line for each field of the questions, the corpus and the search in which arms differ, with who has what."""
+    """A line for each field of the questions, the corpus and the search in which arms differ, with who has what; and for the
+    policies that they start from."""
     found: dict[str, dict[str, list[str]]] = {}
     for cell in plan:
         file = cell.workdir / "config.json"
@@ -241,6 +245,8 @@ def unlike(plan: Sequence[Cell]) -> list[str]:
             for name, value in made.get(part, {}).items()
         }
         fields |= {"rollout.top_k": made.get("rollout", {}).get("top_k")}
+        if cell.arm != SFT:
+            fields |= {"policy (SHA-256)": made["policy"][:12]}
         for name, value in fields.items():
             who = found.setdefault(name, {}).setdefault(json.dumps(value), [])
             who += [cell.arm] * (cell.arm not in who)

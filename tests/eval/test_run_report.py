@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from rrl.errors import UserError
-from rrl.eval.comparison import coverage_table, load_runs, paired, records
+from rrl.eval.comparison import coverage_table, group_table, load_runs, paired, records
 from rrl.eval.report_html import told_most
 from rrl.eval.run_report import write_run_report
 from rrl.eval.sweep import plot_sweep, sweep, values_of
@@ -35,6 +35,18 @@ def test_the_table_has_intervals_tests_and_costs(tmp_path: Path) -> None:
     assert "| second | models/x | 100.0 [100.0, 100.0] |" in text and "p = 0.25" in text
     assert "- corpus: wiki (100 passages, cccccccccccc)" in text and "differs" not in text
     assert "| em by kind | one hop | two hop |" in text and "| first | 50.0 | 0.0 |" in text
+
+
+def test_a_run_with_other_questions_has_its_numbers_told(tmp_path: Path) -> None:
+    runs = load_runs([finished(tmp_path / "first", RIGHT), finished(tmp_path / "other", RIGHT)])
+    assert group_table(runs, "by_kind")[3:] == [("questions", "2", "2")]
+    runs[1].found["by_kind"] = {
+        "one_hop": {"em": 1.0, "questions": 9},
+        "comparison": {"em": 0.0, "questions": 4},
+    }
+    table = group_table(runs, "by_kind")
+    assert table[0][1:] == ("comparison", "one hop", "two hop")
+    assert table[3:] == [("questions", "–", "2", "2"), ("questions of other", "4", "9", "–")]
 
 
 def test_hits_by_gold_and_by_answer_stand_in_fields_of_their_own(tmp_path: Path) -> None:

@@ -188,6 +188,32 @@ def test_arms_have_means_over_seeds_their_values_and_the_curves_of_training(tmp_
     assert (out / "plot.png").stat().st_size > 20_000
 
 
+def test_what_the_published_page_was_made_of_ends_in_table_and_plot_without_a_run(tmp_path):
+    for what, rows in (("grpo_ppo", 2), ("evidence", 2), ("rewards_r3rag", 3)):
+        analyze(what, tmp_path / what, shared=tmp_path / "runs", keep=ROOT / "docs/reproduction")
+        text = (tmp_path / what / "table.md").read_text()
+        assert "Not measured yet" not in text and (tmp_path / what / "plot.png").stat().st_size > 20_000
+        assert len(list(csv.DictReader((tmp_path / what / "table.csv").open()))) == (
+            3 * rows - 2 * (rows == 3)
+        )
+    (ppo,) = [
+        line
+        for line in (tmp_path / "grpo_ppo/table.md").read_text().splitlines()
+        if line.startswith("| PPO |")
+    ]
+    assert "; 62.3, 59.0, 59.6 |" in ppo  # as docs/reproduction.md has them
+    analyze(
+        "rewards_tiresrag",
+        tmp_path / "some",
+        shared=tmp_path / "runs",
+        keep=ROOT / "docs/reproduction",
+        run=False,
+    )
+    text = (tmp_path / "some/table.md").read_text()
+    assert "| w/o filter |" in text and "Not measured yet:\n\n- w/o difficulty\n" in text
+    assert not (tmp_path / "runs").exists()
+
+
 def test_an_interval_is_the_wider_of_questions_and_seeds():
     alike = [np.tile([0.0, 1.0], 200)] * 3  # seeds agree: the bootstrap over 400 questions
     assert 0.04 < interval(alike).high - 0.5 < 0.06
@@ -218,6 +244,7 @@ def test_an_interval_is_the_wider_of_questions_and_seeds():
         ("max_steps", {"policies": ["magic@assets/miniwiki-reader"]}, "method='magic' is unknown"),
         ("tokens", {"values": ["1"]}, "nothing is varied in 'Tokens of a right answer'"),
         ("schedules", {"policies": [POLICY]}, "what='schedules' trains its own policies"),
+        ("tokens", {"keep": Path("docs/reproduction")}, "leave out --keep"),
         ("schedules", {"run": False}, "no run of this analysis is finished"),
     ],
 )

@@ -205,6 +205,21 @@ def test_runs_of_other_models_are_not_put_in_one_table(sweep):
         sweep("", ["GRPO", "search off"])
 
 
+def test_arms_of_other_config_files_may_start_from_other_policies_which_is_told(sweep):
+    arms = ("lr=1", "lr=2", "configs/rsearch_ppo.py", "configs/rsearch_ppo.py:lr=3")
+    sweep("", arms)
+    plan = cells(sweep.root, arms, [0])
+    for cell, policy in zip(plan, "ppqq", strict=True):
+        run = {"policy": policy, "reader": "", "retriever": {"encoder": "e"}}
+        (cell.workdir / "config.json").write_text(json.dumps({"run": run}))
+    told = '* policy (SHA-256) differs: lr=1, lr=2: "p"; configs/rsearch_ppo.py, configs/rsearch_ppo.py:lr=3: "q"'
+    assert sweep("", arms).splitlines()[-1] == told
+    run["policy"] = "other"
+    (plan[-1].workdir / "config.json").write_text(json.dumps({"run": run}))
+    with pytest.raises(UserError, match=r"had other models \(policy: q and other\)"):
+        sweep("", arms)
+
+
 def test_arms_with_other_passages_or_another_retriever_are_told_below_the_table(sweep):
     arms = ("lr=1", "lr=2")
     assert "differs" not in sweep("", arms)

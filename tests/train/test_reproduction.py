@@ -164,7 +164,7 @@ def test_a_tree_is_held_against_as_many_passages_of_a_single_search():
 def test_collapse_is_what_the_last_quarter_lost_of_the_best():
     steady = [{"reward/answer": value} for value in (0.2, 0.4, 0.5, 0.5)]
     fallen = [{"reward/answer": value} for value in (0.2, 0.6, 0.5, 0.1)] + [{"eval/em": 0.5}]
-    trainings = {f"tiresrag-{s}": steady for s in SEEDS} | {f"tiresrag_no_filter-{s}": fallen for s in SEEDS}
+    trainings = {f"tiresrag-{s}": steady for s in SEEDS} | {f"tiresrag_naive-{s}": fallen for s in SEEDS}
     found = measured("collapse", trainings=trainings)
     assert (found.left[0], round(found.right[0], 9)) == (0, 0.5)
     assert judge(found).word == HOLDS

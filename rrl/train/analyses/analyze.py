@@ -12,6 +12,8 @@ from rrl.train.analyses.listing import evaluated, named, trained
 from rrl.train.analyses.plot import draw
 from rrl.train.analyses.table import as_text, csv_of, rows_of
 from rrl.train.launcher import load_config
+from rrl.train.metrics import read_metrics
+from rrl.train.reproduction.kept import Kept
 from rrl.train.reproduction.page import list_of
 from rrl.train.reproduction.plan import needed
 from rrl.train.reproduction.queue import Work, as_rows, work
@@ -30,6 +32,7 @@ def analyze(
     fields: Mapping[str, Any] | None = None,
     seeds: Sequence[int] = (0, 1, 2),
     shared: Path | None = None,
+    keep: Path | None = None,
     jobs: int | None = None,
     smoke: bool = False,
     listed: bool = False,
@@ -39,7 +42,8 @@ def analyze(
     """Runs what the analysis lacks and writes table.md, table.csv and plot.png into `out`, also when a signal ended the runs.
 
     Evaluations of policies that are there have their folders in `out`, training runs in `shared` (default: the reproduction's
-    folder). `policies`, `values`, `arguments` and `fields`: see `rrl.train.analyses.listing.evaluated`. `listed`: prints what
+    folder). What `keep` has of these (docs/reproduction: what was measured for the published page) is not run again.
+    `policies`, `values`, `arguments` and `fields`: see `rrl.train.analyses.listing.evaluated`. `listed`: prints what
     would be run instead. `run` false: writes table and plot of what is there.
 
     Raises UserError for an unknown analysis, for what does not go with it, and as `rrl.train.reproduction.queue.work`, before
@@ -54,6 +58,8 @@ def analyze(
         cells, known = trained(analysis, seeds, smoke)
         root = shared or Path(SHARED[smoke])
     else:
+        if keep is not None:
+            raise UserError(f"what={what!r} evaluates policies that are there: leave out --keep")
         cells, known = evaluated(analysis, policies, values, arguments, fields, smoke)
         root = out
         for each in known.values():
@@ -61,23 +67,31 @@ def analyze(
                 load_config(each.config, [f"{field}={value}" for field, value in each.fields.items()])
             )
     jobs = jobs if jobs is not None else min(2, cores_here())
-    todo = needed([name for cell in cells for name in cell.runs], known)
+    names = [name for cell in cells for name in cell.runs]
+    kept = None if keep is None else Kept(keep, known)
+    todo = needed(names, known) if kept is None else kept.lacking(names, root)
     if listed:
         print(list_of(todo, known, root, jobs))
         return Work({})
     done = work(todo, root, jobs) if run else Work({})
     there = {row["name"] for row in as_rows(todo, root) if row["state"] == "finished"}
+    old = {} if kept is None else {n: kept.measured(n) for n in names if n in kept.entries and n not in there}
+    there |= set(old)
     whole = [cell for cell in cells if there.issuperset(cell.runs)]
     if not whole and (done.failed or done.stopped):
         return done
-    rows = rows_of(whole, root, cells[0])
+    rows = rows_of(whole, root, cells[0], old)
     missing = [f"{cell.system} {cell.value}".strip() for cell in cells if cell not in whole]
-    files = {
-        row.cell.system: [root / name.removesuffix("-eval") / "metrics.jsonl" for name in row.cell.runs]
-        for row in rows
-        if analysis.arms
-    }
-    curves = {arm: paths for arm, paths in files.items() if all(path.is_file() for path in paths)}
+
+    def lines_of(evaluation: str) -> Sequence[Mapping[str, Any]]:
+        name = evaluation.removesuffix("-eval")
+        if kept is not None and evaluation in old:
+            return kept.entries[name].training if name in kept.entries else ()
+        file = root / name / "metrics.jsonl"
+        return read_metrics(file) if file.is_file() else ()
+
+    logs = {row.cell.system: [lines_of(name) for name in row.cell.runs] for row in rows if analysis.arms}
+    curves = {arm: seeds for arm, seeds in logs.items() if all(seeds)}
     text = as_text(analysis, rows, command, missing, smoke)
     for name, content in (("table.md", text), ("table.csv", csv_of(rows))):
         out.mkdir(parents=True, exist_ok=True)

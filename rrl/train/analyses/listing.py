@@ -56,7 +56,7 @@ TRAINED: Mapping[str, Arm] = {
     "tiresrag_reinforce": _variant("tiresrag", "estimator=reinforce_pp"),
 }
 """The reproduction's arms, and those that only analyses have, with the same sizes."""
-REWARD = {"reward/total": "reward", "train/searches": "searches a question"}
+REWARD = {"reward/total": "reward", "reward/answer": "answer reward", "train/searches": "searches a question"}
 ANSWER = {"reward/answer": "answer reward", "reward/thinking": "thinking reward"}
 
 

@@ -10,21 +10,24 @@ from rrl.eval.curves import COLOURS, INK, band, new_figure, save_figure, style_a
 from rrl.eval.sweep import COSTS, RATES
 from rrl.train.analyses.listing import Analysis
 from rrl.train.analyses.table import Row
-from rrl.train.metrics import read_metrics
 
 Point = tuple[float, float, float]
 """A value, and how far its interval reaches below and above."""
 METRICS = {"em": "exact match", "f1": "F1", "acc": "accuracy", "judge": "right for the judge"}
 
 
-def draw(analysis: Analysis, rows: Sequence[Row], curves: Mapping[str, Sequence[Path]], png: Path) -> None:
+def draw(
+    analysis: Analysis,
+    rows: Sequence[Row],
+    logs: Mapping[str, Sequence[Sequence[Mapping[str, Any]]]],
+    png: Path,
+) -> None:
     """Writes the plot.
 
-    `rows` are those of the table; `curves` has the metrics.jsonl of each arm's training runs.
+    `rows` are those of the table; `logs` has the lines of metrics.jsonl of each arm's training runs.
     """
     metrics = [name for name in METRICS if all(name in row.metrics for row in rows)]
     facts = [name for name in (*RATES, *COSTS) if any(name in row.facts for row in rows)]
-    logs = {arm: [read_metrics(file) for file in files] for arm, files in curves.items()}
     drawn = [
         name for name in analysis.curves if any(name in line for s in logs.values() for r in s for line in r)
     ]
@@ -42,6 +45,7 @@ def draw(analysis: Analysis, rows: Sequence[Row], curves: Mapping[str, Sequence[
         _points(
             axis, analysis, rows, words, [(scale * row.facts.get(name, np.nan), 0.0, 0.0) for row in rows]
         )
+        axis.autoscale_view()  # with the margin above, before the bottom is set
         axis.set_ylim(bottom=0)
     for name in drawn:
         axis = next(panels)

@@ -1,6 +1,7 @@
 """The table of an analysis: a row for each policy or arm and value, means over seeds with intervals, costs and coverage."""
 
 import dataclasses
+import types
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import numpy as np
 from jaxtyping import Float
 
 from rrl.errors import UserError
-from rrl.eval.comparison import COSTS, RETRIEVAL, Run, as_csv, common, load_runs, records, remarks
+from rrl.eval.comparison import COSTS, RETRIEVAL, Run, as_csv, common, load_run, records, remarks
 from rrl.eval.intervals import Interval, bootstrap, student
 from rrl.train.analyses.listing import Analysis, Cell
 from rrl.train.reproduction.page import SMOKE, markdown
@@ -30,14 +31,20 @@ class Row:
     """Costs and coverage, means over seeds."""
 
 
-def rows_of(cells: Sequence[Cell], out: Path, first: Cell) -> list[Row]:
-    """Reads the finished runs of the cells from `out`; `first` is what the others are held against, if it is among them.
+def rows_of(
+    cells: Sequence[Cell], out: Path, first: Cell, kept: Mapping[str, Run] = types.MappingProxyType({})
+) -> list[Row]:
+    """Reads the finished runs of the cells from `out`, but for those that are given as `kept`.
 
-    Raises UserError for no cell, for runs of one cell that were asked different questions, and as `load_runs`.
+    `first` is what the others are held against, if it is among them.
+
+    Raises UserError for no cell, for runs of one cell that were asked different questions, and as `load_run`.
     """
     if not cells:
         raise UserError(f"{out}: no run of this analysis is finished there; leave out --norun")
-    loaded = {cell: load_runs([out / name for name in cell.runs]) for cell in cells}
+    loaded = {
+        cell: [kept[name] if name in kept else load_run(out / name) for name in cell.runs] for cell in cells
+    }
     base = loaded.get(first)
     rows = []
     for cell, runs in loaded.items():

@@ -15,8 +15,10 @@ from pathlib import Path
 import numpy as np
 
 from rrl.errors import UserError
+from rrl.eval.comparison import Run as Measured
 from rrl.eval.comparison import load_run
 from rrl.eval.result_card import ResultCard, card_of
+from rrl.eval.scoring import CUTS, costs
 from rrl.files import replaced
 from rrl.train.metrics import read_metrics
 from rrl.train.reproduction.plan import Run, needed
@@ -128,6 +130,17 @@ class Kept:
             self.entries[name] = entry
             self.outdated.pop(name, None)
         self._settle()
+
+    def measured(self, name: str) -> Measured:
+        """A kept evaluation as reports and analyses read one: metrics, coverage, searches and tokens written."""
+        entry = self.entries[name]
+        assert entry.evaluation is not None and entry.card is not None, name
+        columns = dict(entry.evaluation.columns)
+        metrics = {metric: columns.pop(metric) for metric in ("em", "f1")}
+        found = {"metrics": list(metrics), "cost": costs(columns, metrics["em"])}
+        if entry.card.corpus:
+            found["retrieval"] = entry.evaluation.hits.report(CUTS)
+        return Measured(name, self._file(name), entry.card, found, metrics, entry.evaluation.ids)
 
     def results(self, seeds: Sequence[int]) -> Results:
         """What the claims read."""

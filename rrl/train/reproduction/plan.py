@@ -25,7 +25,7 @@ class Run:
     config: str
     """Config file with arguments; "{out}" stands for the folder of all runs."""
     minutes: float
-    """About how long on one core."""
+    """About how long on one core of the faster machine that measured the published page; a slower one took twice as long."""
     fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """Single fields of the config that are changed."""
     needs: tuple[str, ...] = ()
