@@ -117,7 +117,7 @@ def plot_spread(
                 COLOURS[at % len(COLOURS)],
             )
         _finish(axis, legend=len(loaded) <= ARMS_INSIDE)
-    lines = next((axis.get_lines() for axis in axes if axis.get_lines()), [])
+    lines: Sequence[Any] = next((axis.get_lines() for axis in axes if axis.get_lines()), [])
     if len(loaded) > ARMS_INSIDE and lines:
         figure.set_figheight(figure.get_figheight() + 0.22 * -(-len(loaded) // 2))
         # The lines themselves, not their copies: constrained layout keeps room for it.

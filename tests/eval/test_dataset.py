@@ -100,3 +100,14 @@ def test_wrong_files_are_refused_by_name(tmp_path: Path, lines: list, fields: di
 def test_settings_that_do_not_fit_are_refused(fields: dict, words: str) -> None:
     with pytest.raises(UserError, match=words):
         DatasetConfig(**fields)
+
+
+def test_a_corpus_without_the_gold_passages_is_told(tmp_path: Path) -> None:
+    file = tmp_path / "dev.jsonl"
+    asked = [("a", ("T",)), ("b", ("U",)), ("c", ("U", "T")), ("d", ())]
+    save_questions(file, [Question(name, "Who?", ("x",), gold=gold) for name, gold in asked])
+    (tmp_path / "wiki.jsonl").write_text(json.dumps({"id": "0", "title": "T", "text": "x"}) + "\n")
+    said: list[str] = []
+    load_dataset(DatasetConfig(path=str(file), corpus=str(tmp_path / "wiki.jsonl")), BM25, say=said.append)
+    (told,) = [line for line in said if "warning" in line]
+    assert told.startswith("warning: 1 questions have gold passages none of which the corpus has")

@@ -226,3 +226,17 @@ def test_every_recipe_and_method_is_a_config_away(name: str) -> None:
     settings = evaluate.Settings.of(config(f"method={name}"))
     assert json.loads(json.dumps(settings.way.identity)) and settings.way.limits
     assert settings.way.name == name and settings.searches == (name not in ("direct", "cot"))
+
+
+@pytest.mark.slow
+def test_a_policy_of_another_recipe_is_told_and_a_reader_stands_in_the_card(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    evaluate.run(config("method=r2ag,questions=5,reader=assets/miniwiki-reader"), tmp_path)
+    told = "warning: policy assets/miniwiki-policy was trained as rsearch, and is evaluated as r2ag"
+    assert told in capsys.readouterr().err
+    card = load_run(tmp_path).card
+    assert card.reader == "assets/miniwiki-reader" and len(card.reader_sha256) == 64
+    assert card.limits["reader_context"] == 512 and card.models["reader"].startswith(
+        "assets/miniwiki-reader ("
+    )

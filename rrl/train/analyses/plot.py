@@ -45,8 +45,8 @@ def draw(
         _points(
             axis, analysis, rows, words, [(scale * row.facts.get(name, np.nan), 0.0, 0.0) for row in rows]
         )
-        axis.autoscale_view()  # with the margin above, before the bottom is set
-        axis.set_ylim(bottom=0)
+        # The margin is of what is seen, from 0: points that lie close together stay below the top.
+        axis.set_ylim(0, 1.1 * axis.dataLim.y1 or 1)
     for name in drawn:
         axis = next(panels)
         style_axis(axis, analysis.curves[name])
