@@ -430,6 +430,9 @@ def finish(
     endings = collections.Counter(line["ended"] for line in lines)
     found["ended"] = {name: often / len(lines) for name, often in endings.most_common()}
     found["seconds"] = latency(workdir, judged)
+    found["timed"] = sum(
+        line["questions"] for line in read_lines(workdir / "timing.jsonl") if "answer" in line
+    )
     found["tags"] = list(
         settings.way.tags.items()
     )  # a tag may be a pair of markers, which is no name in JSON

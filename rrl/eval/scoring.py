@@ -253,6 +253,8 @@ def as_text(found: Mapping[str, Any]) -> str:
             decimals = 3 if name == "seconds" else 2
             shown = (f"{key} {value * scale:.{decimals}f}" for key, value in facts.items())
             lines += ["", f"{words}: {'   '.join(shown)}"]
+            if name == "seconds" and (timed := found.get("timed", 0)) < found["questions"] and timed:
+                lines[-1] += f"   (measured over {timed} of them)"
     for name, of in found.get("against", {}).items():
         lines += [
             "",
