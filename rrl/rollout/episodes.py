@@ -114,9 +114,7 @@ class Live:
         self._logps.append(zeros if logps is None else logps)
         self._sampled.append(zeros if sampled is None else sampled)
         self._turns.append(np.full(len(ids), self.episode.turn, np.int16))
-        if self._segments and self._segments[-1][0] == role:
-            text = self._segments.pop()[1] + text
-        if text:
+        if len(ids) or text:  # a turn whose tokens say nothing stands between two answers of the environment
             self._segments.append((role, text))
         self.length += len(ids)
 

@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 
 from rrl.data.questions import Question
-from rrl.rollout.trajectory import ENVIRONMENT, POLICY, PROMPT, Trajectory
+from rrl.rewards.cases import told_of
+from rrl.rollout.episodes import Live, Request
+from rrl.rollout.trajectory import ENVIRONMENT, POLICY, PROMPT, Search, Trajectory
 
 ROLES = np.array([PROMPT, POLICY, POLICY, ENVIRONMENT, POLICY, POLICY, ENVIRONMENT])
 ONE = Trajectory(
@@ -42,3 +44,19 @@ def test_a_turn_is_paid_at_its_last_policy_token_in_place_of_the_total():
 def test_a_turn_without_policy_tokens_earns_nothing():
     with pytest.raises(ValueError, match=r"'q7': turn 2 earned 1\.0 but nothing was written in it"):
         _ = dataclasses.replace(ONE, turn_rewards={2: 1.0}).token_rewards
+
+
+def test_a_turn_that_says_nothing_parts_what_the_environment_answered_before_and_after():
+    """Its one token ends the text: what was found and the correction that follows are two answers."""
+    live = Live(Request(ONE.question, np.array([5]), 0), "?")
+    one, none = np.array([7]), np.zeros(1, np.float32)
+    live.wrote(one, "<search> x </search>", none, none)
+    live.episode.searches.append(Search(0, "x", ("T",)))
+    live.answered(one, "<observation> T </observation>")
+    live.wrote(one, "", none, none)
+    live.answered(one, "Write a tag.")
+    done = live.trajectory("no_action")
+    assert [role for role, _ in done.segments] == [PROMPT, POLICY, ENVIRONMENT, POLICY, ENVIRONMENT]
+    assert done.response == ["<search> x </search>", ""]
+    found = [text for role, text in told_of(done, "answer", searches=1).segments if role == ENVIRONMENT]
+    assert found == ["<observation> T </observation>", "Write a tag."]
