@@ -21,8 +21,17 @@ from rrl.text.spans import Tag
 
 STAGES = ("answer", "search", "read", "judge")
 """What the seconds of an evaluation go to."""
-COSTS = ("searches", "turns", "tokens", "tokens_when_correct", "tokens_per_correct", "all_tokens_per_correct")
-"""Costs of a report that tables show."""
+COSTS = (
+    "searches",
+    "turns",
+    "tokens",
+    "prompt_tokens",
+    "environment_tokens",
+    "tokens_when_correct",
+    "tokens_per_correct",
+    "all_tokens_per_correct",
+)
+"""Costs of a report that tables show; "tokens" are the policy's own."""
 RETRIEVAL = (
     "recall",
     "full_recall",
@@ -50,6 +59,8 @@ class Run:
     """One value a question."""
     ids: Sequence[str]
     """Of the questions, in that order."""
+    coverage: Mapping[str, Float[np.ndarray, "Q"]] = dataclasses.field(default_factory=dict)
+    """recall, full_recall, map, hits and mrr, NaN for questions without gold passages; empty where none are known."""
 
     @property
     def main(self) -> str:
@@ -115,6 +126,10 @@ def load_run(folder: str | Path, name: str = "") -> Run:
         lines = [json.loads(line) for line in (folder / "scores.jsonl").read_text().splitlines()]
         metrics = {name: np.array([line[name] for line in lines]) for name in found["metrics"]}
         ids = [str(line["id"]) for line in lines]
+        coverage = {
+            name: np.array([line[name] for line in lines], np.float64)
+            for name in found.get("retrieval_intervals", {})
+        }
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(
             f"run {folder}: its metrics.json or scores.jsonl is damaged ({error!r}); give its command again, which writes both"
@@ -132,7 +147,7 @@ def load_run(folder: str | Path, name: str = "") -> Run:
             f"run {folder}: scores.jsonl has {len(lines)} lines for {card.questions} questions; give its command again, which "
             "writes it"
         )
-    return Run(name or folder.name.removeprefix("eval-"), folder, card, found, metrics, ids)
+    return Run(name or folder.name.removeprefix("eval-"), folder, card, found, metrics, ids, coverage)
 
 
 def load_runs(folders: Sequence[str | Path]) -> list[Run]:
@@ -151,16 +166,19 @@ def load_runs(folders: Sequence[str | Path]) -> list[Run]:
 
 
 def paired(first: Run, run: Run, metric: str, level: float = 0.95, seed: int = 0) -> Paired | None:
-    """What `run` does better than `first`; None for other questions, or a metric that one of them lacks."""
+    """What `run` does better than `first` by a metric, also one of retrieval; None for other questions, or a metric that one of
+    them lacks."""
     same = first.card.questions_sha256 == run.card.questions_sha256
-    if run is first or not same or metric not in first.metrics or metric not in run.metrics:
+    ours, theirs = ({**of.metrics, **of.coverage}.get(metric) for of in (first, run))
+    if run is first or not same or ours is None or theirs is None:
         return None
     if list(first.ids) != list(run.ids):
         raise UserError(
             f"the runs {first.name} and {run.name} have their scores.jsonl in different orders; give the commands again, which "
             "write them"
         )
-    return compare(first.metrics[metric], run.metrics[metric], level=level, seed=seed)
+    known = ~np.isnan(ours)
+    return compare(ours[known], theirs[known], level=level, seed=seed)
 
 
 def remarks(runs: Sequence[Run]) -> list[str]:
@@ -196,8 +214,8 @@ def records(runs: Sequence[Run], level: float = 0.95, seed: int = 0) -> list[dic
             "normalization": card.normalization,
             "comparable": not unlike(runs[0], run),
         }
-        for metric, values in run.metrics.items():
-            interval = bootstrap(values, level=level, seed=seed)
+        for metric, values in (*run.metrics.items(), *run.coverage.items()):
+            interval = bootstrap(values[~np.isnan(values)], level=level, seed=seed)
             row |= {metric: interval.mean, f"{metric}_low": interval.low, f"{metric}_high": interval.high}
             test = paired(runs[0], run, metric, level, seed)
             if test is not None:
@@ -230,43 +248,48 @@ Cells = list[tuple[str, ...]]
 
 
 def main_table(runs: Sequence[Run], rows: Sequence[Mapping[str, Any]]) -> Cells:
-    """Each run with its metrics and intervals, the difference of the main one from the first run's, and its costs."""
+    """Each run with its metrics and intervals, and the difference of the main one from the first run's."""
     metrics = list(dict.fromkeys(metric for run in runs for metric in run.metrics))
-    costs = [name for name in COSTS if any(name in row for row in rows)]
     main = runs[0].main
     against = f"{main} against the first"
-    table: Cells = [("run", "model", *metrics, *([against] if len(runs) > 1 else []), *map(_words, costs))]
+    table: Cells = [("run", "model", *metrics, *([against] if len(runs) > 1 else []))]
     for run, row in zip(runs, rows, strict=True):
         cells = [run.name + (" *" if unlike(runs[0], run) else ""), run.card.model]
         for metric in metrics:
             cells.append(_interval(row, metric) if metric in row else "–")
         if len(runs) > 1:
             cells.append(_difference(row, main))
-        cells += [f"{row[name]:.2f}" if name in row else "–" for name in costs]
         table.append(tuple(cells))
     return table
 
 
+def cost_table(rows: Sequence[Mapping[str, Any]]) -> Cells:
+    """Searches, turns and tokens by role, means over questions, and what a right answer costs; no rows where none are known."""
+    names = [name for name in COSTS if any(name in row for row in rows)]
+    table: Cells = [("a question", *map(_words, names))]
+    table += [(row["run"], *(f"{row[name]:.2f}" if name in row else "–" for name in names)) for row in rows]
+    return table if names else []
+
+
 def coverage_table(rows: Sequence[Mapping[str, Any]]) -> Cells:
-    """How well what was found covers the gold passages; no rows where no run knows of any."""
+    """How well what was found covers the gold passages, with intervals, and by how much more of it is found in full than by the
+    first run; no rows where no run knows of any."""
     names = [name for name in RETRIEVAL if any(name in row for row in rows)]
     known = [row for row in rows if any(name in row for name in names)]
     if not known:
         return []
-    table: Cells = [("run", *map(_words, names))]
+    tested = any("full_recall_p" in row for row in known)
+    table: Cells = [("run", *map(_words, names), *["full recall against the first"] * tested)]
     for row in known:
-        shown = (
-            (
-                "–"
-                if name not in row
-                else f"{row[name]:.2f}"
-                if name == "passages"
-                else f"{100 * row[name]:.1f}"
-            )
-            for name in names
-        )
-        table.append((row["run"], *shown))
+        shown = [_covered(row, name) if name in row else "–" for name in names]
+        table.append((row["run"], *shown, *[_difference(row, "full_recall")] * tested))
     return table
+
+
+def _covered(row: Mapping[str, Any], name: str) -> str:
+    if name == "passages":
+        return f"{row[name]:.2f}"
+    return _interval(row, name) if f"{name}_low" in row else f"{100 * row[name]:.1f}"
 
 
 def group_table(runs: Sequence[Run], group: str) -> Cells:
@@ -301,7 +324,8 @@ def latency_table(runs: Sequence[Run]) -> Cells:
 def tables(runs: Sequence[Run], rows: Sequence[Mapping[str, Any]]) -> list[Cells]:
     """All tables that are shown, in order."""
     found = [main_table(runs, rows), group_table(runs, "by_kind"), group_table(runs, "by_hops")]
-    return [table for table in (*found, coverage_table(rows), latency_table(runs)) if table]
+    found += [coverage_table(rows), cost_table(rows), latency_table(runs)]
+    return [table for table in found if table]
 
 
 def as_markdown(runs: Sequence[Run], rows: Sequence[Mapping[str, Any]]) -> str:

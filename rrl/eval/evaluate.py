@@ -31,7 +31,7 @@ from rrl.eval.comparison import STAGES
 from rrl.eval.dataset import Dataset, DatasetConfig, load_dataset
 from rrl.eval.judging import PROMPTS, short_scores, verdict_file, verdicts
 from rrl.eval.predictions import load_predictions
-from rrl.eval.result_card import ResultCard, questions_fingerprint, save_card, versions_here
+from rrl.eval.result_card import ResultCard, commit_here, questions_fingerprint, save_card, versions_here
 from rrl.eval.results import Lines, read_lines, whole_lines
 from rrl.eval.scoring import CUTS, Scores, as_text, matched, report, score, write_report
 from rrl.eval.trajectories_html import write_html
@@ -399,6 +399,7 @@ def card_of(settings: Settings, data: Dataset, command: Sequence[str] = ()) -> R
         else "",
         temperature=settings.eval.temperature,
         seed=settings.eval.seed,
+        commit=commit_here(),
         versions=versions_here(),
         command=shlex.join(command or ["python", *sys.argv]),
     )
@@ -420,7 +421,8 @@ def finish(
     if short:
         found["short_unread"] = sum(score is None for score in short.values())
     if not card.corpus:  # nothing was looked for
-        found.pop("retrieval", None)
+        for name in ("retrieval", "retrieval_intervals"):
+            found.pop(name, None)
     lines = read_lines(workdir / "results.jsonl")
     ranks = [line["answer_rank"] for line in lines if line["answer_rank"] is not None]
     # Beside questions with gold passages, those without have no answer that could be found.

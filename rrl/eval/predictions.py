@@ -1,6 +1,7 @@
 """Prediction files: what a model answered to each question, in our form and those of FlashRAG, HotpotQA and R1-Searcher."""
 
 import dataclasses
+import json
 import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -62,7 +63,7 @@ def load_predictions(path: str | Path, field: str = "", judge_field: str = "") -
       judge_field: name of a judge's verdict in a record, true or false; "": none.
 
     Raises UserError with the line for a record that cannot be read, has no prediction, has neither id nor question, or has no id
-    where others have one; and for an id that comes twice, with both lines.
+    where others have one; and, with both lines, for an id that comes twice, or without ids a whole record.
     """
     found: list[Prediction] = []
     first: dict[str, str] = {}
@@ -72,10 +73,11 @@ def load_predictions(path: str | Path, field: str = "", judge_field: str = "") -
             if found and (prediction.id is None) != (found[0].id is None):
                 has, lacks = (found[0], prediction) if prediction.id is None else (prediction, found[0])
                 raise ValueError(f"id: missing at {lacks.place}, while {has.place} has {has.id!r}")
-            if prediction.id is not None:
-                if prediction.id in first:
-                    raise ValueError(f"id: {prediction.id!r} is there twice, first at {first[prediction.id]}")
-                first[prediction.id] = place
+            key = json.dumps(record, sort_keys=True) if prediction.id is None else prediction.id
+            if key in first:
+                what = "the same record" if prediction.id is None else f"id: {prediction.id!r}"
+                raise ValueError(f"{what} is there twice, first at {first[key]}")
+            first[key] = place
         except ValueError as error:
             raise UserError(f"{path}, {place}: {error}. Allowed: {ALLOWED}.") from error
         found.append(prediction)

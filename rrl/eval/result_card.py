@@ -9,6 +9,7 @@ import hashlib
 import importlib.metadata
 import json
 import platform
+import subprocess
 import typing
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,6 +20,9 @@ from rrl.errors import UserError, at_least
 from rrl.files import replaced
 
 PACKAGES = ("jax", "flax", "numpy", "transformers", "scann", "bm25s")
+
+BM25 = ("k1", "b", "title_weight")
+"""Settings of a retriever that only a search by words has."""
 
 SETTING: Mapping[str, tuple[str, ...]] = {
     "corpus": ("corpus_sha256", "passages"),
@@ -68,6 +72,8 @@ class ResultCard:
     did."""
     temperature: float = 0.0
     seed: int = 0
+    commit: str = ""
+    """`commit_here`."""
     versions: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """`versions_here`."""
     command: str = ""
@@ -95,6 +101,20 @@ class ResultCard:
         return found | ({"reader": f"{self.reader} ({self.reader_sha256[:12]})"} if self.reader else {})
 
     @property
+    def judged(self) -> str:
+        """The judge in words; "none" where none did."""
+        try:
+            told = json.loads(self.judge)
+        except ValueError:
+            return self.judge or "none"
+        return _told(told) if isinstance(told, dict) else self.judge
+
+    @property
+    def _weighs_words(self) -> bool:
+        """Whether BM25 takes part in the search: alone, beside an encoder, or behind a service that does not say."""
+        return self.retriever.get("kind") not in ("exact", "scann")
+
+    @property
     def setting(self) -> dict[str, str]:
         """The values of `SETTING` in words: two cards may stand in one table without a remark where these are equal."""
         searched = (
@@ -102,16 +122,24 @@ class ResultCard:
             if self.corpus
             else "none"
         )
-        kind = ", ".join(
-            f"{name} {value}" for name, value in sorted(self.retriever.items()) if value not in ("", None)
-        )
+        meant = {name: v for name, v in self.retriever.items() if name not in BM25 or self._weighs_words}
         return {
             "corpus": searched,
-            "retriever": kind or "none",
+            "retriever": _told(meant) or "none",
             "passages of a search": str(self.top_k) if self.corpus else "none",
             "questions": f"{self.dataset} ({self.questions:,}, {self.questions_sha256[:12]})",
             "normalisation": self.normalization,
         }
+
+
+def _told(values: Mapping[str, Any]) -> str:
+    """What is set, in words."""
+    parts = (
+        f"{name.replace('_', ' ')} " + (f"({_told(value)})" if isinstance(value, Mapping) else str(value))
+        for name, value in sorted(values.items())
+        if value not in ("", None)
+    )
+    return ", ".join(parts)
 
 
 _WORDS: Mapping[Any, str] = {str: "text", int: "a whole number", float: "a number", Mapping: "a mapping"}
@@ -134,6 +162,25 @@ def versions_here() -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             found[name] = "not installed"
     return found
+
+
+def commit_here() -> str:
+    """The commit that is checked out, with a mark where what is run differs from it; "unknown" outside a clone."""
+    if not (commit := _git("rev-parse", "--short=12", "HEAD")):
+        return "unknown"
+    return commit + (
+        " with changes"
+        if _git("status", "--porcelain", "--untracked-files=no", "rrl", "launch", "configs", "assets")
+        else ""
+    )
+
+
+def _git(*arguments: str) -> str:
+    try:
+        done = subprocess.run(["git", *arguments], capture_output=True, text=True, check=False)
+    except OSError:
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""
 
 
 def save_card(file: str | Path, card: ResultCard) -> None:
@@ -181,7 +228,7 @@ def differences(cards: Mapping[str, ResultCard]) -> list[str]:
                 continue
             key = json.dumps([_plain(getattr(card, field)) for field in fields], sort_keys=True)
             groups.setdefault(key, []).append(name)
-            shown[key] = card.setting.get(part, card.judge or "none")
+            shown[key] = card.setting.get(part, card.judged)
         if len(groups) > 1:
             lines.append(
                 f"{part} differs: "

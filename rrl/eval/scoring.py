@@ -1,6 +1,7 @@
 """From predictions and questions to a report: metrics with intervals, by kind and by hops, retrieval, cost, and a paired test."""
 
 import dataclasses
+import functools
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,7 +17,7 @@ from rrl.eval.intervals import bootstrap, compare
 from rrl.eval.predictions import Prediction
 from rrl.eval.summary import table
 from rrl.files import replaced
-from rrl.retrieval.gold import hits_of
+from rrl.retrieval.gold import Hits, hits_of
 from rrl.text.metrics import score_answers
 from rrl.text.normalize import RRL, Rule
 from rrl.text.short_answers import choice_correct
@@ -63,6 +64,18 @@ class Scores:
     def main(self) -> str:
         """The metric that says right or wrong."""
         return "acc" if "acc" in self.metrics else "em"
+
+    @functools.cached_property
+    def hits(self) -> Hits | None:
+        """Which of what was found is gold; None where titles or gold passages are not known."""
+        if self.titles is None or not any(question.gold for question in self.questions):
+            return None
+        return hits_of(self.titles, [question.gold for question in self.questions])
+
+    @property
+    def coverage(self) -> dict[str, Float[np.ndarray, "Q"]]:
+        """recall, full_recall, map, hits and mrr of all that was found, NaN for a question without gold passages."""
+        return self.hits.metrics() if self.hits is not None else {}
 
 
 def own_questions(predictions: Sequence[Prediction], name: str) -> list[Question]:
@@ -199,10 +212,12 @@ def report(scores: Scores, *, seed: int = 0, level: float = 0.95) -> dict[str, A
     for name, labels in groups.items():
         if any(labels):
             found[name] = {label or "other": _means(scores, labels, label) for label in sorted(set(labels))}
-    if scores.titles is not None:
-        retrieval = hits_of(scores.titles, [q.gold for q in scores.questions]).report(CUTS)
-        if retrieval:
-            found["retrieval"] = retrieval
+    if scores.hits is not None:
+        found["retrieval"] = scores.hits.report(CUTS)
+        found["retrieval_intervals"] = {
+            name: dataclasses.asdict(bootstrap(values[~np.isnan(values)], level=level, seed=seed))
+            for name, values in scores.coverage.items()
+        }
     found["cost"] = costs(scores.counts, scores.metrics[scores.main])
     return found
 
@@ -220,11 +235,15 @@ def costs(counts: Mapping[str, Float[np.ndarray, "Q"]], right: Float[np.ndarray,
 
 
 def against(first: Scores, second: Scores, *, seed: int = 0, level: float = 0.95) -> dict[str, Any]:
-    """For each metric that both runs have, what the first does better than the second on the same questions."""
+    """For each metric that both runs have, retrieval's too, what the first does better than the second on the same questions."""
+    ours, theirs = ({**scores.metrics, **scores.coverage} for scores in (first, second))
+    known = {name: ~np.isnan(values) for name, values in ours.items()}
     return {
-        name: dataclasses.asdict(compare(second.metrics[name], values, level=level, seed=seed))
-        for name, values in first.metrics.items()
-        if name in second.metrics
+        name: dataclasses.asdict(
+            compare(theirs[name][known[name]], values[known[name]], level=level, seed=seed)
+        )
+        for name, values in ours.items()
+        if name in theirs
     }
 
 
@@ -247,7 +266,7 @@ def as_text(found: Mapping[str, Any]) -> str:
             lines += ["", *table([(title, "questions", *names), *body])]
     for name, words in COVERAGE:
         if facts := found.get(name):
-            lines += ["", *_coverage(facts, words)]
+            lines += ["", *_coverage(facts, words, percent, found.get(f"{name}_intervals", {}))]
     for name, words, scale in FACTS:
         if facts := found.get(name):
             decimals = 3 if name == "seconds" else 2
@@ -276,14 +295,22 @@ def as_text(found: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _coverage(facts: Mapping[str, float], title: str) -> list[str]:
-    """A row a metric, a column a rank; and what has no rank."""
+def _coverage(
+    facts: Mapping[str, float], title: str, percent: str, intervals: Mapping[str, Mapping[str, float]]
+) -> list[str]:
+    """A row a metric, a column a rank, the interval of the first; and what has no rank."""
     names = [name for name in facts if f"{name}@{CUTS[0]}" in facts]
     body = [
-        (name, *(f"{100 * facts[name + cut]:.1f}" for cut in ("", *(f"@{k}" for k in CUTS))))
+        [name, *(f"{100 * facts[name + cut]:.1f}" for cut in ("", *(f"@{k}" for k in CUTS)))]
         for name in names
     ]
-    lines = table([(title, "all", *(f"@{k}" for k in CUTS)), *body])
+    head = [title, "all", *(f"@{k}" for k in CUTS)]
+    if intervals:
+        head.insert(2, f"{percent} interval")
+        for row in body:
+            of = intervals[row[0]]
+            row.insert(2, f"{100 * of['low']:.1f} – {100 * of['high']:.1f}")
+    lines = table([head, *body])
     if "passages" in facts:
         lines.append(f"different passages {facts['passages']:.2f}   eta_re {100 * facts['eta_re']:.2f}")
     return lines
@@ -292,12 +319,15 @@ def _coverage(facts: Mapping[str, float], title: str) -> list[str]:
 def write_report(folder: str | Path, found: Mapping[str, Any], scores: Scores) -> None:
     """Writes metrics.json (the report) and scores.jsonl (a line a question) into the folder, each only when it is whole.
 
-    Raises UserError where the folder cannot be made or written to.
+    Of a question without gold passages the metrics of retrieval are null. Raises UserError where the folder cannot be made or
+    written to.
     """
-    folder, lines = Path(folder), []
+    folder, lines, coverage = Path(folder), [], scores.coverage
     for at, question in enumerate(scores.questions):
         values = {
-            name: float(column[at]) for name, column in (*scores.metrics.items(), *scores.counts.items())
+            name: None if np.isnan(column[at]) else float(column[at])
+            for columns in (scores.metrics, scores.counts, coverage)
+            for name, column in columns.items()
         }
         lines.append(
             json.dumps({"id": question.id, "kind": question.kind, "hops": question.hops} | values) + "\n"

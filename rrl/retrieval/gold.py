@@ -52,6 +52,16 @@ class Hits:
         first = hits.argmax(1) + 1 if hits.shape[1] else np.ones(len(hits))
         return self._known(hits.any(1) / first)
 
+    def metrics(self, k: int | None = None) -> dict[str, Float[np.ndarray, "Q"]]:
+        """All of these by the names that reports give to their means."""
+        return {
+            "recall": self.recall(k),
+            "full_recall": self.full_recall(k),
+            "map": self.average_precision(k),
+            "hits": self.hit(k),
+            "mrr": self.reciprocal_rank(k),
+        }
+
     def report(self, cuts: Sequence[int] = ()) -> dict[str, float]:
         """Means over the questions that have gold passages: recall, full_recall, map, hits, mrr, each also "@k" for the cuts,
         "passages" (@K) and "eta_re"; empty where no question has any.
@@ -63,17 +73,10 @@ class Hits:
         known = self.gold > 0
         if not known.any():
             return {}
-        metrics = {
-            "recall": self.recall,
-            "full_recall": self.full_recall,
-            "map": self.average_precision,
-            "hits": self.hit,
-            "mrr": self.reciprocal_rank,
-        }
         report = {
-            name + (f"@{k}" if k else ""): float(np.nanmean(metric(k)))
+            name + (f"@{k}" if k else ""): float(np.nanmean(values))
             for k in (None, *cuts)
-            for name, metric in metrics.items()
+            for name, values in self.metrics(k).items()
         }
         report["passages"] = float(self.found[known].mean())
         report["eta_re"] = gold_efficiency(

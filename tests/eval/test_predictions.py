@@ -79,6 +79,10 @@ def test_fields_can_be_named(tmp_path: Path) -> None:
             r"line 2: id: 'a' is there twice, first at line 1",
         ),
         (
+            [{"question": "q", "pred": "x"}, {"question": "q", "pred": "y"}, {"pred": "x", "question": "q"}],
+            r"line 3: the same record is there twice, first at line 1",
+        ),
+        (
             [{"id": "a", "pred": "x"}, {"question": "q", "pred": "y"}],
             r"line 2: id: missing at line 2, while line 1 has 'a'",
         ),

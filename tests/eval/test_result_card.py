@@ -55,9 +55,13 @@ def test_the_same_setting_needs_no_remark() -> None:
     judged = dataclasses.replace(CARD, judge="y")  # where both have one it must be the same
     assert differences({"a": judged, "b": other, "c": CARD}) == ["judge differs: a: y; b: z"]
     short = dataclasses.replace(CARD, judge='{"kind": "oracle", "short_answers": true}')  # it decides EM too
-    assert differences({"a": short, "c": CARD}) == [f"judge differs: a: {short.judge}; c: none"]
+    assert differences({"a": short, "c": CARD}) == [
+        "judge differs: a: kind oracle, short answers True; c: none"
+    ]
     assert CARD.setting["corpus"] == "2wiki (6,119 passages, bbbbbbbbbbbb)"
     assert CARD.setting["retriever"] == "k1 0.9, kind bm25"
+    dense = dataclasses.replace(CARD, retriever={"kind": "exact", "k1": 0.9, "encoder": "e5"})
+    assert dense.setting["retriever"] == "encoder e5, kind exact"  # what weighs words weighs nothing here
 
 
 @pytest.mark.parametrize(

@@ -57,10 +57,35 @@ def test_hits_by_gold_and_by_answer_stand_in_fields_of_their_own(tmp_path: Path)
     assert row["hits"] == plain["hits"] > 0 and row["mrr"] == plain["mrr"] > 0
     assert (row["hits_by_answer"], row["mrr_by_answer"]) == (0.0, 0.0)
     del run.found["retrieval"]
-    assert coverage_table(records([run])) == [
+    assert coverage_table(records([dataclasses.replace(run, coverage={})])) == [
         ("run", "hits by answer", "mrr by answer"),
         ("run", "0.0", "0.0"),
     ]
+
+
+def test_what_was_found_has_intervals_and_a_paired_test(tmp_path: Path) -> None:
+    first, second = (finished(tmp_path / name, RIGHT) for name in ("first", "second"))
+    file = second / "scores.jsonl"
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [line["full_recall"] for line in lines] == [1, 0, 0, 1]
+    lines[1]["full_recall"] = lines[2]["full_recall"] = 1.0
+    lines[3]["full_recall"] = None  # no gold passage: in neither mean, and in no test
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    runs = load_runs([second, first])
+    test = paired(*runs, "full_recall")
+    assert test is not None and (test.better, test.worse, test.same) == (0, 2, 1)
+    assert test.p == 0.5  # McNemar: two coins
+    row = records(runs)[1]
+    assert (row["full_recall_low"], row["full_recall_high"]) == (0.0, 1.0)
+    table = coverage_table(records(runs))
+    assert table[0][-1] == "full recall against the first" and table[2][-1].endswith("p = 0.5")
+    assert table[2][2] == "50.0 [0.0, 100.0]"
+
+
+def test_tokens_are_told_by_role(tmp_path: Path) -> None:
+    text = write_run_report([finished(tmp_path / "run", RIGHT)], tmp_path / "out")
+    head = "| a question | searches | turns | tokens | prompt tokens | environment tokens |"
+    assert head in text and "\n| run | 1.00 | " in text
 
 
 def test_other_corpora_are_told_and_other_questions_not_tested(tmp_path: Path) -> None:

@@ -82,6 +82,10 @@ def test_a_report_counts_what_can_be_counted_by_hand() -> None:
         (1 / 2 + 1) / 2
     )  # the third question has no gold passages
     assert found["retrieval"]["passages"] == 2
+    interval = found["retrieval_intervals"]["recall"]
+    assert (interval["mean"], interval["low"], interval["high"], interval["count"]) == (0.75, 0.5, 1.0, 2)
+    shown = next(line for line in as_text(found).splitlines() if line.startswith("recall "))
+    assert shown.split()[:5] == ["recall", "75.0", "50.0", "–", "100.0"]
     assert found["cost"] == {"searches": 1, "tokens": 30, "tokens_when_correct": 10, "tokens_per_correct": 90}
     assert "33.3" in as_text(found) and "tokens_per_correct 90.00" in as_text(found)
 
@@ -115,6 +119,11 @@ def test_two_runs_are_compared_question_by_question() -> None:
     first = score(said("Paris", "red house", "yes"), QUESTIONS, SQUAD)
     second = score(said("Lyon", "red house", "yes"), QUESTIONS, SQUAD)
     found = against(first, second)
+    assert set(found) == {"em", "f1", "cem"}  # what was found is not known
+    lists = [[["T", "U"], ["V"], []], [["T"], ["V"], []]]
+    some, fewer = (dataclasses.replace(first, titles=titles) for titles in lists)
+    more = against(some, fewer)["full_recall"]  # the third question has no gold passages
+    assert (more["difference"], more["better"], more["worse"], more["same"]) == (0.5, 1, 0, 1)
     assert found["em"]["difference"] == pytest.approx(1 / 3)
     assert (found["em"]["better"], found["em"]["worse"], found["em"]["same"]) == (1, 0, 2)
     text = as_text(report(first) | {"against": found, "against_file": "other.jsonl"})

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from rrl.errors import UserError
+from rrl.eval.result_card import commit_here
 from rrl.files import replaced
 from rrl.parallel.runtime import cores_here
 from rrl.retrieval.files import locked
@@ -200,25 +201,6 @@ def shares(jobs: int) -> list[list[int]]:
     if not 1 <= jobs <= cores_here():
         raise UserError(f"jobs={jobs} must be 1 to {cores_here()}, the cores that there are")
     return [known[place::jobs] for place in range(jobs)]
-
-
-def commit_here() -> str:
-    """The commit that is checked out, with a mark where what is run differs from it; "unknown" outside a clone."""
-    if not (commit := _git("rev-parse", "--short=12", "HEAD")):
-        return "unknown"
-    return commit + (
-        " with changes"
-        if _git("status", "--porcelain", "--untracked-files=no", "rrl", "launch", "configs", "assets")
-        else ""
-    )
-
-
-def _git(*arguments: str) -> str:
-    try:
-        done = subprocess.run(["git", *arguments], capture_output=True, text=True, check=False)
-    except OSError:
-        return ""
-    return done.stdout.strip() if done.returncode == 0 else ""
 
 
 def _file(run: Run, out: Path) -> Path:
