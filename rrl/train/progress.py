@@ -10,7 +10,7 @@ from tqdm import tqdm
 
 
 class Progress:
-    """Shows step, chosen metrics, tokens/s and time left.
+    """Shows step, chosen metrics, tokens/s and time left, which is reckoned from the end of the first step on: that one compiles.
 
     On a terminal it is one tqdm bar; in a log file or pipe it is a line for the first step, at most one every `seconds`
     after it, and one at the end.
@@ -28,6 +28,8 @@ class Progress:
         self._start, self._tokens = start, 0
         self._stream = stream or sys.stderr
         self._began = self._last = time.monotonic()
+        self._first: tuple[int, float] | None = None
+        """Where the first update ended, and when."""
         self._bar = (
             tqdm(total=total, initial=start, desc=label, file=self._stream, dynamic_ncols=True)
             if self._stream.isatty()
@@ -47,7 +49,10 @@ class Progress:
         try:
             yield
         finally:
-            self._began += time.monotonic() - began
+            took = time.monotonic() - began
+            self._began += took
+            if self._first is not None:
+                self._first = self._first[0], self._first[1] + took
             if self._bar is not None:
                 self._bar.unpause()
 
@@ -64,9 +69,17 @@ class Progress:
             self._bar.update(advance)
         elif now - self._last >= self.seconds or step >= self.total or advance == step - self._start:
             self._last = now
-            done = step - self._start
-            left = (now - self._began) / max(1, done) * (self.total - step)
-            self._line(f"{self.label}: {step}/{self.total} {shown} left={_clock(left)}")
+            self._line(f"{self.label}: {step}/{self.total} {shown} left={self._left(step, now)}")
+        if self._first is None:
+            self._first = step, now
+
+    def _left(self, step: int, now: float) -> str:
+        if step >= self.total:
+            return _clock(0)
+        if self._first is None or step <= self._first[0]:
+            return "?"
+        done, since = self._first
+        return _clock((now - since) / (step - done) * (self.total - step))
 
     def note(self, text: str) -> None:
         """Prints a line of its own above the bar."""

@@ -29,6 +29,23 @@ def test_a_log_file_gets_a_line_every_so_often():
     assert stream.getvalue().count("\n") == 3
 
 
+def test_the_time_left_leaves_out_the_first_step_which_compiles_and_what_is_paused(monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr("rrl.train.progress.time.monotonic", lambda: clock[0])
+    stream = io.StringIO()
+    with Progress(10, start=2, seconds=0, stream=stream) as progress:
+        for step, seconds in ((3, 100.0), (4, 5.0), (5, 5.0)):
+            clock[0] += seconds
+            progress.update(step, {})
+        with progress.paused():
+            clock[0] += 1000
+        clock[0] += 5
+        progress.update(6, {})
+        progress.update(10, {})
+    told = [line.split("left=")[1] for line in stream.getvalue().splitlines()]
+    assert told == ["?", "0:30", "0:25", "0:20", "0:00"]
+
+
 def test_a_terminal_gets_a_bar():
     stream = Terminal()
     with Progress(3, stream=stream) as progress:
