@@ -63,7 +63,8 @@ class EndpointConfig:
     concurrency: int = 16
     """Prompts asked at a time, over all processes of a run."""
     time_out: float = 120.0
-    """Seconds for one attempt, from connecting to the last byte."""
+    """Seconds that the service may stay silent (connecting, before the reply, between its pieces); and from the start of an
+    attempt, after which a reply that still comes is given up."""
     retries: int = 6
     """Attempts after the first."""
     pause: float = 1.0

@@ -1,11 +1,14 @@
 """A frozen model that answers prompts: R-Search's reader of another family (Eq. 4), and judges."""
 
 import hashlib
+import logging
 from collections.abc import Sequence
 
 import jax
+import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
+from jaxtyping import Int
 from transformers import PreTrainedTokenizerBase
 
 from rrl.data.questions import Question
@@ -15,7 +18,9 @@ from rrl.rollout.engine import Engine, EngineConfig
 from rrl.rollout.episodes import Request
 from rrl.rollout.protocol import SingleTurn
 from rrl.rollout.trajectory import POLICY
-from rrl.text.chat import Prompt, fitting_ids
+from rrl.text.chat import Prompt, chat_ids, fitting_ids
+
+log = logging.getLogger(__name__)
 
 
 class Reader:
@@ -44,26 +49,36 @@ class Reader:
         self.remember, self.whole = remember, whole
         self.memory: dict[bytes, str] = {}
         """Answers by the digest of their prompt: 100,000 of a judge's prompts, each with a trajectory, would be gigabytes."""
+        self.cut = 0
+        """Prompts that did not fit the context."""
 
     def answers(self, prompts: Sequence[str | Prompt]) -> list[str]:
         """The model's answer to each prompt; a text is the user's turn of its chat template.
 
         A prompt that does not fit the model's context is cut: its body at the front, and a text at its own front, where
-        the evidence begins.
+        the evidence begins. The first time that this happens a warning says of how many, and `cut` counts them.
         """
         keys = [hashlib.sha256(repr(prompt).encode()).digest() for prompt in prompts]
         new = {key: prompt for key, prompt in zip(keys, prompts, strict=True) if key not in self.memory}
-        room = self.engine.config.context - self.environment.turn_tokens - 2
+        before, room = self.cut, self.engine.config.context - self.environment.turn_tokens - 2
         requests = [
             Request(
                 Question(str(i), prompt if isinstance(prompt, str) else prompt.said, ()),
-                fitting_ids(self.engine.tokenizer, prompt, room),
+                self._fitted(prompt, room),
                 i,
                 temperature=0.0,
             )
             for i, prompt in enumerate(new.values())
         ]
         if requests:
+            if self.cut and not before:
+                log.warning(
+                    "%d of %d prompts are longer than the context of %d tokens of the model that is asked, and were cut at "
+                    "their front; give it a larger context, or show it less",
+                    self.cut,
+                    len(requests),
+                    self.engine.config.context,
+                )
             found = self.engine.run(self.params, requests, self.environment, jax.random.key(0))
             for key, trajectory in zip(new, found, strict=True):
                 said = "".join(t for role, t in trajectory.segments if role == POLICY).strip()
@@ -72,3 +87,10 @@ class Reader:
         for key in list(self.memory)[: max(len(self.memory) - self.remember, 0)]:
             del self.memory[key]
         return answers
+
+    def _fitted(self, prompt: str | Prompt, room: int) -> Int[np.ndarray, "T"]:
+        ids = chat_ids(self.engine.tokenizer, prompt)
+        if len(ids) <= room:
+            return ids
+        self.cut += 1
+        return fitting_ids(self.engine.tokenizer, prompt, room)

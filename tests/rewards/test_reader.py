@@ -33,9 +33,13 @@ def test_equal_prompts_get_equal_answers_and_are_asked_once(reader):
     assert runs == [2, 1]
 
 
-def test_a_prompt_longer_than_the_context_is_cut_at_its_front(reader):
-    (answer,) = reader.answers(["evidence " * 200])
+def test_a_prompt_longer_than_the_context_is_cut_at_its_front_and_told_once(reader, caplog):
+    (answer, _) = reader.answers(["evidence " * 200, "short"])
     assert isinstance(answer, str)
+    reader.answers(["evidence " * 300])
+    assert reader.cut == 2
+    (told,) = [record.getMessage() for record in caplog.records if record.name == "rrl.rewards.reader"]
+    assert told.startswith("1 of 2 prompts are longer than the context of 64 tokens")
 
 
 def test_memory_keeps_the_latest(reader, monkeypatch):
