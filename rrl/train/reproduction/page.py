@@ -25,6 +25,8 @@ mechanism is at work in this code; one that does not says nothing of the paper's
   **does not hold**: the difference is 0 or on the other side, however wide its interval; **holds**: the whole interval is above
   0.
 - All evaluations ask the same held-out questions (`test` split), greedily.
+- R3-RAG, TIRESRAG-R1 and R2AG take about half as many updates as their configs say, for everything to fit into three hours of
+  two cores; the README has what the whole number brings.
 - Settings of R-Search in the built-in world were found on the `dev` split. The other recipes take them over; how long those
   train, R3-RAG's critic and the sizes of R3-RAG's, TIRESRAG-R1's and R2AG's cold starts were settled by looking at such
   held-out questions, so that their leads over their cold starts may be a little too large.
@@ -114,7 +116,8 @@ def _provenance(runs: Mapping[str, Run], out: Path, kept: Kept) -> list[str]:
     commits = ", ".join(sorted({record.commit for _, record in found}))
     cards = [entry.card for entry in kept.entries.values() if entry.card is not None]
     lines = [
-        f"{len(found)} of {len(runs)} runs, {minutes:.0f} minutes in all, of one core where two ran side by side. Commit "
+        f"{len(found)} of {len(runs)} runs, {minutes:.0f} minutes in all, of one core where two ran side by side: "
+        f"{minutes / 120:.1f} hours of two. Commit "
         f"{commits}. {'; '.join(_distinct(_versions(card) for card in cards))}.",
         "",
         *(f"- {part}: {'; '.join(values)}" for part, values in _settings(cards).items()),
