@@ -27,6 +27,8 @@ COSTS = (
     "tokens",
     "prompt_tokens",
     "environment_tokens",
+    "reader_prompt_tokens",
+    "reader_tokens",
     "tokens_when_correct",
     "tokens_per_correct",
     "all_tokens_per_correct",

@@ -36,7 +36,7 @@ from rrl.eval.results import Lines, read_lines, whole_lines
 from rrl.eval.scoring import CUTS, Scores, as_text, matched, report, score, write_report
 from rrl.eval.trajectories_html import write_html
 from rrl.eval.trajectory_files import load_trajectories
-from rrl.eval.ways import Trained, Way, make_way
+from rrl.eval.ways import Generator, Trained, Way, make_way
 from rrl.files import replaced
 from rrl.models.hf import folder_hash, load_language_model
 from rrl.models.weights import require_folder
@@ -47,12 +47,10 @@ from rrl.recipes.prompted.base import Settings as Prompting
 from rrl.recipes.prompted.catalogue import METHODS, make_method
 from rrl.retrieval.files import locked
 from rrl.retrieval.gold import hits_at
-from rrl.rewards.judge import Answers
 from rrl.rewards.reader import Reader
 from rrl.rollout.engine import Engine, EngineConfig
 from rrl.rollout.loop import PATIENCE
 from rrl.rollout.trajectory import Trajectory
-from rrl.text.chat import Prompt
 from rrl.text.metrics import AnswerScores, exact_match
 from rrl.text.normalize import rule_named
 from rrl.text.short_answers import choice_correct
@@ -294,28 +292,13 @@ def _with_reader(settings: Settings) -> Way:
         dtype=jnp.dtype(settings.compute.dtype),
         param_dtype=jnp.dtype(settings.compute.dtype),
     )
-    return dataclasses.replace(settings.way, reader=Clocked(Reader(*frozen, settings.reader_rollout).answers))
-
-
-@dataclasses.dataclass
-class Clocked:
-    """A reader, and how long it has read."""
-
-    answers: Answers
-    seconds: float = 0.0
-
-    def __call__(self, prompts: Sequence[str | Prompt]) -> list[str]:
-        """Its answers to the prompts."""
-        began = time.perf_counter()
-        found = self.answers(prompts)
-        self.seconds += time.perf_counter() - began
-        return found
+    return dataclasses.replace(settings.way, reader=Generator(Reader(*frozen, settings.reader_rollout).said))
 
 
 def answer(settings: Settings, way: Way, data: Dataset, engine: Engine, params: Any, workdir: Path) -> None:
     """Has all questions answered that results.jsonl does not hold yet; each is there as soon as it is answered."""
     count = len(data.questions)
-    reader = way.reader if isinstance(way, Trained) and isinstance(way.reader, Clocked) else None
+    reader = way.reader if isinstance(way, Trained) else None
     with Lines(workdir / "results.jsonl", (question.id for question in data.questions)) as lines:
         todo = [(at, question) for at, question in enumerate(data.questions) if question.id not in lines.done]
         right = asked = 0.0

@@ -22,7 +22,15 @@ PREDICTION_FIELDS = (
     "output",
     "response",
 )
-COUNT_FIELDS = ("turns", "tokens", "prompt_tokens", "environment_tokens", "seconds")
+COUNT_FIELDS = (
+    "turns",
+    "tokens",
+    "prompt_tokens",
+    "environment_tokens",
+    "reader_prompt_tokens",
+    "reader_tokens",
+    "seconds",
+)
 """Numbers of a record that are averaged beside the metrics, where they are there; "searches" too, as a number or a list."""
 
 ALLOWED = (

@@ -37,8 +37,8 @@ COVERAGE = (
     ("retrieval_by_answer", "first passage with an answer, percent"),
 )
 """Groups with figures at several ranks, and in words."""
-READ = ("prompt_tokens", "environment_tokens")
-"""Counts of tokens that the model read and did not write."""
+BESIDE = ("prompt_tokens", "environment_tokens", "reader_prompt_tokens", "reader_tokens")
+"""Counts of tokens that the policy did not write: what it read, and what another model read and wrote that answers for it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,8 +49,8 @@ class Scores:
     metrics: Mapping[str, Float[np.ndarray, "Q"]]
     """em, f1, cem (or acc, of multiple choices), judge; in [0, 1], 0 where nothing was predicted."""
     counts: Mapping[str, Float[np.ndarray, "Q"]]
-    """searches, turns, tokens (sampled), prompt_tokens, environment_tokens, seconds, where every prediction has them; 0 where
-    nothing was predicted."""
+    """searches, turns, tokens (sampled), those of `BESIDE`, and seconds, where every prediction has them; 0 where nothing was
+    predicted."""
     titles: Sequence[Sequence[str]] | None
     """What was found for each question; None where a prediction does not say."""
     missing: int = 0
@@ -229,8 +229,8 @@ def costs(counts: Mapping[str, Float[np.ndarray, "Q"]], right: Float[np.ndarray,
     if "tokens" in counts and answers:
         found["tokens_per_correct"] = float(counts["tokens"].sum()) / answers
         found["tokens_when_correct"] = float(counts["tokens"] @ right / answers)
-        if read := [counts[name] for name in READ if name in counts]:
-            found["all_tokens_per_correct"] = float(counts["tokens"].sum() + np.sum(read)) / answers
+        if beside := [counts[name] for name in BESIDE if name in counts]:
+            found["all_tokens_per_correct"] = float(counts["tokens"].sum() + np.sum(beside)) / answers
     return found
 
 

@@ -1,6 +1,7 @@
 """How an evaluation has questions answered: by a trained recipe or by a prompted method, with the same record of each."""
 
 import dataclasses
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -18,10 +19,11 @@ from rrl.recipes.catalogue import RECIPES, make_recipe
 from rrl.recipes.prompted.base import Outcome
 from rrl.recipes.prompted.base import Settings as Prompting
 from rrl.recipes.prompted.catalogue import METHODS, Method, make_method
-from rrl.rewards.judge import Answers
+from rrl.rewards.reader import Said
 from rrl.rollout.engine import Engine
 from rrl.rollout.episodes import Request
 from rrl.rollout.trajectory import ENVIRONMENT, POLICY, PROMPT, Search, Trajectory
+from rrl.text.chat import Prompt
 from rrl.text.metrics import cover_exact_match
 from rrl.text.spans import Tag
 from rrl.train.fields import build
@@ -107,11 +109,10 @@ def make_way(
     """
     options = dict(method)
     name = options.pop("name")
+    alone = f"reader={reader!r} goes with a recipe that leaves the answer to another model (r2ag); {name} answers by itself"
     if name in METHODS:
         if reader:
-            raise UserError(
-                f"reader={reader!r} goes with a recipe that leaves the answer to another model; {name} answers by itself"
-            )
+            raise UserError(alone)
         return Prompted(name, make_method(name, options), build(Prompting, prompted or {}, "prompted"))
     if name not in RECIPES:
         raise UserError(
@@ -119,7 +120,26 @@ def make_way(
         )
     fields = dict(recipe or {})
     environment = fields.pop("environment", {})
-    return Trained(make_recipe(name, fields, environment), reader)
+    found = make_recipe(name, fields, environment)
+    if reader and not getattr(found, "leaves_answer", False):
+        raise UserError(alone)
+    return Trained(found, reader)
+
+
+@dataclasses.dataclass
+class Generator:
+    """The model that answers from what a recipe found: how long it has read, and what it said last."""
+
+    ask: Callable[[Sequence[str | Prompt]], list[Said]]
+    seconds: float = 0.0
+    last: Sequence[Said] = ()
+
+    def __call__(self, prompts: Sequence[str | Prompt]) -> list[str]:
+        """Its answers to the prompts."""
+        began = time.perf_counter()
+        self.last = self.ask(prompts)
+        self.seconds += time.perf_counter() - began
+        return [said.text for said in self.last]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,7 +149,7 @@ class Trained:
     recipe: Recipe
     reader_name: str = ""
     """Folder of the model that answers from what was found, for recipes that leave that to another (R2AG)."""
-    reader: Answers | None = None
+    reader: Generator | None = None
     """That model."""
 
     @property
@@ -207,8 +227,9 @@ class Trained:
         # A model that is asked cannot be asked from inside the loop.
         trajectories = engine.run(params, requests, self.recipe.environment, key)
         self.recipe.score(trajectories, Scoring(self.reader))
-        for trajectory in trajectories:
-            keep(of_trajectory(trajectory))
+        for trajectory, said in zip(trajectories, self.reader.last, strict=True):
+            read = {"reader_prompt_tokens": said.read, "reader_tokens": said.written}
+            keep(of_trajectory(trajectory) | read)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -236,6 +236,11 @@ class R2AG(OutcomeRecipe):
             found.append(Expansion(proposal, searches[:base], searches[base:], cut))
         return found
 
+    @property
+    def leaves_answer(self) -> bool:
+        """Whether another model answers, from what was found."""
+        return True
+
     def score(self, trajectories: Sequence[Trajectory], scoring: Scoring) -> None:
         """Eq. 5 of each expansion, over which the components are summed; 0 where no gold passages are known.
 

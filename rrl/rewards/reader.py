@@ -3,6 +3,7 @@
 import hashlib
 import logging
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -21,6 +22,14 @@ from rrl.rollout.trajectory import POLICY
 from rrl.text.chat import Prompt, chat_ids, fitting_ids
 
 log = logging.getLogger(__name__)
+
+
+class Said(NamedTuple):
+    """An answer, and the tokens that were read and written for it."""
+
+    text: str
+    read: int
+    written: int
 
 
 class Reader:
@@ -47,7 +56,7 @@ class Reader:
         self.params = nnx.state(decoder)
         self.environment = SingleTurn(turn_tokens=answer_tokens)
         self.remember, self.whole = remember, whole
-        self.memory: dict[bytes, str] = {}
+        self.memory: dict[bytes, Said] = {}
         """Answers by the digest of their prompt: 100,000 of a judge's prompts, each with a trajectory, would be gigabytes."""
         self.cut = 0
         """Prompts that did not fit the context."""
@@ -58,6 +67,10 @@ class Reader:
         A prompt that does not fit the model's context is cut: its body at the front, and a text at its own front, where
         the evidence begins. The first time that this happens a warning says of how many, and `cut` counts them.
         """
+        return [said.text for said in self.said(prompts)]
+
+    def said(self, prompts: Sequence[str | Prompt]) -> list[Said]:
+        """The same with the tokens of each, also of an answer that was remembered."""
         keys = [hashlib.sha256(repr(prompt).encode()).digest() for prompt in prompts]
         new = {key: prompt for key, prompt in zip(keys, prompts, strict=True) if key not in self.memory}
         before, room = self.cut, self.engine.config.context - self.environment.turn_tokens - 2
@@ -81,12 +94,17 @@ class Reader:
                 )
             found = self.engine.run(self.params, requests, self.environment, jax.random.key(0))
             for key, trajectory in zip(new, found, strict=True):
-                said = "".join(t for role, t in trajectory.segments if role == POLICY).strip()
-                self.memory[key] = said if trajectory.ended == "answer" or not self.whole else ""
-        answers = [self.memory[key] for key in keys]
+                text = "".join(t for role, t in trajectory.segments if role == POLICY).strip()
+                written = int((trajectory.roles == POLICY).sum())
+                self.memory[key] = Said(
+                    text if trajectory.ended == "answer" or not self.whole else "",
+                    len(trajectory.roles) - written,
+                    written,
+                )
+        said = [self.memory[key] for key in keys]
         for key in list(self.memory)[: max(len(self.memory) - self.remember, 0)]:
             del self.memory[key]
-        return answers
+        return said
 
     def _fitted(self, prompt: str | Prompt, room: int) -> Int[np.ndarray, "T"]:
         ids = chat_ids(self.engine.tokenizer, prompt)

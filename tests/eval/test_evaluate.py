@@ -11,10 +11,12 @@ import pytest
 
 from rrl.errors import UserError
 from rrl.eval import evaluate
-from rrl.eval.comparison import load_run
+from rrl.eval.comparison import cost_table, load_run, records
 from rrl.eval.results import Lines, read_lines
+from rrl.eval.ways import Generator
 from rrl.recipes.catalogue import RECIPES
 from rrl.recipes.prompted.catalogue import METHODS
+from rrl.rewards.reader import Said
 from rrl.train.launcher import load_config
 
 SMALL = ("rollout.rows=8", "data.worlds=1")
@@ -162,7 +164,8 @@ def test_a_service_and_a_model_judge_the_answers_and_say_so_in_the_card(
     [
         ("method=nope", [], "method='nope' is unknown; recipes are"),
         ("method=react", ["method.steps=0"], "react.steps=0 must be a whole number above 0"),
-        ("reader=/none", [], "reader='/none' is no Hugging Face folder"),
+        ("method=r2ag,reader=/none", [], "reader='/none' is no Hugging Face folder"),
+        ("reader=x", [], "reader='x' goes with a recipe .* \\(r2ag\\); rsearch answers by itself"),
         ("method=cot,reader=x", [], "reader='x' goes with a recipe .*; cot answers by itself"),
         ("policy=/none", [], "policy='/none' is no Hugging Face folder"),
         ("dataset=/none,policy=assets/miniwiki-policy", [], "data.path='/none' is neither miniwiki"),
@@ -207,11 +210,9 @@ def test_seconds_are_taken_over_the_stretches_that_ended(tmp_path: Path) -> None
 
 
 def test_what_a_generator_reads_takes_seconds_of_its_own(tmp_path: Path) -> None:
-    clocked = evaluate.Clocked(
-        lambda prompts: time.sleep(0.02) or [str(prompt).upper() for prompt in prompts]
-    )
-    assert clocked(["a"]) == ["A"] and clocked(["b", "c"]) == ["B", "C"]
-    assert 0.04 <= clocked.seconds < 5
+    generator = Generator(lambda prompts: time.sleep(0.02) or [Said(str(p).upper(), 1, 1) for p in prompts])
+    assert generator(["a"]) == ["A"] and generator(["b", "c"]) == ["B", "C"]
+    assert 0.04 <= generator.seconds < 5 and [said.text for said in generator.last] == ["B", "C"]
     (tmp_path / "timing.jsonl").write_text('{"questions": 10, "answer": 5.0, "search": 1.0, "read": 2.0}\n')
     assert evaluate.latency(tmp_path) == {"answer": 0.5, "search": 0.1, "read": 0.2}
 
@@ -237,7 +238,11 @@ def test_a_policy_of_another_recipe_is_told_and_a_reader_stands_in_the_card(
     evaluate.run(config("method=r2ag,questions=5,reader=assets/miniwiki-reader"), tmp_path)
     told = "warning: policy assets/miniwiki-policy was trained as rsearch, and is evaluated as r2ag"
     assert told in capsys.readouterr().err
-    card = load_run(tmp_path).card
+    run = load_run(tmp_path)
+    cost, card = run.found["cost"], run.card
+    assert 40 < cost["reader_prompt_tokens"] <= 512 and 1 <= cost["reader_tokens"] <= 32
+    _, row = cost_table(records([run]))
+    assert f"{cost['reader_prompt_tokens']:.2f}" in row
     assert card.reader == "assets/miniwiki-reader" and len(card.reader_sha256) == 64
     assert card.limits["reader_context"] == 512 and card.models["reader"].startswith(
         "assets/miniwiki-reader ("

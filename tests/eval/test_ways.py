@@ -12,7 +12,8 @@ from rrl.data.questions import Question
 from rrl.errors import UserError
 from rrl.eval.predictions import load_predictions
 from rrl.eval.trajectory_files import load_trajectories
-from rrl.eval.ways import make_way, of_outcome, of_trajectory
+from rrl.eval.ways import Generator, make_way, of_outcome, of_trajectory
+from rrl.rewards.reader import Said
 from rrl.rollout.trajectory import ENVIRONMENT, POLICY, PROMPT, Search
 from rrl.train.launcher import load_config
 from tests.eval.fakes import spouse
@@ -121,7 +122,7 @@ def test_a_recipe_whose_reader_answers_is_kept_when_it_has() -> None:
 
     def reader(prompts):
         asked.extend(prompts)
-        return ["Oslo"] * len(prompts)
+        return [Said("Oslo", 40, 2)] * len(prompts)
 
     way = make_way({"name": "r2ag"}, None, None, "models/generator")
     assert way.name == "r2ag (reader=models/generator)"
@@ -129,9 +130,10 @@ def test_a_recipe_whose_reader_answers_is_kept_when_it_has() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("rrl.eval.ways.opening_ids", lambda *_: np.zeros(3, np.int32))
         question = dataclasses.replace(QUESTION, gold=(PERSON.title,))
-        read = dataclasses.replace(way, reader=reader)
+        read = dataclasses.replace(way, reader=Generator(reader))
         read.ask(Engine(), None, [(0, question)], None, 0.0, kept.append)
     assert kept[0]["prediction"] == "Oslo" and len(asked) == 1
+    assert (kept[0]["reader_prompt_tokens"], kept[0]["reader_tokens"]) == (40, 2)
     assert read.together < way.together
 
 

@@ -46,7 +46,7 @@ def test_memory_keeps_the_latest(reader, monkeypatch):
     monkeypatch.setattr(reader, "remember", 2)
     prompts = [f"question {i}" for i in range(5)]
     latest = reader.answers(prompts)[3:]
-    assert list(reader.memory.values()) == latest
+    assert [said.text for said in reader.memory.values()] == latest
     asked = []
     monkeypatch.setattr(reader.engine, "run", lambda params, requests, *_: asked.append(len(requests)) or [])
     assert reader.answers(prompts[3:]) == latest and not asked
