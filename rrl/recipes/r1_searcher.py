@@ -4,6 +4,7 @@ A baseline of the papers. "Released" is the authors' code.
 """
 
 import dataclasses
+import re
 from collections.abc import Sequence
 
 from rrl.data.miniwiki.questions import MiniQuestion
@@ -15,7 +16,9 @@ from rrl.recipes.outcome import OutcomeRecipe, answer_metrics, one_search_a_turn
 from rrl.rollout.protocol import Stream
 from rrl.rollout.trajectory import Trajectory
 from rrl.text.chat import Prompt
-from rrl.text.spans import Tag, boxed, boxes, exactly_one, last_box, row_of_boxes
+from rrl.text.metrics import token_f1
+from rrl.text.normalize import RULES
+from rrl.text.spans import Tag, boxed, exactly_one, last_box, row_of_boxes
 
 INSTRUCTION = (
     "The user asks a question and you answer it. First you think it through, between <think> and </think>; then you give the "
@@ -26,6 +29,8 @@ INSTRUCTION = (
 """In our words: what the published prompts ask for. For a base model its text begins with it, else it is the system's turn."""
 
 OPENINGS = ("base", "instruct", "bare")
+_STRANGE = re.compile("[Aa]ssistant|[\u4e00-\u9fff]")
+"""A base model's signs that it goes on writing somebody else's dialogue."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,6 +68,11 @@ class R1Searcher(OutcomeRecipe):
     """Stage 2; the published one is that of base models."""
     longest_answer: int = 10
     """Words of an answer in the right form (released)."""
+    answer_rule: str = "rrl"
+    """How the reward's F1 compares answers, a name of `rrl.text.normalize.RULES`; "tiresrag-r1" is what was released here too."""
+    released_form: bool = False
+    """True: what stands around the one answer is not looked at, and the word "assistant" or a Chinese character in what the
+    policy writes is the wrong form. (Released, where "assistant" in a document is too; that is not kept.)"""
     advantage: str = "reward"
     """REINFORCE++: the reward itself, of which the objective takes the KL of each token and which it whitens over all tokens
     (`objective.kl_in`, `objective.whiten`)."""
@@ -73,6 +83,7 @@ class R1Searcher(OutcomeRecipe):
         one_of(OPENINGS, self, "opening")
         if self.stage not in (1, 2):
             raise UserError(f"stage={self.stage} must be 1 (retrieval and form) or 2 (answer and form)")
+        one_of(RULES, self, "answer_rule")
         at_least(0, self, "retrieval_reward", "format_reward", "malformed_penalty")
         at_least(1, self, "longest_answer")
 
@@ -101,8 +112,9 @@ class R1Searcher(OutcomeRecipe):
                     "format": self.format_reward * formed,
                 }
             else:
+                f1 = token_f1(trajectory.answer, trajectory.question.answers, RULES[self.answer_rule])
                 trajectory.rewards = {
-                    "answer": trajectory.metrics["f1"],
+                    "answer": f1,
                     "format": 0.0 if formed else -self.malformed_penalty,
                 }
             trajectory.rewards["total"] = sum(trajectory.rewards.values())
@@ -113,13 +125,14 @@ class R1Searcher(OutcomeRecipe):
         if not one_search_a_turn(response, self.environment):
             return False
         said = [f"<think>{response[0]}", *response[1:]]
-        _, _, after = said[-1].partition("</think>")
-        return (
-            exactly_one(["".join(said)], "think")
-            and exactly_one(said, answer)
-            and row_of_boxes(after, [search, answer]) == [answer]
-            and len(boxes(after, answer)[0].split()) <= self.longest_answer
-        )
+        whole, (_, _, after) = "".join(said), said[-1].partition("</think>")
+        if not (exactly_one([whole], "think") and exactly_one(said, answer)):
+            return False
+        if len(last_box(said, answer).split()) > self.longest_answer:
+            return False
+        if self.released_form:
+            return not _STRANGE.search(whole)
+        return row_of_boxes(after, [search, answer]) == [answer]
 
     # -- the cold start in the built-in world ------------------------------------------------------------------------
 

@@ -15,6 +15,8 @@ from rrl.recipes.outcome import OutcomeRecipe, answer_metrics, one_search_a_turn
 from rrl.rollout.protocol import Stream
 from rrl.rollout.trajectory import Trajectory
 from rrl.text.chat import Prompt
+from rrl.text.metrics import token_f1
+from rrl.text.normalize import RULES
 from rrl.text.spans import Tag, boxes, count_tags, exactly_one, last_box
 
 BUDGET = 8192
@@ -59,11 +61,14 @@ class ReSearch(OutcomeRecipe):
     """Of the right form with a wrong answer."""
     pay_malformed: bool = False
     """True is the paper's Eq. 2 as printed: F1 is paid whatever the form."""
+    answer_rule: str = "rrl"
+    """How the reward's F1 compares answers, a name of `rrl.text.normalize.RULES`; "hotpotqa" is what was released."""
     environment: Resulting = dataclasses.field(default_factory=Resulting)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         one_of(OPENINGS, self, "opening")
+        one_of(RULES, self, "answer_rule")
         at_least(0, self, "format_reward")
 
     @property
@@ -84,7 +89,8 @@ class ReSearch(OutcomeRecipe):
             trajectory.answer = "" if boxed is None else boxed
             formed = self.well_formed(trajectory.response)
             trajectory.metrics = {**answer_metrics(trajectory), "well_formed": float(formed)}
-            answer = trajectory.metrics["f1"] if formed or self.pay_malformed else 0.0
+            f1 = token_f1(trajectory.answer, trajectory.question.answers, RULES[self.answer_rule])
+            answer = f1 if formed or self.pay_malformed else 0.0
             form = self.format_reward if formed and not answer else 0.0
             trajectory.rewards = {"answer": answer, "format": form, "total": answer + form}
 

@@ -1,5 +1,7 @@
 """R1-Searcher: protocol, both stages' rewards by hand, what counts as its form, and its expert (SPEC.md 6, baselines)."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -123,6 +125,33 @@ def test_the_wrong_form_costs_two_points(texts):
     assert scored(FIRST, *turns(ENV, *texts)).rewards["format"] == 0
 
 
+@pytest.mark.parametrize(
+    ("texts", "form"),
+    [
+        ([ASK, DONE + RIGHT], 0),
+        ([ASK, f"{DONE}Therefore {RIGHT} Done."], 0),  # only counted, wherever it stands
+        ([ASK, f"{DONE}{RIGHT}\nassistant: x"], -2),
+        ([" The Assistant asks" + ASK, DONE + RIGHT], -2),
+        ([ASK, f" 好{DONE}{RIGHT}"], -2),
+        ([ASK, f"{DONE}{RIGHT}{RIGHT}"], -2),
+        ([ASK, f"{DONE}<answer> {'Marta ' * 11}</answer>"], -2),
+    ],
+)
+def test_the_released_form_is_counted_and_bars_other_dialogues(texts, form):
+    released = R1Searcher(released_form=True)
+    assert scored(released, *turns(ENV, *texts)).rewards["format"] == form
+    documents = (ENVIRONMENT, "\n<|begin_of_documents|>\nAssistant 好\n<|end_of_documents|>\n")
+    assert scored(released, (POLICY, ASK), documents, (POLICY, DONE + RIGHT)).rewards["format"] == 0
+
+
+def test_the_released_f1_takes_yes_and_no_as_a_whole():
+    question = dataclasses.replace(QUESTION, answers=("yes",))
+    segments = turns(ENV, f"{DONE}<answer> yes he is </answer>")
+    for rule, paid in (("rrl", 0.5), ("tiresrag-r1", 0.0)):
+        one = scored(R1Searcher(answer_rule=rule), *segments, question=question)
+        assert one.rewards["answer"] == paid and one.metrics["f1"] == 0.5
+
+
 def test_ten_words_are_short_enough():
     assert scored(RECIPE, *turns(ENV, f"{DONE}<answer> {'Marta ' * 10}</answer>")).rewards["format"] == 0
 
@@ -175,6 +204,7 @@ def test_its_card_brings_it_back_and_markers_with_it(tmp_path):
         ({"stage": 3}, r"recipe\.stage=3 must be 1 .* or 2"),
         ({"malformed_penalty": -2.0}, r"recipe\.malformed_penalty=-2\.0 must be at least 0"),
         ({"longest_answer": 0}, r"recipe\.longest_answer=0 must be at least 1"),
+        ({"answer_rule": "x"}, r"recipe\.answer_rule='x' is unknown"),
         ({"advantage": "x"}, r"recipe\.advantage='x' is unknown"),
     ],
 )

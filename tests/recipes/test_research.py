@@ -1,5 +1,7 @@
 r"""ReSearch: protocol, reward by hand, \boxed{}, what counts as its form, and its expert (SPEC.md 6, baselines)."""
 
+import dataclasses
+
 import pytest
 
 from rrl.data.miniwiki import KINDS, generate
@@ -78,6 +80,13 @@ def test_the_reward_is_f1_or_a_little_for_the_form(texts, reward, parts):
     one = scored(RECIPE, *turns(ENV, *texts))
     assert one.rewards == pytest.approx(dict(zip(("answer", "format", "total"), (*parts, reward))))
     assert one.metrics["well_formed"] == (reward > 0)
+
+
+def test_the_released_f1_takes_yes_and_no_as_a_whole():
+    question = dataclasses.replace(QUESTION, answers=("no",))
+    for rule, paid in (("rrl", 0.5), ("hotpotqa", 0.0)):
+        one = scored(ReSearch(answer_rule=rule), *turns(ENV, said("no he isnt")), question=question)
+        assert one.rewards["answer"] == paid and one.metrics["f1"] == 0.5
 
 
 MALFORMED = [
