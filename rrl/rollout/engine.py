@@ -403,11 +403,15 @@ class Engine:
 
 def deal(prompts: Sequence[Int[np.ndarray, "T"]], shards: int, loops: int = 1) -> list[list[list[int]]]:
     """Which requests each data shard runs, in groups for one of its loops: those of one prompt together, as long as each loop
-    gets as many prompts; those of the prompts that are left over go round one by one."""
+    gets as many prompts; those of the prompts that are left over go round one by one.
+
+    Long prompts come first, since long questions tend to take more turns: short episodes then fill the rows at the end
+    (longest processing time first, Graham 1969).
+    """
     groups: dict[bytes, list[int]] = {}
     for index, prompt in enumerate(prompts):
         groups.setdefault(np.asarray(prompt, np.int32).tobytes(), []).append(index)
-    places = list(groups.values())
+    places = sorted(groups.values(), key=lambda place: -len(prompts[place[0]]))
     whole = len(places) - len(places) % (shards * loops)
     places[whole:] = [[place] for group in places[whole:] for place in group]
     return [places[shard::shards] for shard in range(shards)]

@@ -110,6 +110,13 @@ def test_samples_of_a_prompt_go_to_one_shard_where_there_are_prompts_enough():
     assert deal(prompts, 2, loops=3) == [[[place] for place in range(start, 16, 2)] for start in (0, 1)]
 
 
+def test_long_prompts_come_first_and_equal_ones_in_their_order():
+    prompts = [np.arange(length) for length in (1, 3, 2, 3)] + [np.arange(3)]
+    assert deal(prompts, 1) == [[[1, 3, 4], [2], [0]]]
+    prompts = [np.full(length, place) for place, length in enumerate((1, 3, 2, 3))]
+    assert deal(prompts, 2) == [[[1], [2]], [[3], [0]]]
+
+
 def test_the_samples_of_prompts_that_are_left_over_go_round():
     shares = deal([np.array([n // 8]) for n in range(9 * 8)], 8)
     assert [sum(map(len, share)) for share in shares] == [9] * 8
