@@ -71,6 +71,8 @@ def get_config(arg: str = "") -> ConfigDict:
     if args.method in RECIPES:
         own = card is not None and card.recipe == args.method  # as it was trained
         config.recipe = {**card.fields, "environment": dict(card.environment)} if card and own else {}
+        if args.method == "r3rag" and real and not tiny:  # documents are cut in training only (section 4.3)
+            config.recipe.environment = {**config.recipe.get("environment", {}), "document_characters": 0}
     else:
         config.prompted = {"tokens": 128 if tiny else 256}
         if args.method in ONE_SHOT and (args.top_k or 0) > Settings.most_passages:

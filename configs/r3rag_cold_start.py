@@ -76,7 +76,7 @@ def get_config(arg: str = "") -> ConfigDict:
     }
     config.recipe.environment = {
         "max_steps": 5,
-        "turn_tokens": 1024 if real else 128,
+        "turn_tokens": 512 if real else 128,  # as in RL, where a longer step is malformed
         "opening": prompt,
         "document_characters": 0 if real else 512,
     }

@@ -1,11 +1,12 @@
 """ReSearch with GRPO: a baseline of the papers.
 
-    python launch/sft.py --config=configs/miniwiki_cold_start.py:recipe=research --workdir=runs/research_cold_start
+    python launch/sft.py --config=configs/miniwiki_cold_start.py:recipe=research,init=assets/miniwiki-policy \\
+      --workdir=runs/research_cold_start
     python launch/train.py --config=configs/research_grpo.py                            # built-in world, from that start
     python launch/train.py --config=configs/research_grpo.py:size=7b,data=FOLDER,policy=FOLDER,encoder=FOLDER
 
 size=tiny is the built-in world (`miniwiki`), with the settings that were found for R-Search there, half as many updates again,
-and a start of 250 demonstrations: a turn, a result and the number of searches are bounded, as its policy's context of 1,024
+and a start of 100 demonstrations after the shipped policy: a turn, a result and the number of searches are bounded, as its policy's context of 1,024
 tokens asks for.
 
 size=3b and size=7b hold the paper's settings (section 3.1, Table 4): one budget of 8,192 tokens, top-k 5, batch 256, 5 rollouts

@@ -88,7 +88,9 @@ def get_config(arg: str = "") -> ConfigDict:
         "top_p": 0.95,
     }
     judge = args.judge or ("oracle" if not real else "models/Qwen3-8B")
-    config.update(sections_of(judge, args.judge_model))
+    # It is shown a whole trajectory, its own words and its answer.
+    config.update(sections_of(judge, args.judge_model, context=0 if tiny else 20480))
+    config.judge_rollout.rows = 64 if tiny else 32
     steps = args.steps if args.steps is not None else (100 if tiny else 75)
     config.train = {
         "steps": steps,

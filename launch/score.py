@@ -37,11 +37,12 @@ flags.mark_flags_as_required(["predictions"])
 def main(_: Sequence[str]) -> None:
     """Scores, prints, and writes where asked to; nothing is written for wrong input."""
     import dataclasses
+    import pathlib
 
     from rrl.data.questions import load_questions
     from rrl.errors import UserError
     from rrl.eval.predictions import load_predictions
-    from rrl.eval.result_card import load_card, questions_fingerprint
+    from rrl.eval.result_card import differences, load_card, questions_fingerprint
     from rrl.eval.scoring import Scores, against, as_text, matched, own_questions, report, score, write_report
     from rrl.text.normalize import rule_named
 
@@ -85,11 +86,17 @@ def main(_: Sequence[str]) -> None:
             "against_file": _AGAINST.value,
             "against": against(scores, other, seed=_SEED.value, level=_LEVEL.value),
         }
+        # An evaluation's card lies beside its scores.
+        beside = {file: pathlib.Path(file).parent / "card.json" for file in (name, _AGAINST.value)}
+        cards = {file: load_card(place) for file, place in beside.items() if place.is_file()}
+        found["unlike"] = differences(cards)
     if card:
         found["card"] = dataclasses.asdict(card)
     if _OUT.value:
         write_report(_OUT.value, found, scores)
     print(as_text(found))
+    for line in found.get("unlike", ()):
+        print(f"not comparable as it stands: {line}")
 
 
 if __name__ == "__main__":

@@ -188,7 +188,7 @@ def _parse(text: str) -> Any:
     try:
         return json.loads(text, object_pairs_hook=_object)
     except json.JSONDecodeError as error:
-        line = f"line {error.lineno}, " if error.lineno > 1 else ""
+        line = f"line {error.lineno}, " if error.lineno > 1 or "\n" in text.strip() else ""
         return Broken(f"not JSON ({error.msg}: {line}column {error.colno})")
     except (ValueError, RecursionError) as error:
         return Broken(str(error))

@@ -179,7 +179,9 @@ def paired(first: Run, run: Run, metric: str, level: float = 0.95, seed: int = 0
             f"the runs {first.name} and {run.name} have their scores.jsonl in different orders; give the commands again, which "
             "write them"
         )
-    known = ~np.isnan(ours)
+    known = ~(np.isnan(ours) | np.isnan(theirs))  # without gold passages there is no recall
+    if not known.any():
+        return None
     return compare(ours[known], theirs[known], level=level, seed=seed)
 
 
@@ -316,10 +318,12 @@ def group_table(runs: Sequence[Run], group: str) -> Cells:
 def latency_table(runs: Sequence[Run]) -> Cells:
     """Seconds a question by stage."""
     stages = [s for s in STAGES if any(s in r.found.get("seconds", {}) for r in runs)]
-    table: Cells = [("seconds a question, many at a time", *stages)]
+    table: Cells = [("seconds a question, many at a time", *stages, "measured over")]
     for run in runs:
         seconds = run.found.get("seconds", {})
-        table.append((run.name, *(f"{seconds[s]:.3f}" if s in seconds else "–" for s in stages)))
+        shown = (f"{seconds[s]:.3f}" if s in seconds else "–" for s in stages)
+        # A stretch that was broken off has no time, so that a run that went on has it of some of its questions.
+        table.append((run.name, *shown, str(run.found.get("timed", "–"))))
     return table if stages else []
 
 

@@ -11,6 +11,7 @@ A run's folder holds
 
 import collections
 import dataclasses
+import hashlib
 import json
 import shlex
 import sys
@@ -247,6 +248,9 @@ def identity_of(settings: Settings, data: Dataset) -> dict[str, Any]:
         "way": settings.way.identity,
         "policy": folder_hash(settings.policy),
         "questions": questions_fingerprint(data.questions),
+        "gold": hashlib.sha256(
+            json.dumps([question.gold for question in data.questions]).encode()
+        ).hexdigest(),
         "corpus": data.corpus_sha256,
         "retriever": settings.retriever.identity() | {"encoder": encoder and folder_hash(encoder)}
         if settings.searches

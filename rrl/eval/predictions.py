@@ -195,6 +195,6 @@ def _counts(fields: dict[str, Any]) -> Iterator[tuple[str, float]]:
     for name in ("searches", *COUNT_FIELDS):
         value = fields.get(name)
         if isinstance(value, int | float) and not isinstance(value, bool):
-            if not math.isfinite(value):
-                raise ValueError(f"{name}: got {value}, not a finite number")
+            if not (math.isfinite(value) and value >= 0):
+                raise ValueError(f"{name}: got {value}, not a finite number of at least 0")
             yield name, float(value)

@@ -146,10 +146,16 @@ _WORDS: Mapping[Any, str] = {str: "text", int: "a whole number", float: "a numbe
 
 
 def questions_fingerprint(questions: Sequence[Question]) -> str:
-    """SHA-256 over ids, texts and gold answers in order."""
+    """SHA-256 over ids, texts, gold answers and choices in order."""
     digest = hashlib.sha256()
     for question in questions:
-        digest.update(json.dumps([question.id, question.text, question.answers]).encode())
+        told = [
+            question.id,
+            question.text,
+            question.answers,
+            *([question.choices] if question.choices else []),
+        ]
+        digest.update(json.dumps(told).encode())
     return digest.hexdigest()
 
 

@@ -115,6 +115,10 @@ def matched(
                 f"{data}, {_place(data, at)}: id {key!r} is there twice, first at {_place(data, wanted[key])}"
             )
         wanted[key] = at
+    # Ids that only number the questions may number them in another order.
+    texts: dict[str, list[int]] = {}
+    for at, question in enumerate(questions):
+        texts.setdefault(_plain(question.text), []).append(at)
     given: Sequence[Any] = [p.id for p in predictions] if by_id else _texts([p.question for p in predictions])
     found: list[Prediction | None] = [None] * len(questions)
     for prediction, key in zip(predictions, given):
@@ -129,6 +133,12 @@ def matched(
                     if by_id and prediction.question
                     else "."
                 )
+            )
+        places = texts.get(_plain(prediction.question), [])
+        if by_id and places and wanted[key] not in places:
+            raise UserError(
+                f"{name}, {prediction.place}: id {prediction.id!r} was asked {prediction.question!r:.80}, which in {data} is "
+                f"{_place(data, places[0])}, id {questions[places[0]].id!r}. Match by the texts with --match=question."
             )
         found[wanted[key]] = prediction
     lost = [at for at, prediction in enumerate(found) if prediction is None]
@@ -350,12 +360,17 @@ def _means(scores: Scores, labels: Sequence[str], label: str) -> dict[str, float
     return {"questions": int(these.sum())} | means
 
 
+def _plain(text: str) -> str:
+    """Without case and extra white space."""
+    return " ".join(text.casefold().split())
+
+
 def _texts(texts: Sequence[str]) -> list[tuple[str, int]]:
     """Each text without case and extra white space, and how often it has occurred before."""
     seen: dict[str, int] = {}
     keys = []
     for text in texts:
-        key = " ".join(text.casefold().split())
+        key = _plain(text)
         keys.append((key, seen.get(key, 0)))
         seen[key] = seen.get(key, 0) + 1
     return keys

@@ -13,7 +13,7 @@ from typing import Protocol
 from rrl.data.passages import Passage, render
 from rrl.data.questions import Question
 from rrl.rollout.trajectory import ENVIRONMENT, POLICY, PROMPT, Search, Trajectory
-from rrl.text.chat import Prompt
+from rrl.text.chat import Prompt, after_thought
 from rrl.text.metrics import AnswerScores, score_answer
 from rrl.text.normalize import RRL, Rule
 from rrl.text.short_answers import EXTRACT_TEMPLATE, listed_answers
@@ -246,9 +246,10 @@ class Sufficiency:
 
     def read(self, text: str) -> float | None:
         found = re.findall(
-            r'"sufficient context[^"\n]*"\s*:\s*"?([01])(?:\.0+)?(?![\d.]*\d)', _said(text).lower()
+            r"sufficient[ _]context[^:\n]{0,40}:[\s\"'*]*(?:([01])(?:\.0+)?(?![\d.]*\d)|(true|false)\b)",
+            after_thought(text).lower(),
         )
-        return float(found[-1]) if found else None
+        return float(found[-1][0] or found[-1][1] == "true") if found else None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -303,7 +304,7 @@ class Validation:
         return Prompt(text, system=VALIDATION_SYSTEM)
 
     def read(self, text: str) -> float | None:
-        found = re.findall(r"validation\W*(correct|wrong)\b", _said(text).lower())
+        found = re.findall(r"validation\W*(correct|wrong)\b", after_thought(text).lower())
         return float(found[-1] == "correct") if found else None
 
 
@@ -341,7 +342,7 @@ class ShortAnswer:
         return Prompt(EXTRACT_TEMPLATE.format(question=self.question.text, answer=self.predicted))
 
     def read(self, text: str) -> float | None:
-        forms = listed_answers(_said(text))
+        forms = listed_answers(after_thought(text))
         return None if forms is None else self.of(forms)
 
     def of(self, forms: Sequence[str]) -> float:
@@ -380,7 +381,7 @@ def gold(question: Question) -> str:
 
 _ENDS = r"(?:0(?:\.0+)?|1(?:\.0+)?)"
 _SCALE = re.compile(
-    rf"\bout of 1(?:\.0+)?(?![\w.])|(?<![\w.,]){_ENDS}\s*(?:to|and|-|–)\s*{_ENDS}(?![\w.,]*\d)"
+    rf"(?:\bout of\s*|/\s*)1(?:\.0+)?(?![\w.]*\d)|(?<![\w.,]){_ENDS}\s*(?:to|and|-|–)\s*{_ENDS}(?![\w.,]*\d)"
     rf"|(?<![\w.,]){_ENDS}\s*(?:=|means\b|meaning\b)"
 )
 
@@ -398,17 +399,11 @@ def read_tenths(text: str) -> float | None:
     last: whole ones are mostly counts ("only 1 document"). The ends of the scale, where an answer tells them ("out of 1",
     "from 0 to 1", "0 = irrelevant"), are no score.
     """
-    said = _SCALE.sub(" ", _said(text))
+    said = _SCALE.sub(" ", after_thought(text))
     found = re.findall(_TENTHS, said)
     opening = _OPENING.findall(said)  # one at most: it is anchored
     chosen = _NAMED.findall(said) or opening or [number for number in found if "." in number] or found
     return round(float(chosen[-1]), 1) if chosen else None
-
-
-def _said(text: str) -> str:
-    """An answer without what a reasoning model thought before it; nothing where it never came to an end of that."""
-    _, closed, after = text.rpartition("</think>")
-    return after if closed or "<think>" not in text else ""
 
 
 _NO = r"no\b(?=\W*$|\s*[^\w\s]|\s+(?:it|the|this|that|they|there|he|she|because|since|as)\b)"
@@ -422,7 +417,7 @@ def read_verdict(text: str) -> float | None:
     The word that it opens with counts, whatever is explained after it ("No doubt" opens with no verdict); else the last true or
     false, turned round by a "not" before it; else the last yes or no.
     """
-    said = _said(text).lower()
+    said = after_thought(text).lower()
     if opening := _OPENING_VERDICT.match(said):
         return float(opening[1] in ("true", "yes"))
     if found := _VERDICT.findall(said):

@@ -60,6 +60,9 @@ class EndpointConfig:
     temperature: float = 0.0
     seed: int | None = None
     """Sent where it is given: another one asks for another sample at the same temperature."""
+    thinking: bool | None = None
+    """Whether a model that may think before it answers does: sent, where it is given, as the variable enable_thinking of its chat
+    template, which vLLM and SGLang pass on and other services may refuse."""
     concurrency: int = 16
     """Prompts asked at a time, over all processes of a run."""
     time_out: float = 120.0
@@ -101,7 +104,9 @@ class EndpointConfig:
     def identity(self) -> dict[str, Any]:
         """What an answer depends on, apart from its prompt."""
         found = {name: getattr(self, name) for name in ("model", "answer_tokens", "temperature")}
-        return found if self.seed is None else found | {"seed": self.seed}
+        return found | {
+            name: value for name in ("seed", "thinking") if (value := getattr(self, name)) is not None
+        }
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -205,13 +210,17 @@ class Endpoint:
         messages = [{"role": "system", "content": prompt.system}] if prompt.system else []
         messages.append({"role": "user", "content": prompt.said})
         config = self.config
-        body = {
+        body: dict[str, Any] = {
             "model": config.model,
             "messages": messages,
             "max_tokens": config.answer_tokens,
             "temperature": config.temperature,
         }
-        return body if config.seed is None else body | {"seed": config.seed}
+        if config.seed is not None:
+            body["seed"] = config.seed
+        if config.thinking is not None:
+            body["chat_template_kwargs"] = {"enable_thinking": config.thinking}
+        return body
 
     def _file(self, body: Mapping[str, Any]) -> pathlib.Path:
         """Where the answer to a request is kept. The address is no part of it: the same model may be served elsewhere."""

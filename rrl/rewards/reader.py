@@ -19,7 +19,7 @@ from rrl.rollout.engine import Engine, EngineConfig
 from rrl.rollout.episodes import Request
 from rrl.rollout.protocol import SingleTurn
 from rrl.rollout.trajectory import POLICY
-from rrl.text.chat import Prompt, chat_ids, fitting_ids
+from rrl.text.chat import Prompt, after_thought, chat_ids, fitting_ids
 
 log = logging.getLogger(__name__)
 
@@ -44,10 +44,12 @@ class Reader:
         answer_tokens: int = 32,
         remember: int = 100_000,
         whole: bool = False,
+        thinking: bool = False,
         mesh: Mesh | None = None,
     ) -> None:
         """`whole`: an answer that `answer_tokens` cut is none, "", as a judge's is: what half of it says is not what the whole
-        would have said. Raises UserError where an answer leaves the prompt no room."""
+        would have said. `thinking`: whether a model that may think before it answers does; of a thought
+        nothing is in the answer. Raises UserError where an answer leaves the prompt no room."""
         if config.context < answer_tokens + 3:
             raise UserError(
                 f"context={config.context} must be at least answer_tokens={answer_tokens} and 3 more, for the prompt"
@@ -55,7 +57,7 @@ class Reader:
         self.engine = Engine(decoder, tokenizer, config, mesh=mesh)
         self.params = nnx.state(decoder)
         self.environment = SingleTurn(turn_tokens=answer_tokens)
-        self.remember, self.whole = remember, whole
+        self.remember, self.whole, self.thinking = remember, whole, thinking
         self.memory: dict[bytes, Said] = {}
         """Answers by the digest of their prompt: 100,000 of a judge's prompts, each with a trajectory, would be gigabytes."""
         self.cut = 0
@@ -94,10 +96,10 @@ class Reader:
                 )
             found = self.engine.run(self.params, requests, self.environment, jax.random.key(0))
             for key, trajectory in zip(new, found, strict=True):
-                text = "".join(t for role, t in trajectory.segments if role == POLICY).strip()
+                text = "".join(t for role, t in trajectory.segments if role == POLICY)
                 written = int((trajectory.roles == POLICY).sum())
                 self.memory[key] = Said(
-                    text if trajectory.ended == "answer" or not self.whole else "",
+                    after_thought(text).strip() if trajectory.ended == "answer" or not self.whole else "",
                     len(trajectory.roles) - written,
                     written,
                 )
@@ -107,8 +109,8 @@ class Reader:
         return said
 
     def _fitted(self, prompt: str | Prompt, room: int) -> Int[np.ndarray, "T"]:
-        ids = chat_ids(self.engine.tokenizer, prompt)
+        ids = chat_ids(self.engine.tokenizer, prompt, self.thinking)
         if len(ids) <= room:
             return ids
         self.cut += 1
-        return fitting_ids(self.engine.tokenizer, prompt, room)
+        return fitting_ids(self.engine.tokenizer, prompt, room, self.thinking)

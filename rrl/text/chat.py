@@ -30,8 +30,9 @@ class Prompt:
         return f"{self.user}{self.body}{self.after}"
 
 
-def chat_text(tokenizer: PreTrainedTokenizerBase, prompt: str | Prompt) -> str:
-    """A one-turn conversation up to where the assistant goes on.
+def chat_text(tokenizer: PreTrainedTokenizerBase, prompt: str | Prompt, thinking: bool | None = None) -> str:
+    """A one-turn conversation up to where the assistant goes on. `thinking`: whether a template that leaves the choice, as
+    Qwen3's does, has the assistant think first; None: as the template has it.
 
     Raises UserError where the tokenizer has no chat template and the prompt asks for it.
     """
@@ -46,23 +47,36 @@ def chat_text(tokenizer: PreTrainedTokenizerBase, prompt: str | Prompt) -> str:
         )
     messages = [{"role": "system", "content": prompt.system}] if prompt.system else []
     messages.append({"role": "user", "content": prompt.said})
-    opened = str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+    choice = {} if thinking is None else {"enable_thinking": thinking}
+    opened = str(
+        tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **choice)
+    )
     return opened + prompt.prefill
 
 
-def chat_ids(tokenizer: PreTrainedTokenizerBase, prompt: str | Prompt) -> Int[np.ndarray, "T"]:
+def chat_ids(
+    tokenizer: PreTrainedTokenizerBase, prompt: str | Prompt, thinking: bool | None = None
+) -> Int[np.ndarray, "T"]:
     """Token ids of `chat_text`; it raises the same."""
-    text = chat_text(tokenizer, prompt)
+    text = chat_text(tokenizer, prompt, thinking)
     return np.asarray(tokenizer.encode(text, add_special_tokens=False), np.int32)
 
 
-def fitting_ids(tokenizer: PreTrainedTokenizerBase, prompt: str | Prompt, room: int) -> Int[np.ndarray, "T"]:
+def fitting_ids(
+    tokenizer: PreTrainedTokenizerBase, prompt: str | Prompt, room: int, thinking: bool | None = None
+) -> Int[np.ndarray, "T"]:
     """Token ids of a prompt, at most `room` of them: its body is cut at the front, and where that is not enough, all of it."""
-    ids = chat_ids(tokenizer, prompt)
+    ids = chat_ids(tokenizer, prompt, thinking)
     while len(ids) > room and isinstance(prompt, Prompt) and prompt.body:
         body = tokenizer.encode(prompt.body, add_special_tokens=False)
         # What is left may be spelled with another number of tokens: hence the loop.
         rest = str(tokenizer.decode(body[len(ids) - room :]))
         prompt = dataclasses.replace(prompt, body=rest.lstrip("\ufffd"))  # half a character
-        ids = chat_ids(tokenizer, prompt)
+        ids = chat_ids(tokenizer, prompt, thinking)
     return ids[-room:]
+
+
+def after_thought(text: str) -> str:
+    """An answer without what a reasoning model thought before it; nothing where it never came to an end of that."""
+    _, closed, after = text.rpartition("</think>")
+    return after if closed or "<think>" not in text else ""

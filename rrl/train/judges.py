@@ -33,7 +33,9 @@ class JudgeConfig:
     folder: str = ""
     """Of a model: its Hugging Face folder; a card in it (`rrl.rewards.judge_card`) says how it is asked."""
     answer_tokens: int = JudgeCard.answer_tokens
-    """Of a model: most tokens of an answer."""
+    """Of a model: most tokens of an answer, its thoughts among them."""
+    thinking: bool = False
+    """Of a model that may think before it answers (Qwen3): whether it does. Then give it tokens for that."""
 
     def __post_init__(self) -> None:
         one_of(KINDS, self, "kind")
@@ -84,6 +86,8 @@ class JudgeSettings:
             "answer_tokens": self.judge.answer_tokens,
             "context": self.rollout.context,
         }
+        if self.judge.thinking:
+            identity["thinking"] = True
         card = read_judge_card(self.judge.folder)
         return identity if card is None else identity | {"card": dataclasses.asdict(card)}
 
@@ -105,8 +109,14 @@ class JudgeSettings:
             param_dtype=jnp.dtype(compute.dtype),
             mesh=mesh if mesh.size > 1 else None,
         )
-        answer_tokens = self.judge.answer_tokens
-        reader = Reader(*frozen, self.rollout, answer_tokens=answer_tokens, whole=True, mesh=mesh)
+        reader = Reader(
+            *frozen,
+            self.rollout,
+            answer_tokens=self.judge.answer_tokens,
+            whole=True,
+            thinking=self.judge.thinking,
+            mesh=mesh,
+        )
         return ModelJudge(reader.answers, read_judge_card(self.judge.folder))
 
 

@@ -231,6 +231,15 @@ def test_every_recipe_and_method_is_a_config_away(name: str) -> None:
     assert settings.way.name == name and settings.searches == (name not in ("direct", "cot"))
 
 
+def test_r3rag_is_evaluated_as_in_the_paper_on_real_questions() -> None:
+    """SPEC 2: top-k 5, at most 5 steps; documents are cut to 512 characters "in RL training"."""
+    made = config("method=r3rag,dataset=dev.jsonl,corpus=wiki.jsonl,policy=FOLDER")
+    assert made.rollout.top_k == 5
+    environment = evaluate.make_recipe("r3rag", {}, dict(made.recipe.environment)).environment
+    assert (environment.document_characters, environment.max_steps) == (0, 5)
+    assert config("method=r3rag").recipe.environment.document_characters == 512  # the built-in world: as in training
+
+
 @pytest.mark.slow
 def test_a_policy_of_another_recipe_is_told_and_a_reader_stands_in_the_card(
     tmp_path: Path, capsys: pytest.CaptureFixture

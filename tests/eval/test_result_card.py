@@ -128,3 +128,5 @@ def test_questions_have_a_fingerprint_of_what_is_asked_and_expected() -> None:
     )
     assert questions_fingerprint([one, two]) != questions_fingerprint([two, one])
     assert questions_fingerprint([one]) != questions_fingerprint([dataclasses.replace(one, answers=("z",))])
+    choosing = [dataclasses.replace(one, choices=choices) for choices in ((), ("x", "y"), ("y", "x"))]
+    assert len({questions_fingerprint([each]) for each in choosing}) == 3

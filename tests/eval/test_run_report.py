@@ -80,6 +80,8 @@ def test_what_was_found_has_intervals_and_a_paired_test(tmp_path: Path) -> None:
     table = coverage_table(records(runs))
     assert table[0][-1] == "full recall against the first" and table[2][-1].endswith("p = 0.5")
     assert table[2][2] == "50.0 [0.0, 100.0]"
+    test = paired(*reversed(runs), "full_recall")  # the same question lacks a value on the other side
+    assert test is not None and (test.better, test.worse, test.same) == (2, 0, 1)
 
 
 def test_tokens_are_told_by_role(tmp_path: Path) -> None:

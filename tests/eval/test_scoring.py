@@ -154,6 +154,16 @@ def test_predictions_without_ids_are_matched_by_text_and_occurrence() -> None:
         matched(predictions, QUESTIONS, "p", "d")
 
 
+def test_ids_that_number_the_questions_in_another_order_are_refused() -> None:
+    predictions = [dataclasses.replace(p, question=q.text) for p, q in zip(said("x", "y", "z"), QUESTIONS)]
+    assert matched(predictions, QUESTIONS, "p", "d") == predictions
+    turned = [dataclasses.replace(p, question=q.text) for p, q in zip(predictions, QUESTIONS[::-1])]
+    with pytest.raises(UserError, match=r"p, line 1: id 'a' was asked '.*', which in d is .*--match=question"):
+        matched(turned, QUESTIONS, "p", "d")
+    spelled = [dataclasses.replace(p, question=f"Question: {p.question}") for p in predictions]
+    assert matched(spelled, QUESTIONS, "p", "d") == spelled  # in no other question's words
+
+
 def test_what_does_not_match_is_named_with_its_line(tmp_path: Path) -> None:
     data = tmp_path / "dev.jsonl"
     data.write_text("\n".join(json.dumps({"id": q.id, "question": q.text, "answer": "x"}) for q in QUESTIONS))

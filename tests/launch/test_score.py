@@ -37,6 +37,19 @@ def data(tmp_path: pathlib.Path) -> str:
     return written(tmp_path / "dev.jsonl", *GOLD)
 
 
+def test_runs_whose_cards_differ_are_compared_with_a_remark(tmp_path: pathlib.Path, data: str) -> None:
+    files = []
+    for name, passages in (("small", 10), ("large", 20)):
+        folder = tmp_path / name
+        folder.mkdir()
+        files.append(written(folder / "results.jsonl", *({"id": n, "prediction": n} for n in "abc")))
+        card = dataclasses.replace(CARD, passages=passages, corpus_sha256=str(passages) * 32)
+        save_card(folder / "card.json", card)
+    found = score(f"--predictions={files[0]}", f"--data={data}", f"--against={files[1]}")
+    assert found.returncode == 0, found.stderr
+    assert f"not comparable as it stands: corpus differs: {files[0]}: 2wiki (10 passages" in found.stdout
+
+
 def test_predictions_are_scored_and_compared(tmp_path: pathlib.Path, data: str) -> None:
     ours = written(tmp_path / "ours.jsonl", *({"id": n, "prediction": n} for n in "cb"))
     theirs = written(tmp_path / "theirs.jsonl", *({"question": f"{n}?", "pred": "x"} for n in "abc"))

@@ -104,6 +104,15 @@ def test_prompts_become_messages_and_answers_come_in_their_order(service):
     assert service.headers[0]["Authorization"] == f"Bearer {KEY}"
 
 
+@pytest.mark.parametrize("thinking", [False, True])
+def test_whether_a_model_thinks_is_sent_where_it_is_said_and_makes_another_answer(service, thinking):
+    Endpoint(service.config()).answers(["say one"])
+    Endpoint(service.config(thinking=thinking)).answers(["say one"])
+    silent, told = service.requests
+    assert "chat_template_kwargs" not in silent
+    assert told == silent | {"chat_template_kwargs": {"enable_thinking": thinking}}
+
+
 def test_no_key_is_sent_where_there_is_none(service, monkeypatch):
     monkeypatch.delenv("RRL_TEST_KEY")
     Endpoint(service.config()).answers(["a"])

@@ -1,5 +1,8 @@
 """The frozen reader: greedy, remembered, and safe with evidence of any length."""
 
+from types import SimpleNamespace
+
+import numpy as np
 import pytest
 from flax import nnx
 
@@ -7,6 +10,7 @@ from rrl.data.tokenizer import train_tokenizer
 from rrl.models.decoder import Decoder
 from rrl.rewards.reader import Reader
 from rrl.rollout.engine import EngineConfig
+from rrl.rollout.trajectory import POLICY
 from rrl.text.chat import Prompt
 from tests.tiny import tiny_shape
 
@@ -68,6 +72,39 @@ def test_a_judges_answer_that_was_cut_is_none(reader):
     finally:
         reader.memory.clear()
         reader.whole = False
+
+
+def answered(text):
+    return SimpleNamespace(segments=[(POLICY, text)], roles=np.array([POLICY]), ended="answer")
+
+
+CHOICE = "{{ messages[-1].content }}{% if enable_thinking is defined and not enable_thinking %}<nothing>{% endif %}"
+"""As Qwen3's template: the variable that is not there means that it thinks."""
+
+
+@pytest.mark.parametrize("thinking", [False, True])
+def test_a_model_that_may_think_first_does_so_only_where_it_is_to(reader, monkeypatch, thinking):
+    monkeypatch.setattr(reader.engine.tokenizer, "chat_template", CHOICE)
+    monkeypatch.setattr(reader, "thinking", thinking)
+    asked = []
+    monkeypatch.setattr(reader.engine, "run", lambda _, requests, *rest: asked.extend(requests) or [answered("")])
+    reader.memory.clear()
+    reader.answers(["a question"])
+    reader.memory.clear()
+    (request,) = asked
+    text = reader.engine.tokenizer.decode(request.prompt)
+    assert text.endswith("<nothing>") is not thinking
+
+
+@pytest.mark.parametrize(
+    ("said", "answer"),
+    [("<think>It was Bo.</think>\n\nBo", "Bo"), ("<think>It was", ""), (" Bo ", "Bo")],
+)
+def test_a_thought_is_no_part_of_an_answer(reader, monkeypatch, said, answer):
+    reader.memory.clear()
+    monkeypatch.setattr(reader.engine, "run", lambda *_: [answered(said)])
+    assert reader.answers(["who?"]) == [answer]
+    reader.memory.clear()
 
 
 def test_no_prompts_cost_nothing(reader):

@@ -312,6 +312,10 @@ def test_the_paper_prompts_are_for_models_that_are_not_trained():
     assert served.endpoint.url and not served.model and served.recipe.judge_answers
     assert served.rollout.top_k == 5 and served.recipe.environment.document_characters == 0
     assert served.judge.kind == "endpoint"
+    environment = served.recipe.environment
+    assert environment.max_steps == 5  # SPEC 2: "At most 5 steps in training and evaluation"
+    trained = config("size=7b,data=FOLDER,policy=FOLDER,encoder=FOLDER", "r3rag_ppo")
+    assert environment.turn_tokens == trained.recipe.environment.turn_tokens  # a longer step is malformed there
 
 
 # -- training on pairs (3.2.2) ------------------------------------------------------------------------------------------

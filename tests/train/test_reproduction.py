@@ -142,7 +142,11 @@ def test_transfer_is_the_spread_over_retrievers_and_the_smallest_lead():
     }
     spread = measured("retrievers", made)
     assert list(spread.right) == [0, 0, 0.5] and list(spread.left) == [0.03]
-    assert [round(float(v[0]), 2) for v in spread.differences] == [0.03, 0.03, -0.47]
+    assert [[round(float(v), 2) for v in seed] for seed in spread.differences] == [
+        [0.03, 0.03],
+        [0.03, 0.03],
+        [0.03, -0.97],
+    ]
     lead = measured("retrievers-lead", made)
     assert (list(lead.left), list(lead.right)) == ([1, 1, 0.5], [0.5])
 

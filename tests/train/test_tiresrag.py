@@ -38,6 +38,10 @@ def test_the_large_sizes_hold_the_papers_settings(size):
     assert settings.recipe == TiresRag()
     assert (settings.judge.judge.kind, settings.judge.judge.folder) == ("model", "models/Qwen3-8B")
     assert train.steps == 8148 // 108
+    assert not settings.judge.judge.thinking
+    # It reads whole trajectories, beside its own prompt (about a thousand tokens).
+    longest = settings.rollout.context + settings.judge.judge.answer_tokens + 1024
+    assert settings.judge.rollout.context >= longest
 
 
 @pytest.mark.parametrize(

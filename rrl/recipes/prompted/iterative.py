@@ -105,7 +105,7 @@ def iter_retgen(question: Question, settings: Settings, *, rounds: int = 3) -> F
             f"Passages:\n{settings.show(found or ())}\n\nQuestion: {asked(question)}"
         )
         written = " ".join(said.text.split())
-    return final_answer(said.text)
+    return answer_of(said)
 
 
 def flare(

@@ -98,5 +98,10 @@ def analyze(
         with replaced(out / name) as stream:
             stream.write(content.encode())
     draw(analysis, rows, curves, out / "plot.png")
+    logged = {name for arm in curves.values() for lines in arm for line in lines for name in line}
+    if curves and (lost := [words for name, words in analysis.curves.items() if name not in logged]):
+        print(
+            f"not drawn over the updates, for what is kept of these runs does not have it: {', '.join(lost)}"
+        )
     print(f"{text}\n{out}/plot.png")
     return done

@@ -25,7 +25,15 @@ from rrl.train.reproduction.plan import Run, needed
 from rrl.train.reproduction.queue import Record, record_of, unlike
 from rrl.train.reproduction.results import Evaluation, Results, read_evaluation
 
-READ = ("step", "reward/answer", "minutes")
+READ = (
+    "step",
+    "minutes",
+    "reward/answer",
+    "reward/thinking",
+    "reward/total",
+    "train/auxiliary_weight",
+    "train/searches",
+)
 """Columns of metrics.jsonl that are kept."""
 SUFFIX = ".json.gz"
 

@@ -20,11 +20,13 @@ parameters on the built-in world: same recipes, rewards and objectives, other si
 mechanism is at work in this code; one that does not says nothing of the paper's models.
 
 - A difference above 0 is on the claim's side. Its 95 % interval reaches as far as either of two: Student's t over seeds, and the
-  bootstrap over questions of the mean over seeds.
+  bootstrap over questions of the mean over seeds, where the measure has a value for each question (a number in "questions").
 - **can't be tested at this size**: for the reason that stands there, whatever was measured; or the interval reaches 0. Else
   **does not hold**: the difference is 0 or on the other side, however wide its interval; **holds**: the whole interval is above
   0.
 - All evaluations ask the same held-out questions (`test` split), greedily.
+- ScaNN and exact search rank the same vectors, and over so few passages find the same ones: beside BM25 they are one other
+  retriever, not two.
 - R3-RAG, TIRESRAG-R1 and R2AG take about half as many updates as their configs say, for everything to fit into three hours of
   two cores; the README has what the whole number brings.
 - Settings of R-Search in the built-in world were found on the `dev` split. The other recipes take them over; how long those

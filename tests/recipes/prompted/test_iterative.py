@@ -106,7 +106,7 @@ def test_iter_retgen_searches_with_what_it_wrote() -> None:
         "iter_retgen",
         [
             ("directed by Ada Berg", "By Ada Berg.\nThe final answer: Rome"),
-            ("born in Oslo", "The final answer: Oslo"),
+            ("born in Oslo", "The final answer: Oslo\nI hope this helps!"),
         ],
         rounds=2,
     )
