@@ -1,6 +1,6 @@
 """R3-RAG with PPO: step by step, a critic, rewards for the answer and for the documents of each step.
 
-    python launch/sft.py --config=configs/miniwiki_cold_start.py:recipe=r3rag,demonstrations=100,init=assets/miniwiki-policy \\
+    python launch/sft.py --config=configs/miniwiki_cold_start.py:recipe=r3rag,init=assets/miniwiki-policy \\
       --workdir=runs/r3rag_cold_start
     python launch/train.py --config=configs/r3rag_ppo.py                                   # built-in world, from that start
     python launch/train.py --config=configs/r3rag_ppo.py:ablation=process                  # Table 2: without process reward

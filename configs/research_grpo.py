@@ -6,8 +6,8 @@
     python launch/train.py --config=configs/research_grpo.py:size=7b,data=FOLDER,policy=FOLDER,encoder=FOLDER
 
 size=tiny is the built-in world (`miniwiki`), with the settings that were found for R-Search there, half as many updates again,
-and a start of 100 demonstrations after the shipped policy: a turn, a result and the number of searches are bounded, as its policy's context of 1,024
-tokens asks for.
+and a start of 100 demonstrations after the shipped policy: a turn, a result and the number of searches are bounded, as its
+policy's context of 1,024 tokens asks for.
 
 size=3b and size=7b hold the paper's settings (section 3.1, Table 4): one budget of 8,192 tokens, top-k 5, batch 256, 5 rollouts
 at temperature 1, lr 1e-6, KL 0.001, clip 0.2, two epochs over MuSiQue's 19,938 questions. The paper ran 7B and 32B on 64 H800;

@@ -237,7 +237,9 @@ def test_r3rag_is_evaluated_as_in_the_paper_on_real_questions() -> None:
     assert made.rollout.top_k == 5
     environment = evaluate.make_recipe("r3rag", {}, dict(made.recipe.environment)).environment
     assert (environment.document_characters, environment.max_steps) == (0, 5)
-    assert config("method=r3rag").recipe.environment.document_characters == 512  # the built-in world: as in training
+    assert (
+        config("method=r3rag").recipe.environment.document_characters == 512
+    )  # the built-in world: as in training
 
 
 @pytest.mark.slow

@@ -158,7 +158,9 @@ def test_ids_that_number_the_questions_in_another_order_are_refused() -> None:
     predictions = [dataclasses.replace(p, question=q.text) for p, q in zip(said("x", "y", "z"), QUESTIONS)]
     assert matched(predictions, QUESTIONS, "p", "d") == predictions
     turned = [dataclasses.replace(p, question=q.text) for p, q in zip(predictions, QUESTIONS[::-1])]
-    with pytest.raises(UserError, match=r"p, line 1: id 'a' was asked '.*', which in d is .*--match=question"):
+    with pytest.raises(
+        UserError, match=r"p, line 1: id 'a' was asked '.*', which in d is .*--match=question"
+    ):
         matched(turned, QUESTIONS, "p", "d")
     spelled = [dataclasses.replace(p, question=f"Question: {p.question}") for p in predictions]
     assert matched(spelled, QUESTIONS, "p", "d") == spelled  # in no other question's words

@@ -1,5 +1,7 @@
 """What a policy folder says of its recipe, and what is said of one that is not there."""
 
+import pathlib
+
 import pytest
 
 from rrl.errors import UserError
@@ -7,7 +9,10 @@ from rrl.recipes.card import require_policy
 
 
 @pytest.mark.parametrize("recipe", ["r3rag", "r2ag", "tiresrag"])
-def test_a_cold_start_that_is_not_there_yet_is_told_how_to_make(recipe: str) -> None:
+def test_a_cold_start_that_is_not_there_yet_is_told_how_to_make(
+    recipe: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # a checkout may have it
     with pytest.raises(
         UserError,
         match=rf"sft\.py .*:recipe={recipe} --workdir=runs/{recipe}_cold_start, or give policy=FOLDER",

@@ -87,7 +87,9 @@ def test_a_model_that_may_think_first_does_so_only_where_it_is_to(reader, monkey
     monkeypatch.setattr(reader.engine.tokenizer, "chat_template", CHOICE)
     monkeypatch.setattr(reader, "thinking", thinking)
     asked = []
-    monkeypatch.setattr(reader.engine, "run", lambda _, requests, *rest: asked.extend(requests) or [answered("")])
+    monkeypatch.setattr(
+        reader.engine, "run", lambda _, requests, *rest: asked.extend(requests) or [answered("")]
+    )
     reader.memory.clear()
     reader.answers(["a question"])
     reader.memory.clear()

@@ -315,7 +315,9 @@ def test_the_paper_prompts_are_for_models_that_are_not_trained():
     environment = served.recipe.environment
     assert environment.max_steps == 5  # SPEC 2: "At most 5 steps in training and evaluation"
     trained = config("size=7b,data=FOLDER,policy=FOLDER,encoder=FOLDER", "r3rag_ppo")
-    assert environment.turn_tokens == trained.recipe.environment.turn_tokens  # a longer step is malformed there
+    assert (
+        environment.turn_tokens == trained.recipe.environment.turn_tokens
+    )  # a longer step is malformed there
 
 
 # -- training on pairs (3.2.2) ------------------------------------------------------------------------------------------
