@@ -9,9 +9,9 @@
 
 About 2 minutes on 2 quiet cores. The model is written to WORKDIR/model, or to out=FOLDER. There are 500 demonstrations, 100 for
 R3-RAG, 150 for R2AG and 100 to 250 for the baselines: the baselines' papers start from none, and after 500 they leave
-reinforcement learning little to do; `demonstrations=N` takes another number. `minutes=M` trains for so long instead, at a lower constant
-rate, and keeps the parameters with the least held-out loss: the control that goes on with supervised training for as long as
-reinforcement learning took.
+reinforcement learning little to do; `demonstrations=N` takes another number. `minutes=M` trains for so long instead, at a lower
+constant rate, and keeps the parameters with the least held-out loss: the control that goes on with supervised training for as
+long as reinforcement learning took.
 """
 
 from typing import Any
