@@ -1,8 +1,8 @@
 """What is run: cold starts, training runs over seeds, and an evaluation of each policy on the same held-out questions.
 
 Every run is one command of `launch/`, so that any row of the page can be made again by hand. Sizes are chosen so that all fit
-into three hours on two cores, one run a core: R3-RAG, TIRESRAG-R1 and R2AG take about half as many updates here as their
-configs say, and their learning rates fall to 0 within those.
+into three hours on two cores, one run a core: TIRESRAG-R1 and R2AG take about half as many updates here as their configs say,
+R3-RAG fewer too, and their learning rates fall to 0 within those.
 """
 
 import dataclasses
