@@ -15,9 +15,9 @@ from rrl.recipes.catalogue import RECIPES, make_recipe
 FILE = "rrl_recipe.json"
 
 _COLD_START = re.compile(rf"(?P<workdir>runs/(?P<recipe>{'|'.join(RECIPES)})_cold_start)/model")
+"""Where the configs of the built-in world look for their start."""
 _AFTER_PRETRAINING = ("tiresrag", "search_r1")
 """Recipes whose cold start in the built-in world begins at runs/pretrain/model; the others' begins at the shipped policy."""
-"""Where the configs of the built-in world look for their start."""
 
 
 @dataclasses.dataclass(frozen=True)
