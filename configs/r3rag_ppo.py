@@ -12,8 +12,8 @@ size=tiny is the built-in world (`miniwiki`), whose oracle knows the gold passag
 exactly or not at all. The policy's learning rate and the weight of its KL are those that were found for R-Search's PPO there
 (`configs/rsearch_ppo.py`, whose KL stands in the reward), as is the number of questions. The critic takes eight steps on each
 batch at 1e-3: with one at 3e-4 its values explain nothing of the returns for 27 updates and an eighth after 54, with these an
-eighth by the eighteenth. Within ten minutes of two cores 28 updates add 5 points to a start of 100 demonstrations; 38 add 6 to
-one of 150 in twelve (README, "R3-RAG").
+eighth by the eighteenth. In nine minutes of two cores, evaluations apart, 28 updates add 5 points to a start of 100
+demonstrations; 38 add 6 to one of 150 in twelve (README, "R3-RAG").
 
 size=7b holds the paper's settings (section 4.3, appendix C): Qwen2.5-7B after its cold start (`configs/r3rag_cold_start.py`
 makes the data, `configs/r3rag_sft.py` trains on it), batch 64 (16 questions x 4 rollouts at temperatures 0.1, 0.4, 0.7 and
@@ -103,7 +103,7 @@ def get_config(arg: str = "") -> ConfigDict:
         "samples": 1 if tiny else 4,
         "temperatures": (1.0,) if tiny else (0.1, 0.4, 0.7, 1.0),
         "seed": args.seed,
-        "eval_every": 0 if tiny else 64,  # before and after, of itself
+        "eval_every": 0 if tiny else 64,  # 0: at the start and the end alone
         "eval_temperature": 0.0,
         "average_last": 0.5 if tiny else 0.0,
         "permute_rewards": args.control == "permuted",

@@ -44,6 +44,10 @@ class JudgeConfig:
             raise UserError(
                 f"judge.folder={self.folder!r} goes with judge.kind=model, not {self.kind}; leave it out"
             )
+        if self.thinking and self.kind != "model":
+            raise UserError(
+                f"judge.thinking=True goes with judge.kind=model, not {self.kind}; a service is told by judge_endpoint.thinking"
+            )
 
 
 @dataclasses.dataclass(frozen=True)

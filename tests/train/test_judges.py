@@ -112,6 +112,10 @@ def test_a_service_is_known_by_its_model_and_not_by_its_address():
             {"judge": {"folder": "models/x"}},
             r"^judge\.folder='models/x' goes with judge\.kind=model, not oracle",
         ),
+        (
+            {"judge": {"thinking": True}},
+            r"^judge\.thinking=True goes with judge\.kind=model, not oracle; a service",
+        ),
         ({"judge": {"answer_tokens": 0}}, r"^judge\.answer_tokens=0 must be at least 1"),
         (
             {"judge": {"kind": "model"}, "judge_rollout": {"context": 1000}},
