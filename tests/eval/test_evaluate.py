@@ -1,5 +1,6 @@
 """An evaluation of the shipped models: killed anywhere it continues to what it would have been, and nothing half-written."""
 
+import dataclasses
 import http.server
 import json
 import threading
@@ -12,12 +13,14 @@ import pytest
 from rrl.errors import UserError
 from rrl.eval import evaluate
 from rrl.eval.comparison import cost_table, load_run, records
+from rrl.eval.dataset import Dataset
 from rrl.eval.results import Lines, read_lines
 from rrl.eval.ways import Generator
 from rrl.recipes.catalogue import RECIPES
 from rrl.recipes.prompted.catalogue import METHODS
 from rrl.rewards.reader import Said
 from rrl.train.launcher import load_config
+from tests.eval.runs import QUESTIONS
 
 SMALL = ("rollout.rows=8", "data.worlds=1")
 
@@ -240,6 +243,16 @@ def test_r3rag_is_evaluated_as_in_the_paper_on_real_questions() -> None:
     assert (
         config("method=r3rag").recipe.environment.document_characters == 512
     )  # the built-in world: as in training
+
+
+def test_other_gold_passages_are_another_evaluation() -> None:
+    """R2AG's trees and the diagnostics look at them, though the questions are the same."""
+    settings = evaluate.Settings.of(config("method=rsearch"))
+    data = Dataset("four", QUESTIONS, corpus_sha256="c" * 64)
+    moved = [dataclasses.replace(question, gold=("Rome",)) for question in QUESTIONS]
+    other = dataclasses.replace(data, questions=moved)
+    one, two = (evaluate.identity_of(settings, some) for some in (data, other))
+    assert [name for name in one if one[name] != two[name]] == ["gold"]
 
 
 @pytest.mark.slow

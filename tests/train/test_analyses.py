@@ -167,7 +167,7 @@ def test_values_of_two_policies_end_in_a_table_a_csv_and_a_plot(tmp_path, capsys
     assert "| +" not in again and "| -" not in again.replace("| ---", "")
 
 
-def test_arms_have_means_over_seeds_their_values_and_the_curves_of_training(tmp_path):
+def test_arms_have_means_over_seeds_their_values_and_the_curves_of_training(tmp_path, capsys):
     _, known = trained(named("grpo_ppo"), (0, 1))
     for name, right in (
         ("rsearch-0", "ab"),
@@ -186,6 +186,10 @@ def test_arms_have_means_over_seeds_their_values_and_the_curves_of_training(tmp_
     (ppo,) = [line for line in text.splitlines() if line.startswith("| PPO |")]
     assert "| -50.0 [" in ppo and len(list(csv.DictReader((out / "table.csv").open()))) == 4
     assert (out / "plot.png").stat().st_size > 20_000
+    assert (
+        "not drawn over the updates, for what is kept of these runs does not have it: answer reward\n"
+        in capsys.readouterr().out
+    )
 
 
 def test_what_the_published_page_was_made_of_ends_in_table_and_plot_without_a_run(tmp_path):
