@@ -103,8 +103,11 @@ def get_config(arg: str = "") -> ConfigDict:
         "clip_high": 0.28,
         "aggregation": "group_token_mean",
         "drop_spread": 0.0,
-        "lengths": (640,) if tiny else (2048, 4096, 8192, 16384),
-        "microbatch_tokens": 4096 if tiny else 32768,
+        "lengths": (896,)
+        if tiny
+        else (2048, 4096, 8192, 16384),  # room for a group's outputs after their one prompt
+        "microbatch_tokens": 3584 if tiny else 32768,
+        "share_prefixes": tiny,
         "streams": 2 if tiny else 1,
     }
     config.optim = {

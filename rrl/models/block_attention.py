@@ -1,7 +1,7 @@
 """Attention over packed rows, one block of queries after another, against those key blocks that hold its segments.
 
-A row holds several segments, so most of its causal blocks are masked out whole: here they are never computed, neither forward
-nor backward, and no more than one block of scores exists at a time. The blocks are small and come one after another, which is
+A row holds several segments, and they may branch, so most of its causal blocks are masked out whole: here they are never
+computed, neither forward nor backward, and no more than one block of scores exists at a time. The blocks are small and come one after another, which is
 what a processor's caches want; accelerators have kernels of their own (`rrl.models.attention_backends`).
 """
 
@@ -19,6 +19,8 @@ BLOCK = 64
 State = tuple[Array, ...]
 Marks = tuple[Int[Array, "B T"], ...]
 """Segment ids, with the largest number on padding, and branches where there are some."""
+Visible = tuple[Int[Array, "B blocks blocks"], Int[Array, "B blocks"]]
+"""For each block of queries the blocks of keys that it looks at, and how many of the former those are."""
 
 
 def block_attention(
@@ -32,7 +34,8 @@ def block_attention(
     and its own branch's; q must be scaled already.
 
     Segments may lie in any order. Only those whose numbers grow along the row, padding (0) last, skip all that can be
-    skipped: a block of keys is left out where its range of numbers does not meet that of the queries.
+    skipped: a block of keys is left out where its range of numbers does not meet that of the queries. So it is with branches,
+    where no key of the block is the trunk's.
     """
     batch, time, heads, width = q.shape
     kv_heads, block = k.shape[2], min(BLOCK, time)
@@ -45,15 +48,30 @@ def block_attention(
     ids = jnp.pad(ids, ((0, 0), (0, more)), constant_values=last)
     marks = (ids,) if branches is None else (ids, jnp.pad(branches, ((0, 0), (0, more))))
     grouped = q.reshape(batch, time + more, kv_heads, heads // kv_heads, width).transpose(0, 2, 1, 3, 4)
-    out = _attend(grouped, k.swapaxes(1, 2), v.swapaxes(1, 2), marks, _first_blocks(ids, block))
+    out = _attend(grouped, k.swapaxes(1, 2), v.swapaxes(1, 2), marks, _visible(marks, block))
     return out.transpose(0, 2, 1, 3, 4).reshape(q.shape)[:, :time]
 
 
-def _first_blocks(ids: Int[Array, "B T"], block: int) -> Int[Array, "B T/block"]:
-    """The first block of keys in which each block of queries may have something to see."""
-    blocks = ids.reshape(ids.shape[0], -1, block)
-    low, high = blocks.min(axis=-1), blocks.max(axis=-1)
-    return jnp.argmax((low[:, None] <= high[:, :, None]) & (low[:, :, None] <= high[:, None]), axis=-1)
+def _visible(marks: Marks, block: int) -> Visible:
+    """The blocks of keys in which each block of queries may have something to see, in their order, and how many they are."""
+
+    def meets(
+        x: Int[Array, "B T"], counts: Bool[Array, "B T"] | bool = True
+    ) -> Bool[Array, "B blocks blocks"]:
+        """Whether the ranges of the numbers that count meet, queries by keys."""
+        limits = jnp.iinfo(jnp.int32)
+        blocks = (
+            jnp.where(counts, x, none).reshape(x.shape[0], -1, block) for none in (limits.max, limits.min)
+        )
+        low, high = (pick(part, axis=-1) for pick, part in zip((jnp.min, jnp.max), blocks, strict=True))
+        return (low[:, None] <= high[:, :, None]) & (low[:, :, None] <= high[:, None])
+
+    some = meets(marks[0])
+    if len(marks) > 1:
+        trunk = marks[1] == 0
+        some &= trunk.reshape(*some.shape[:2], block).any(axis=-1)[:, None] | meets(marks[1], ~trunk)
+    some &= jnp.tril(jnp.ones(some.shape[1:], bool))
+    return jnp.argsort(~some, axis=-1, stable=True), some.sum(axis=-1)
 
 
 def _cut(x: Array, row: Array, block: Array, size: int) -> Array:
@@ -95,22 +113,24 @@ def _attend(
     k: Float[Array, "B K T H"],
     v: Float[Array, "B K T H"],
     marks: Marks,
-    first: Int[Array, "B blocks"],
+    visible: Visible,
 ) -> Float[Array, "B K T G H"]:
     """A running softmax over the blocks of keys (Milakov & Gimelshein 2018), whose backward pass recomputes the weights
     (Dao et al. 2022)."""
-    return _forward(q, k, v, marks, first)[0]
+    return _forward(q, k, v, marks, visible)[0]
 
 
-def _forward(q: Array, k: Array, v: Array, marks: Marks, first: Array) -> tuple[Array, tuple[Any, ...]]:
-    number = first.shape[1]
+def _forward(q: Array, k: Array, v: Array, marks: Marks, visible: Visible) -> tuple[Array, tuple[Any, ...]]:
+    order, count = visible
+    number = count.shape[1]
     size, ones = q.shape[2] // number, _with_ones(v)
 
     def one_block(item: Array, state: State) -> State:
         (out, norm), row, at = state, item // number, item % number
         queries = _cut(q, row, at, size)
 
-        def add(block: Array, carry: State) -> State:
+        def add(place: Array, carry: State) -> State:
+            block = order[row, at, place]
             peak, mixed = carry
             scores = _scores(queries, _cut(k, row, block, size), _seen(marks, row, at, block, size))
             higher = jnp.maximum(peak, scores.max(axis=-1, keepdims=True))
@@ -125,19 +145,19 @@ def _forward(q: Array, k: Array, v: Array, marks: Marks, first: Array) -> tuple[
             jnp.full((*shape, 1), jnp.finfo(jnp.float32).min),
             jnp.zeros((*shape, ones.shape[-1]), jnp.float32),
         )
-        peak, mixed = jax.lax.fori_loop(first[row, at], at + 1, add, start)
+        peak, mixed = jax.lax.fori_loop(0, count[row, at], add, start)
         total = mixed[..., -1:]
         done = (mixed[..., :-1] / total).astype(out.dtype)
         return _put(out, done, row, at), _put(norm, peak + jnp.log(total), row, at)
 
     start = jnp.zeros_like(q), jnp.zeros((*q.shape[:-1], 1), jnp.float32)
-    out, norm = jax.lax.fori_loop(0, first.size, one_block, start)
-    return out, (q, k, v, marks, first, out, norm)
+    out, norm = jax.lax.fori_loop(0, count.size, one_block, start)
+    return out, (q, k, v, marks, visible, out, norm)
 
 
 def _backward(kept: tuple[Any, ...], grad: Array) -> tuple[Array, Array, Array, None, None]:
-    q, k, v, marks, first, out, norm = kept
-    number = first.shape[1]
+    q, k, v, marks, (order, count), out, norm = kept
+    number = count.shape[1]
     size, ones = q.shape[2] // number, _with_ones(v).astype(jnp.float32)
     # A column beside the output's gradient subtracts the softmax's correction within the product with `ones`.
     wide = grad.astype(jnp.float32)
@@ -147,7 +167,8 @@ def _backward(kept: tuple[Any, ...], grad: Array) -> tuple[Array, Array, Array, 
         (dq, dk, dv), row, at = state, item // number, item % number
         queries, grads, wides, norms = (_cut(x, row, at, size) for x in (q, grad, wide, norm))
 
-        def add(block: Array, carry: State) -> State:
+        def add(place: Array, carry: State) -> State:
+            block = order[row, at, place]
             dq, dk, dv = carry
             keys = _cut(k, row, block, size)
             weights = jnp.exp(_scores(queries, keys, _seen(marks, row, at, block, size)) - norms)
@@ -162,11 +183,11 @@ def _backward(kept: tuple[Any, ...], grad: Array) -> tuple[Array, Array, Array, 
             return dq, _put(dk, summed[0], row, block), _put(dv, summed[1], row, block)
 
         start = jnp.zeros(queries.shape, jnp.float32), dk, dv
-        found, dk, dv = jax.lax.fori_loop(first[row, at], at + 1, add, start)
+        found, dk, dv = jax.lax.fori_loop(0, count[row, at], add, start)
         return _put(dq, found.astype(dq.dtype), row, at), dk, dv
 
     start = jnp.zeros_like(q), jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)
-    dq, dk, dv = jax.lax.fori_loop(0, first.size, one_block, start)
+    dq, dk, dv = jax.lax.fori_loop(0, count.size, one_block, start)
     return dq, dk.astype(k.dtype), dv.astype(v.dtype), None, None
 
 

@@ -53,8 +53,8 @@ class ObjectiveConfig:
     lengths: tuple[int, ...] = (512, 1024, 2048, 4096, 8192)
     """Row lengths that are compiled; the last is the longest trajectory."""
     share_prefixes: bool = False
-    """Contexts of one trajectory that begin alike (R3-RAG's steps, R2AG's expansions) lie in a row as one tree, whose trunk is
-    computed once (`rrl.train.layout`). Splash attention cannot do it."""
+    """Contexts that begin alike, the steps of one trajectory (R3-RAG) or the samples of one prompt (R2AG), lie in a row as one
+    tree, whose trunk is computed once (`rrl.train.layout`). Splash attention cannot do it."""
     streams: int = 1
     """On one CPU: microbatches that are computed at once, each stream adding to a sum of its own, since one by itself leaves
     a part of a second core idle. Other devices have one. The last bits of a gradient depend on it, not on the cores."""

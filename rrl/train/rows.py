@@ -23,19 +23,20 @@ class Rows:
     """Trajectories in packed rows, and the way back."""
 
     buckets: Buckets
-    layouts: list[tuple[int, Layout]]
-    """Each sequence of the rows, with the index of its trajectory."""
+    layouts: list[Layout]
+    """Each sequence of the rows."""
 
     def unpack(
         self, values: Sequence[Float[np.ndarray, "B T"]], trajectories: Sequence[Trajectory]
     ) -> list[Float[np.ndarray, "T"]]:
         """Per-token values of each trajectory from those of the batches; those of tokens that contexts have in common are read
         where the trunk has them."""
-        found = [np.zeros(len(t.tokens), np.float32) for t in trajectories]
-        parts = self.buckets.unpack(values, [len(layout.tokens) for _, layout in self.layouts])
-        for (index, layout), part in zip(self.layouts, parts, strict=True):
-            found[index][layout.held] = part[layout.columns]
-        return found
+        sizes = [len(t.tokens) for t in trajectories]
+        found = np.zeros(sum(sizes), np.float32)
+        parts = self.buckets.unpack(values, [len(layout.tokens) for layout in self.layouts])
+        for layout, part in zip(self.layouts, parts, strict=True):
+            found[layout.held] = part[layout.columns]
+        return np.split(found, np.cumsum(sizes)[:-1]) if sizes else []
 
 
 def bucketed(
@@ -55,38 +56,31 @@ def bucketed(
         raise UserError(
             f"a trajectory of {longest} tokens is longer than the longest of objective.lengths={config.lengths}"
         )
-    laid = _laid(trajectories, config)
+    laid = layouts(trajectories, config.share_prefixes, most)
 
     def cut(values: Sequence[np.ndarray]) -> list[np.ndarray]:
-        return [values[index][layout.tokens] for index, layout in laid]
+        flat = np.concatenate([*values]) if trajectories else np.empty(0)
+        return [flat[layout.tokens] for layout in laid]
 
     buckets = pack_buckets(
         cut([t.tokens for t in trajectories]),
         cut([t.roles == POLICY for t in trajectories]),
         config.lengths,
         [config.rows(length, shards) for length in config.lengths],
-        positions=[layout.positions for _, layout in laid],
-        branches=[layout.branches for _, layout in laid] if config.share_prefixes else None,
+        positions=[layout.positions for layout in laid],
+        branches=[layout.branches for layout in laid] if config.share_prefixes else None,
         extras={name: cut(values) for name, values in (extras or {}).items()},
     )
     return Rows(buckets, laid)
 
 
 def packed_sizes(trajectories: Sequence[Trajectory], config: ObjectiveConfig) -> Int[np.ndarray, "N"]:
-    """How many tokens of the rows each trajectory takes: what its contexts have in common may lie there once."""
+    """How many tokens of the rows each trajectory takes: what contexts have in common may lie there once, for one of them."""
+    whose = np.repeat(np.arange(len(trajectories)), [len(t.tokens) for t in trajectories])
     sizes = np.zeros(len(trajectories), np.int64)
-    for index, layout in _laid(trajectories, config):
-        sizes[index] += len(layout.tokens)
+    for layout in layouts(trajectories, config.share_prefixes, config.lengths[-1]):
+        np.add.at(sizes, whose[layout.tokens], 1)
     return sizes
-
-
-def _laid(trajectories: Sequence[Trajectory], config: ObjectiveConfig) -> list[tuple[int, Layout]]:
-    """The sequences of the rows, each with the index of its trajectory."""
-    return [
-        (index, one)
-        for index, t in enumerate(trajectories)
-        for one in layouts(t, config.share_prefixes, config.lengths[-1])
-    ]
 
 
 class Scorer:

@@ -98,6 +98,20 @@ def test_blocks_of_other_segments_are_never_read():
             np.testing.assert_array_equal(one[:, ~inside], other[:, ~inside])
 
 
+def test_blocks_of_other_branches_are_never_read():
+    """A trunk's block, a branch's, another's, and what is left of the trunk; poison in a branch reaches only that branch."""
+    branches = jnp.asarray(np.repeat([[0, 1, 2, 0]], BLOCK, axis=1)[:, :TIME].repeat(2, 0), jnp.int32)
+    inputs, segments = draw(), jnp.ones((2, TIME), jnp.int32)
+    run = with_gradients(lambda q, k, v, ids: block_attention(q, k, v, ids, branches))
+    clean = run(segments, *inputs)
+    inside = np.arange(TIME) // BLOCK == 1
+    for one, other in zip(
+        run(segments, *(x.at[:, inside].set(jnp.nan) for x in inputs[:3]), inputs[3]), clean, strict=True
+    ):
+        assert np.isnan(one[:, inside]).any()
+        np.testing.assert_array_equal(one[:, 2 * BLOCK : 3 * BLOCK], other[:, 2 * BLOCK : 3 * BLOCK])
+
+
 def test_memory_grows_with_the_row_not_with_its_square():
     def needed(time):
         inputs = jax.eval_shape(lambda: draw(time=time))

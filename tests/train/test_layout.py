@@ -71,47 +71,86 @@ def made(seed, tokens, roles, starts):
 EPISODES = [episode(seed, steps) for seed, steps in enumerate((1, 2, 4, 3))]
 
 
-def seen(trajectory, layout, column):
+def seen(tokens, layout, column):
     """The tokens that a column sees, by the mask."""
     branch = layout.branches[column]
     left = [c for c in range(column + 1) if layout.branches[c] in (0, branch)]
-    return trajectory.tokens[layout.tokens[left]].tolist(), layout.positions[left].tolist()
+    return tokens[layout.tokens[left]].tolist(), layout.positions[left].tolist()
+
+
+def group(seed, samples, said, prompt=12):
+    """Samples of one prompt, of different lengths."""
+    draws = np.random.default_rng(seed)
+    asked = np.concatenate([draws.integers(0, TAIL, prompt - 1), [TAIL]])
+    found = []
+    for place in range(samples):
+        wrote = draws.integers(0, TAIL, said + place)
+        roles = np.array([PROMPT] * prompt + [POLICY] * len(wrote))
+        one = made(seed + place, np.concatenate([asked, wrote]), roles, (0,))
+        found.append(dataclasses.replace(one, group=seed))
+    return found
+
+
+BATCHES = [[episode] for episode in EPISODES] + [
+    EPISODES,
+    group(5, 4, 6),
+    [*group(5, 3, 6), *EPISODES[:3], *group(6, 2, 3)],
+]
 
 
 @pytest.mark.parametrize("longest", [1000, 60, 45])
-@pytest.mark.parametrize("trajectory", EPISODES)
-def test_each_token_sees_its_own_context_up_to_itself(trajectory, longest):
-    found = layouts(trajectory, True, longest)
+@pytest.mark.parametrize("trajectories", BATCHES)
+def test_each_token_sees_its_own_context_up_to_itself(trajectories, longest):
+    found = layouts(trajectories, True, longest)
+    all_tokens = np.concatenate([t.tokens for t in trajectories])
     where = {}
     for layout in found:
         assert len(layout.tokens) <= max(longest, 54)  # the longest context has 54 tokens
-        where |= {int(t): (layout, int(c)) for t, c in zip(layout.held, layout.columns, strict=True)}
-    assert sorted(where) == list(range(len(trajectory.tokens)))
-    for part in trajectory.contexts:
-        for token in range(part.start, part.stop):
-            layout, column = where[token]
-            tokens, positions = seen(trajectory, layout, column)
-            assert tokens == trajectory.tokens[part.start : token + 1].tolist()
-            assert positions == list(range(token - part.start + 1))
-            if trajectory.roles[token] == POLICY:  # a column of its own, predicted from the one left of it
-                assert layout.tokens[column] == token
-                assert trajectory.tokens[layout.tokens[column - 1]] == trajectory.tokens[token - 1]
-                assert seen(trajectory, layout, column - 1)[0] == tokens[:-1]
+        for token, column in zip(layout.held, layout.columns, strict=True):
+            assert int(token) not in where
+            where[int(token)] = (layout, int(column))
+    assert sorted(where) == list(range(len(all_tokens)))
+    first = 0
+    for trajectory in trajectories:
+        for part in trajectory.contexts:
+            for token in range(part.start, part.stop):
+                layout, column = where[first + token]
+                tokens, positions = seen(all_tokens, layout, column)
+                assert tokens == trajectory.tokens[part.start : token + 1].tolist()
+                assert positions == list(range(token - part.start + 1))
+                if (
+                    trajectory.roles[token] == POLICY
+                ):  # a column of its own, predicted from the one left of it
+                    assert layout.tokens[column] == first + token
+                    assert all_tokens[layout.tokens[column - 1]] == trajectory.tokens[token - 1]
+                    assert seen(all_tokens, layout, column - 1)[0] == tokens[:-1]
+        first += len(trajectory.tokens)
 
 
 def test_what_contexts_have_in_common_stands_in_a_row_once():
     three = EPISODES[3]  # 12, 26 and 40 tokens
-    (tree,) = layouts(three, True, 1000)
+    (tree,) = layouts([three], True, 1000)
     assert len(tree.tokens) == 40 + 6 + 6  # of the first two the tail and what was said
-    assert [len(layout.tokens) for layout in layouts(three, True, 46)] == [46, 26]  # room for one of them
-    assert [len(layout.tokens) for layout in layouts(three, False, 1000)] == [12, 26, 40]
+    assert [len(layout.tokens) for layout in layouts([three], True, 46)] == [46, 26]  # room for one of them
+    assert [len(layout.tokens) for layout in layouts([three], False, 1000)] == [12, 26, 40]
+
+
+def test_the_samples_of_a_group_share_their_prompt():
+    four = group(5, 4, 6)  # 12 + 6, 7, 8 and 9 tokens
+    (tree,) = layouts(four, True, 1000)
+    assert len(tree.tokens) == 11 + 4 + 6 + 7 + 8 + 9  # the prompt's last token is each one's own
+    assert [len(layout.tokens) for layout in layouts(four, True, 29)] == [21 + 7, 20 + 8]
+    assert [len(layout.tokens) for layout in layouts(four, False, 1000)] == [18, 19, 20, 21]
+    other = [*four[:2], *group(6, 2, 6)]
+    assert [len(layout.tokens) for layout in layouts(other, True, 1000)] == [19 + 7, 19 + 7]
+    assert packed_sizes(four, SHARED).tolist() == [7, 8, 9, 21]
 
 
 def test_contexts_without_a_common_beginning_stand_apart():
     draws = np.random.default_rng(0)
     tokens = np.concatenate([[1], draws.integers(0, TAIL, 9), [2], draws.integers(0, TAIL, 5)])
     roles = np.array([PROMPT] * 4 + [POLICY] * 6 + [PROMPT] * 2 + [POLICY] * 4)
-    assert [len(layout.tokens) for layout in layouts(made(0, tokens, roles, (0, 10)), True, 99)] == [10, 6]
+    assert [len(layout.tokens) for layout in layouts([made(0, tokens, roles, (0, 10))], True, 99)] == [10, 6]
 
 
 def test_the_same_context_twice_keeps_both_answers():
@@ -119,7 +158,7 @@ def test_the_same_context_twice_keeps_both_answers():
     one = episode(7, 1).tokens[:7]
     other = np.concatenate([one[:4], one[4:] + 1])
     twice = made(0, np.concatenate([one, other]), np.concatenate([roles, roles]), (0, 7))
-    (tree,) = layouts(twice, True, 99)
+    (tree,) = layouts([twice], True, 99)
     assert tree.branches.tolist() == [
         0,
         0,
@@ -139,21 +178,25 @@ def decoder(attention):
     return Decoder(SHAPE, rngs=nnx.Rngs(0), attention=attention)
 
 
+MIXED = [*EPISODES[:2], *group(5, 3, 6), EPISODES[2]]
+
+
+@pytest.mark.parametrize("trajectories", [EPISODES, MIXED], ids=["episodes", "groups"])
 @pytest.mark.parametrize("attention", ["xla", "blocks"])
-def test_log_probabilities_and_steps_are_those_of_contexts_apart(attention):
+def test_log_probabilities_and_steps_are_those_of_contexts_apart(attention, trajectories):
     graph, params, fixed = split_trained(decoder(attention))
-    advantages = np.array([0.5, -1.0, 1.0, 0.3], np.float32)
+    advantages = np.array([0.5, -1.0, 1.0, 0.3, 0.8, -0.2], np.float32)[: len(trajectories)]
     found = []
     for objective in (APART, SHARED):
         optimizer = make_optimizer(SGD)
         updater = Updater(graph, optimizer, objective)
-        logps = updater.logps(params, fixed, EPISODES)["logp"]
+        logps = updater.logps(params, fixed, trajectories)["logp"]
         own = [jax.tree.map(jnp.copy, params) for _ in range(2)]
         state = init_optimizer(optimizer, own[0], None)
-        new, _, metrics = updater(own[0], state, own[1], fixed, EPISODES, advantages)
+        new, _, metrics = updater(own[0], state, own[1], fixed, trajectories, advantages)
         found.append((logps, new, metrics))
     (logps, new, metrics), (shared, moved, told) = found
-    for t, one, other in zip(EPISODES, logps, shared, strict=True):
+    for t, one, other in zip(trajectories, logps, shared, strict=True):
         np.testing.assert_allclose(one[t.roles == POLICY], other[t.roles == POLICY], atol=2e-6)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-6), new, moved)
     for name, value in metrics.items():
