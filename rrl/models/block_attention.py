@@ -1,8 +1,8 @@
 """Attention over packed rows, one block of queries after another, against those key blocks that hold its segments.
 
 A row holds several segments, and they may branch, so most of its causal blocks are masked out whole: here they are never
-computed, neither forward nor backward, and no more than one block of scores exists at a time. The blocks are small and come one after another, which is
-what a processor's caches want; accelerators have kernels of their own (`rrl.models.attention_backends`).
+computed, neither forward nor backward, and no more than one block of scores exists at a time. The blocks are small and come one
+after another, which is what a processor's caches want; accelerators have kernels of their own (`rrl.models.attention_backends`).
 """
 
 from typing import Any

@@ -43,8 +43,8 @@ class _Context(NamedTuple):
 
 
 def layouts(trajectories: Sequence[Trajectory], share: bool, longest: int) -> list[Layout]:
-    """The sequences of all trajectories: one for each context, or, with `share`, trees of at most `longest` tokens: of the contexts of
-    one trajectory, or of those trajectories of a group that have a single context."""
+    """The sequences of all trajectories: one for each context, or, with `share`, trees of at most `longest` tokens: of the
+    contexts of one trajectory, or of those trajectories of a group that have a single context."""
     families: dict[tuple[str, int], list[_Context]] = {}
     first = 0
     for index, trajectory in enumerate(trajectories):
