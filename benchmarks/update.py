@@ -21,6 +21,7 @@ from rrl.data.miniwiki import KINDS, generate, mixed_questions
 from rrl.data.questions import Question
 from rrl.data.tokenizer import load_tokenizer
 from rrl.models.attention_backends import choose_backend
+from rrl.models.block_attention import BLOCK
 from rrl.models.config import DecoderConfig
 from rrl.models.decoder import Decoder
 from rrl.models.hf import load_language_model, save_decoder
@@ -227,8 +228,44 @@ def packing(args: argparse.Namespace) -> list[Row]:
     ]
 
 
+def prompts(args: argparse.Namespace) -> list[Row]:
+    """Groups whose samples share their prompt in the rows, against a copy of it for each."""
+    config = DecoderConfig.from_hf(read_config(TINY))
+    groups, samples, output = 8, 8, 128
+    found = []
+    for prompt in (64, 256, 512):
+        trajectories, advantages = made_up(groups * samples, prompt + output, prompt, config.vocab_size)
+        for place, one in enumerate(trajectories):
+            one.group = place // samples
+            one.tokens[:prompt] = trajectories[one.group * samples].tokens[:prompt]
+        length = -(-(prompt + samples * output) // BLOCK) * BLOCK  # a group's
+        sides: dict[str, Callable[[], float]] = {}
+        slots = {}
+        for name, share in (("shared", True), ("apart", False)):
+            objective = ObjectiveConfig(
+                kl_coef=0.1, lengths=(length,), microbatch_tokens=2 * length, streams=2, share_prefixes=share
+            )
+            batches, total = microbatches(trajectories, advantages, objective)
+            slots[name] = sum(batch.tokens.size for batch in batches)
+            learner = Learner(Decoder(config, rngs=nnx.Rngs(0), attention=KERNEL), objective)
+            sides[name] = lambda learner=learner, batches=batches, total=total: seconds(  # type: ignore[misc]
+                lambda: learner.step(batches, total)
+            )
+        took = alternate(sides, args.rounds)
+        found.append(
+            Row(
+                f"{groups} groups of {samples} outputs of {output} tokens after a prompt of {prompt}: seconds a step",
+                f"{took['shared']:.2f} ({slots['shared']:,} slots)",
+                f"the prompt once a sample {took['apart']:.2f} ({slots['apart']:,} slots)",
+                f"{took['apart'] / took['shared']:.2f}x",
+                "",
+            )
+        )
+    return found
+
+
 SECTIONS: dict[str, Callable[[argparse.Namespace], list[Row]]] = {
-    section.__name__: section for section in (step, memory, packing)
+    section.__name__: section for section in (step, memory, packing, prompts)
 }
 
 

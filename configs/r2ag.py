@@ -84,7 +84,7 @@ def get_config(arg: str = "") -> ConfigDict:
         "feed_tokens": 512 if tiny else 2048,
         "loops": 2 if tiny else 0,
     }
-    steps = args.steps if args.steps is not None else (110 if tiny else 80)
+    steps = args.steps if args.steps is not None else (96 if tiny else 80)
     config.train = {
         "steps": steps,
         "questions": 32 if tiny else 128,
@@ -103,9 +103,8 @@ def get_config(arg: str = "") -> ConfigDict:
         "clip_high": 0.28,
         "aggregation": "group_token_mean",
         "drop_spread": 0.0,
-        "lengths": (896,)
-        if tiny
-        else (2048, 4096, 8192, 16384),  # room for a group's outputs after their one prompt
+        # Two or three groups' outputs after their prompts, each once. Rows of one would often have no room for a second.
+        "lengths": (1792,) if tiny else (2048, 4096, 8192, 16384),
         "microbatch_tokens": 3584 if tiny else 32768,
         "share_prefixes": tiny,
         "streams": 2 if tiny else 1,
