@@ -1,6 +1,7 @@
 """Attention over a packed batch by whichever kernel the platform has: our own two in XLA, cuDNN's, or TPU's splash.
 
-All give the same numbers up to rounding: a token attends to itself and to earlier tokens of its own segment.
+All give the same numbers up to rounding: a token attends to itself and to earlier tokens of its own segment, where that branches
+of the trunk and its own branch.
 """
 
 import functools
@@ -21,7 +22,7 @@ from rrl.parallel.mesh import ROW_AXES
 from rrl.parallel.rules import fit
 
 Backend = Literal["blocks", "xla", "cudnn", "splash"]
-"""blocks: one small block after another, those without a segment in common left out, for processors; xla: few large
+"""blocks: one small block after another, those without a segment or branch in common left out, for processors; xla: few large
 operations, for float32 on a GPU."""
 _NO_BRANCHES = (
     "attention=splash cannot share prefixes: set objective.share_prefixes=False or compute.attention=xla"

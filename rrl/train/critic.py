@@ -182,7 +182,7 @@ class Critic:
         """
         config = self.config
         packed: list[tuple[list[Batch], int]] = []
-        for share in even_shares(packed_sizes(trajectories, self.objective), config.minibatches):
+        for share in self._shares(trajectories):
             chosen = [trajectories[i] for i in share]
             extras = {
                 "value": [estimate.values[i] for i in share],
@@ -208,6 +208,16 @@ class Critic:
             "return": once["return"] / tokens,
             "value": (once["return"] - once["error"]) / tokens,
         }
+
+    def _shares(self, trajectories: Sequence[Trajectory]) -> list[Int[np.ndarray, "n"]]:
+        """Trajectories of each of the batch's steps, about as many tokens of the rows for each; those that may lie in one tree
+        are kept together."""
+        sizes = packed_sizes(trajectories, self.objective)
+        if not self.objective.share_prefixes:
+            return even_shares(sizes, self.config.minibatches)
+        _, groups = np.unique([t.group for t in trajectories], return_inverse=True)
+        sums = np.bincount(groups, weights=sizes).astype(np.int64)
+        return [np.flatnonzero(np.isin(groups, some)) for some in even_shares(sums, self.config.minibatches)]
 
 
 def make_critic(

@@ -51,7 +51,7 @@ class ObjectiveConfig:
     microbatch_tokens: int = 8192
     """Tokens whose activations exist at a time."""
     lengths: tuple[int, ...] = (512, 1024, 2048, 4096, 8192)
-    """Row lengths that are compiled; the last is the longest trajectory."""
+    """Row lengths that are compiled; the last is the longest trajectory, or tree of several (`share_prefixes`)."""
     share_prefixes: bool = False
     """Contexts that begin alike, the steps of one trajectory (R3-RAG) or the samples of one prompt (R2AG), lie in a row as one
     tree, whose trunk is computed once (`rrl.train.layout`). Splash attention cannot do it."""

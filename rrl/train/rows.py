@@ -36,7 +36,7 @@ class Rows:
         parts = self.buckets.unpack(values, [len(layout.tokens) for layout in self.layouts])
         for layout, part in zip(self.layouts, parts, strict=True):
             found[layout.held] = part[layout.columns]
-        return np.split(found, np.cumsum(sizes)[:-1]) if sizes else []
+        return np.split(found, np.cumsum(sizes, dtype=int))[:-1]
 
 
 def bucketed(
@@ -75,11 +75,12 @@ def bucketed(
 
 
 def packed_sizes(trajectories: Sequence[Trajectory], config: ObjectiveConfig) -> Int[np.ndarray, "N"]:
-    """How many tokens of the rows each trajectory takes: what contexts have in common may lie there once, for one of them."""
+    """How many tokens of the rows each trajectory takes, packed with these others: what contexts have in common may lie there
+    once, for one of them."""
     whose = np.repeat(np.arange(len(trajectories)), [len(t.tokens) for t in trajectories])
     sizes = np.zeros(len(trajectories), np.int64)
     for layout in layouts(trajectories, config.share_prefixes, config.lengths[-1]):
-        np.add.at(sizes, whose[layout.tokens], 1)
+        sizes += np.bincount(whose[layout.tokens], minlength=len(sizes))
     return sizes
 
 

@@ -98,18 +98,50 @@ def test_blocks_of_other_segments_are_never_read():
             np.testing.assert_array_equal(one[:, ~inside], other[:, ~inside])
 
 
+BRANCHES = np.array(
+    [
+        np.repeat([0, 1, 2, 0, 1, 3, 0], [30, 100, 20, 10, 24, 10, 6]),
+        np.repeat([0, 1, 0, 2, 3, 0, 0], [5, 64, 1, 80, 20, 10, 20]),
+    ]
+)
+"""Branches of up to three blocks, numbers that come again in the row's second segment, and padding."""
+SEGMENTS = np.array([np.repeat([1, 2, 0], [160, 34, 6]), np.repeat([1, 2, 0], [69, 111, 20])])
+
+
+def test_outputs_and_gradients_equal_the_textbook_on_branches():
+    inputs, segments = draw(), jnp.asarray(SEGMENTS)
+    branches = jnp.asarray(BRANCHES)
+    ours = with_gradients(lambda q, k, v, ids: block_attention(q, k, v, ids, branches))
+    # Each branch in a textbook of its own, which sees it and the trunk as one segment; of the trunk there is one.
+    parts = []
+    for branch in range(4):
+        inside = (branches == 0) | (branches == branch)
+        apart = jnp.where(inside, segments, 100 + branches)  # the others see one another at most
+        parts.append(
+            with_gradients(textbook_attention)(apart, *inputs[:3], inputs[3] * _of(branches, branch))
+        )
+    out = sum(part[0] * _of(branches, branch) for branch, part in enumerate(parts))
+    gradients = (sum(part[place] for part in parts) for place in (1, 2, 3))
+    close(ours(segments, *inputs), (out, *gradients))
+
+
+def _of(branches, branch):
+    """1 where a token is of that branch."""
+    return (branches == branch)[..., None, None].astype(jnp.float32)
+
+
 def test_blocks_of_other_branches_are_never_read():
-    """A trunk's block, a branch's, another's, and what is left of the trunk; poison in a branch reaches only that branch."""
+    """A trunk's block, a branch's, another's, and what is left of the trunk: poison in a branch reaches nothing but that branch
+    and the gradients of what it saw."""
     branches = jnp.asarray(np.repeat([[0, 1, 2, 0]], BLOCK, axis=1)[:, :TIME].repeat(2, 0), jnp.int32)
     inputs, segments = draw(), jnp.ones((2, TIME), jnp.int32)
     run = with_gradients(lambda q, k, v, ids: block_attention(q, k, v, ids, branches))
-    clean = run(segments, *inputs)
-    inside = np.arange(TIME) // BLOCK == 1
-    for one, other in zip(
-        run(segments, *(x.at[:, inside].set(jnp.nan) for x in inputs[:3]), inputs[3]), clean, strict=True
-    ):
+    inside, trunk = np.arange(TIME) // BLOCK == 1, np.arange(TIME) // BLOCK == 0
+    found = run(segments, *(x.at[:, inside].set(jnp.nan) for x in inputs[:3]), inputs[3])
+    for name, one, other in zip(("out", "q", "k", "v"), found, run(segments, *inputs), strict=True):
         assert np.isnan(one[:, inside]).any()
-        np.testing.assert_array_equal(one[:, 2 * BLOCK : 3 * BLOCK], other[:, 2 * BLOCK : 3 * BLOCK])
+        clean = ~inside & ~(trunk & (name in "kv"))
+        np.testing.assert_array_equal(one[:, clean], other[:, clean])
 
 
 def test_memory_grows_with_the_row_not_with_its_square():

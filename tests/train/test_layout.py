@@ -19,7 +19,6 @@ from rrl.rollout.trajectory import POLICY, PROMPT, Trajectory
 from rrl.train.critic import CriticConfig, make_critic
 from rrl.train.layout import layouts
 from rrl.train.objective import ObjectiveConfig
-from rrl.train.pack import even_shares
 from rrl.train.rows import bucketed, packed_sizes
 from rrl.train.update import Updater
 
@@ -95,6 +94,8 @@ BATCHES = [[episode] for episode in EPISODES] + [
     EPISODES,
     group(5, 4, 6),
     [*group(5, 3, 6), *EPISODES[:3], *group(6, 2, 3)],
+    [one for pair in zip(group(5, 3, 6), group(6, 3, 6)) for one in pair],
+    [*group(5, 2, 6), dataclasses.replace(EPISODES[2], group=5)],
 ]
 
 
@@ -178,7 +179,7 @@ def decoder(attention):
     return Decoder(SHAPE, rngs=nnx.Rngs(0), attention=attention)
 
 
-MIXED = [*EPISODES[:2], *group(5, 3, 6), EPISODES[2]]
+MIXED = [*group(5, 3, 6)[:2], *EPISODES[:2], *group(5, 3, 6)[2:], EPISODES[2]]
 
 
 @pytest.mark.parametrize("trajectories", [EPISODES, MIXED], ids=["episodes", "groups"])
@@ -247,13 +248,22 @@ def test_a_trajectory_takes_as_many_tokens_of_the_rows_as_is_said(config):
 
 
 def test_the_critics_shares_are_even_in_what_they_take_of_the_rows(monkeypatch):
-    asked = []
-    monkeypatch.setattr(
-        "rrl.train.critic.even_shares",
-        lambda sizes, shares: (asked.append(sizes), even_shares(sizes, shares))[1],
-    )
+    """Each group lies in one share, where its prompt stands once."""
     config = dataclasses.replace(SHARED, lengths=(192,), microbatch_tokens=192)
-    model = ValueModel(SHAPE, rngs=nnx.Rngs(0))
-    critic, state = make_critic(model, CriticConfig(SGD, minibatches=2), config)
-    critic.learn(state, EPISODES, critic.estimate(state, EPISODES))
-    np.testing.assert_array_equal(asked, [packed_sizes(EPISODES, config)])
+    critic, state = make_critic(ValueModel(SHAPE, rngs=nnx.Rngs(0)), CriticConfig(SGD, minibatches=2), config)
+    taken, step = [], critic.descent.step
+
+    def counted(params, opt_state, frozen, batches, total):
+        taken.append(sum(int((batch.segment_ids > 0).sum()) for batch in batches))
+        return step(params, opt_state, frozen, batches, total)
+
+    monkeypatch.setattr(critic.descent, "step", counted)
+    groups = [group(seed, 4, 6, prompt=30) for seed in (5, 6, 7, 8)]
+    mixed = [one for some in zip(*groups) for one in some]
+    for batch, sizes in (
+        (EPISODES, [72 + 12, 52 + 32]),
+        (mixed, [2 * (29 + 4 + 6 + 7 + 8 + 9)] * 2),
+    ):
+        taken.clear()
+        state, _ = critic.learn(state, batch, critic.estimate(state, batch))
+        assert sorted(taken) == sizes and sum(taken) == packed_sizes(batch, config).sum()

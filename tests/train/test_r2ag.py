@@ -35,6 +35,12 @@ def test_the_large_sizes_hold_the_papers_settings(size):
     assert settings.policy == {"3b": "models/Qwen2.5-3B-Instruct", "7b": "models/Qwen3-8B"}[size]
 
 
+def test_the_outputs_for_a_prompt_share_it_in_the_update():
+    settings = Settings.parse(config())
+    objective = settings.train.objective
+    assert objective.share_prefixes and objective.lengths[-1] >= 2 * settings.rollout.context
+
+
 @pytest.mark.parametrize(
     ("arg", "base", "predicted", "k"),
     [
