@@ -27,6 +27,12 @@ _ARMS = flags.DEFINE_list("arms", ["GRPO", "SFT continued", "rewards permuted", 
 _METRIC = flags.DEFINE_string(
     "metric", "em", "What the table tells: a held-out metric, such as full_recall (R2AG)."
 )
+_OVER = flags.DEFINE_enum(
+    "over",
+    "minutes",
+    ["minutes", "updates"],
+    "What the plot runs over: updates, where runs had unlike machines.",
+)
 _SEEDS = flags.DEFINE_list("seeds", ["0", "1", "2", "3"], "Seeds to run.")
 
 
@@ -39,7 +45,17 @@ def main(_: Sequence[str]) -> None:
         raise UserError(f"--seeds={','.join(_SEEDS.value)} must be whole numbers, separated by commas")
     seeds = [int(seed) for seed in _SEEDS.value]
     try:
-        print(compare(_CONFIG.value, _COLD_START.value, _OUT.value, _ARMS.value, seeds, _METRIC.value))
+        print(
+            compare(
+                _CONFIG.value,
+                _COLD_START.value,
+                _OUT.value,
+                _ARMS.value,
+                seeds,
+                _METRIC.value,
+                _OVER.value,
+            )
+        )
     except subprocess.CalledProcessError as error:
         if error.returncode == REFUSED:  # the run has printed its error
             sys.exit(REFUSED)

@@ -31,6 +31,8 @@ arm too, of the config's arguments, and any other config file, which takes the s
 TAKEN = {"config": ("seed", "control"), "cold_start": ("seed", "minutes")}
 """Config arguments that the comparison sets itself."""
 TITLES = {"em": "exact match", "f1": "F1", "full_recall": "full recall", "map": "mAP"}
+AXES = {"minutes": "minutes", "updates": "step"}
+"""What the plot may run over, by the metric that says it."""
 SHORT = {"em": "EM"}
 """What metrics are called, in plots and in the table."""
 REFUSED = 2
@@ -85,6 +87,7 @@ def compare(
     arms: Sequence[str],
     seeds: Sequence[int],
     metric: str = "em",
+    over: str = "minutes",
 ) -> str:
     """Runs what is missing and returns the table; `root` gets a folder a run, compare.png, .txt and .jsonl.
 
@@ -93,7 +96,8 @@ def compare(
 
     `config` is a config file with arguments, without seed and control; `cold_start` the one that made its policy, with
     init=POLICY: the supervised arm goes on with it for as long as GRPO took with the same seed. `metric` is what the table
-    tells, a share that the recipe measures on held-out questions (R2AG: "full_recall").
+    tells, a share that the recipe measures on held-out questions (R2AG: "full_recall"). The plot runs `over` "minutes" of
+    training or, where the runs had unlike machines, "updates".
 
     Raises UserError for a run that a signal stopped and for a workdir that another config made; CalledProcessError for
     a run that failed, which has said why.
@@ -103,6 +107,10 @@ def compare(
             raise UserError(
                 f"{flag}={value} gives {', '.join(given)}, which the comparison sets; leave it out"
             )
+    if over not in AXES or (AXES[over] == "step" and SFT in arms):
+        raise UserError(
+            f"over={over!r} must be {' or '.join(AXES)}; the arm {SFT!r} has minutes in common with the others, and no updates"
+        )
     root = pathlib.Path(root)
     plan = cells(root, arms, seeds)
     for cell in plan:
@@ -117,7 +125,7 @@ def compare(
         arm: [_curve(c, plan) for c in plan if c.arm == arm] for arm in dict.fromkeys(c.arm for c in plan)
     }
     panels = {f"eval/{name}": f"held-out {TITLES.get(name, name)}" for name in (metric, "f1")}
-    plot_spread(runs, root / "compare.png", panels, x="minutes", title=f"{config}: arms over seeds")
+    plot_spread(runs, root / "compare.png", panels, x=AXES[over], title=f"{config}: arms over seeds")
     with (root / "compare.jsonl").open("w", encoding="utf-8") as out:
         for cell in plan:
             for line in _curve(cell, plan):

@@ -115,8 +115,9 @@ class Sweep:
         for file in (self.config, self.cold_start):
             file.write_text("lr = 1")
 
-    def __call__(self, arguments="", arms=("GRPO",)):
-        return compare(f"{self.config}:{arguments}", f"{self.cold_start}:init=P", self.root, arms, [0])
+    def __call__(self, arguments="", arms=("GRPO",), **given):
+        config, cold_start = f"{self.config}:{arguments}", f"{self.cold_start}:init=P"
+        return compare(config, cold_start, self.root, arms, [0], **given)
 
     def start(self, command, **_):
         self.ran.append(command)
@@ -138,6 +139,17 @@ def sweep(tmp_path, monkeypatch):
 def test_arms_of_a_config_s_argument_end_in_one_table(sweep):
     text = sweep("steps=2", ["lr=1", "lr=2"])
     assert [line.split()[0] for line in text.splitlines()[2:]] == ["lr=1", "lr=2"]
+
+
+def test_the_plot_runs_over_minutes_or_updates(sweep, monkeypatch):
+    axes = []
+    monkeypatch.setattr("rrl.train.compare.plot_spread", lambda *_, x, **__: axes.append(x))
+    sweep()
+    sweep(over="updates")
+    assert axes == ["minutes", "step"]
+    for arms, over in ((["GRPO"], "tokens"), (["GRPO", "SFT continued"], "updates")):
+        with pytest.raises(UserError, match=f"over='{over}' must be minutes or updates"):
+            sweep(arms=arms, over=over)
 
 
 @pytest.mark.parametrize("code", [143, -9])
