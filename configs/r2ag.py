@@ -9,7 +9,7 @@
     python launch/train.py --config=configs/r2ag.py:size=7b,data=FOLDER,policy=FOLDER,reader=FOLDER,encoder=FOLDER
 
 size=tiny is the built-in world (`miniwiki`), whose questions take at most 4 documents; `reader` is the generator, which answers
-from the documents that were found. The measure is full recall: 110 updates take it from the cold start's 59.7 % to 69.3 (mean
+from the documents that were found. The measure is full recall: 96 updates take it from the cold start's 59.6 % to 70.2 (mean
 of three seeds, 720 questions; README, "R2AG"). Of the settings the number of updates was tried, and that of demonstrations: a
 start of 500 finds 80.7 and gains 3.5 to 7.4 points.
 

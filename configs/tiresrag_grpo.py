@@ -9,7 +9,7 @@
 
 size=tiny is the built-in world (`miniwiki`), whose oracle knows the gold passages; its settings are those that were found
 for R-Search there, with half as many updates again, since the filter leaves out half of the groups (README, "TIRESRAG-R1"):
-12 minutes of one core.
+9 minutes of two cores.
 
 size=3b and size=7b hold the paper's settings (appendix C.1): 108 questions x 5 rollouts at temperature 1, 2 passes over a
 batch, clip 0.2, no KL, lr 2e-6 falling as a cosine, top-k 5; one epoch over its 8,148 questions. The paper ran 3B on 3 H200
