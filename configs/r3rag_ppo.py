@@ -12,7 +12,7 @@ size=tiny is the built-in world (`miniwiki`), whose oracle knows the gold passag
 exactly or not at all. The policy's learning rate and the weight of its KL are those that were found for R-Search's PPO there
 (`configs/rsearch_ppo.py`, whose KL stands in the reward), as is the number of questions. The critic takes eight steps on each
 batch at 1e-3: with one at 3e-4 its values explain nothing of the returns for 27 updates and an eighth after 54, with these an
-eighth by the eighteenth. In nine minutes of two cores, evaluations apart, 28 updates add 5 points to a start of 100
+eighth by the eighteenth. In eight minutes of two cores, evaluations apart, 30 updates add 5 points to a start of 100
 demonstrations; 38 add 6 to one of 150 in twelve (README, "R3-RAG").
 
 size=7b holds the paper's settings (section 4.3, appendix C): Qwen2.5-7B after its cold start (`configs/r3rag_cold_start.py`
@@ -94,7 +94,7 @@ def get_config(arg: str = "") -> ConfigDict:
     }
     judge = args.judge or ("oracle" if not real else "models/Qwen2.5-14B-Instruct")
     config.update(sections_of(judge, args.judge_model))
-    steps = args.steps if args.steps is not None else (28 if tiny else 512)
+    steps = args.steps if args.steps is not None else (30 if tiny else 512)
     config.train = {
         "steps": steps,
         # As configs/rsearch_ppo.py has it: other questions tell more than other answers to the same. With 96 of them, and all

@@ -5,13 +5,13 @@ computed, neither forward nor backward, and no more than one block of scores exi
 after another, which is what a processor's caches want; accelerators have kernels of their own (`rrl.models.attention_backends`).
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from rrl.models.attention import on_its_way
+from rrl.models.products import sum_products
 
 BLOCK = 64
 """Tokens of a block. Fewer skip more, but their products are too small; more fall out of the second cache."""
@@ -75,31 +75,55 @@ def _visible(marks: Marks, block: int) -> Visible:
 
 
 def _cut(x: Array, row: Array, block: Array, size: int) -> Array:
-    """Of [B, K, T, ...], or [B, T], a block of a row."""
+    """Of [B, K, T, ...], or [B, T], a block of a row, without the axis of rows."""
     if x.ndim == 2:
-        return jax.lax.dynamic_slice(x, (row, block * size), (1, size))
+        return jax.lax.dynamic_slice(x, (row, block * size), (1, size))[0]
     rest = x.shape[3:]
-    return jax.lax.dynamic_slice(x, (row, 0, block * size, *[0] * len(rest)), (1, x.shape[1], size, *rest))
+    return jax.lax.dynamic_slice(x, (row, 0, block * size, *[0] * len(rest)), (1, x.shape[1], size, *rest))[0]
 
 
 def _put(x: Array, part: Array, row: Array, block: Array) -> Array:
     """`x` with a block of a row replaced."""
-    return jax.lax.dynamic_update_slice(x, part, (row, 0, block * part.shape[2], *[0] * (x.ndim - 3)))
+    return jax.lax.dynamic_update_slice(x, part[None], (row, 0, block * part.shape[1], *[0] * (x.ndim - 3)))
+
+
+def _upright(x: Float[Array, "K t G H"]) -> Float[Array, "K H L"]:
+    """Queries along the last axis, the L = G * t of a key head one after another: scores [keys, L] are then what both products
+    with them read, turned for neither."""
+    return x.transpose(0, 3, 2, 1).reshape(len(x), x.shape[3], -1)
+
+
+def _lying(x: Float[Array, "K H L"], groups: int) -> Float[Array, "K t G H"]:
+    return x.reshape(*x.shape[:2], groups, -1).transpose(0, 3, 2, 1)
+
+
+class _Queries(NamedTuple):
+    """A block of queries, those of a key head beside one another."""
+
+    upright: Float[Array, "K H L"]
+    marks: tuple[Int[Array, "L"], ...]
+    place: Int[Array, "L"]
+    """Where each stands in the row."""
+
+
+def _queries(q: Array, marks: Marks, row: Array, block: Array, size: int) -> _Queries:
+    cut = _cut(q, row, block, size)
+    groups = cut.shape[2]
+    own = tuple(jnp.tile(_cut(x, row, block, size), groups) for x in marks)
+    return _Queries(_upright(cut), own, block * size + jnp.tile(jnp.arange(size), groups))
 
 
 def _scores(
-    q: Float[Array, "1 K t G H"], k: Float[Array, "1 K s H"], seen: Bool[Array, "1 t s"]
-) -> Float[Array, "1 K t G s"]:
-    scores = jnp.einsum("BKTGH,BKSH->BKTGS", q, k, preferred_element_type=jnp.float32)
-    return jnp.where(seen[:, None, :, None, :], scores, jnp.finfo(jnp.float32).min)
-
-
-def _seen(marks: Marks, row: Array, queries: Array, keys: Array, size: int) -> Bool[Array, "1 t s"]:
-    at = jnp.arange(size)
-    own, theirs = (tuple(_cut(x, row, block, size) for x in marks) for block in (queries, keys))
-    causal = (queries - keys) * size + at[:, None] >= at
-    seen = causal & (own[0][:, :, None] == theirs[0][:, None, :])
-    return seen & on_its_way(own[1], theirs[1]) if len(marks) > 1 else seen
+    k: Float[Array, "K s H"], q: _Queries, marks: Marks, row: Array, block: Array
+) -> Float[Array, "K s L"]:
+    """Of a block of keys with a block of queries, the smallest number where a query does not see the key."""
+    size = k.shape[1]
+    theirs = tuple(_cut(x, row, block, size)[:, None] for x in marks)
+    seen = (q.place >= block * size + jnp.arange(size)[:, None]) & (q.marks[0] == theirs[0])
+    if len(marks) > 1:
+        seen &= (theirs[1] == 0) | (theirs[1] == q.marks[1])
+    scores = jnp.einsum("KSH,KHL->KSL", k, q.upright, preferred_element_type=jnp.float32)
+    return jnp.where(seen, scores, jnp.finfo(jnp.float32).min)
 
 
 def _with_ones(x: Array) -> Array:
@@ -122,33 +146,34 @@ def _attend(
 
 def _forward(q: Array, k: Array, v: Array, marks: Marks, visible: Visible) -> tuple[Array, tuple[Any, ...]]:
     order, count = visible
-    number = count.shape[1]
+    number, groups = count.shape[1], q.shape[3]
     size, ones = q.shape[2] // number, _with_ones(v)
 
     def one_block(item: Array, state: State) -> State:
         (out, norm), row, at = state, item // number, item % number
-        queries = _cut(q, row, at, size)
+        queries = _queries(q, marks, row, at, size)
 
         def add(place: Array, carry: State) -> State:
             block = order[row, at, place]
             peak, mixed = carry
-            scores = _scores(queries, _cut(k, row, block, size), _seen(marks, row, at, block, size))
-            higher = jnp.maximum(peak, scores.max(axis=-1, keepdims=True))
+            scores = _scores(_cut(k, row, block, size), queries, marks, row, block)
+            higher = jnp.maximum(peak, scores.max(axis=1, keepdims=True))
             weights = jnp.exp(scores - higher).astype(v.dtype)
-            added = jnp.einsum(
-                "BKTGS,BKSH->BKTGH", weights, _cut(ones, row, block, size), preferred_element_type=jnp.float32
-            )
+            theirs = _cut(ones, row, block, size).swapaxes(1, 2)
+            added = jnp.einsum("KHS,KSL->KHL", theirs, weights, preferred_element_type=jnp.float32)
             return higher, mixed * jnp.exp(peak - higher) + added
 
-        shape = queries.shape[:-1]
+        heads, _, length = queries.upright.shape
         start = (
-            jnp.full((*shape, 1), jnp.finfo(jnp.float32).min),
-            jnp.zeros((*shape, ones.shape[-1]), jnp.float32),
+            jnp.full((heads, 1, length), jnp.finfo(jnp.float32).min),
+            jnp.zeros((heads, ones.shape[-1], length), jnp.float32),
         )
         peak, mixed = jax.lax.fori_loop(0, count[row, at], add, start)
-        total = mixed[..., -1:]
-        done = (mixed[..., :-1] / total).astype(out.dtype)
-        return _put(out, done, row, at), _put(norm, peak + jnp.log(total), row, at)
+        total = mixed[:, -1:]
+        done = (mixed[:, :-1] / total).astype(out.dtype)
+        return tuple(
+            _put(x, _lying(part, groups), row, at) for x, part in ((out, done), (norm, peak + jnp.log(total)))
+        )
 
     start = jnp.zeros_like(q), jnp.zeros((*q.shape[:-1], 1), jnp.float32)
     out, norm = jax.lax.fori_loop(0, count.size, one_block, start)
@@ -157,34 +182,37 @@ def _forward(q: Array, k: Array, v: Array, marks: Marks, visible: Visible) -> tu
 
 def _backward(kept: tuple[Any, ...], grad: Array) -> tuple[Array, Array, Array, None, None]:
     q, k, v, marks, (order, count), out, norm = kept
-    number = count.shape[1]
+    number, groups = count.shape[1], q.shape[3]
     size, ones = q.shape[2] // number, _with_ones(v).astype(jnp.float32)
     # A column beside the output's gradient subtracts the softmax's correction within the product with `ones`.
     wide = grad.astype(jnp.float32)
-    wide = jnp.concatenate([wide, -(wide * out).sum(axis=-1, keepdims=True)], axis=-1)
+    wide = jnp.concatenate([wide, -sum_products(wide, out)], axis=-1)
 
     def one_block(item: Array, state: State) -> State:
         (dq, dk, dv), row, at = state, item // number, item % number
-        queries, grads, wides, norms = (_cut(x, row, at, size) for x in (q, grad, wide, norm))
+        queries = _queries(q, marks, row, at, size)
+        wides, norms = (_upright(_cut(x, row, at, size)) for x in (wide, norm))
+        asked = queries.upright.swapaxes(1, 2)
+        grads = wides[:, :-1].swapaxes(1, 2).astype(grad.dtype)
 
         def add(place: Array, carry: State) -> State:
             block = order[row, at, place]
             dq, dk, dv = carry
             keys = _cut(k, row, block, size)
-            weights = jnp.exp(_scores(queries, keys, _seen(marks, row, at, block, size)) - norms)
-            slope = jnp.einsum("BKTGH,BKSH->BKTGS", wides, _cut(ones, row, block, size))
+            weights = jnp.exp(_scores(keys, queries, marks, row, block) - norms)
+            slope = jnp.einsum("KSH,KHL->KSL", _cut(ones, row, block, size), wides)
             slope = (weights * slope).astype(q.dtype)
-            dq += jnp.einsum("BKTGS,BKSH->BKTGH", slope, keys, preferred_element_type=jnp.float32)
+            dq += jnp.einsum("KHS,KSL->KHL", keys.swapaxes(1, 2), slope, preferred_element_type=jnp.float32)
             summed = [
                 _cut(total, row, block, size)
-                + jnp.einsum("BKTGS,BKTGH->BKSH", x, y, preferred_element_type=jnp.float32)
-                for total, x, y in ((dk, slope, queries), (dv, weights.astype(grad.dtype), grads))
+                + jnp.einsum("KSL,KLH->KSH", x, y, preferred_element_type=jnp.float32)
+                for total, x, y in ((dk, slope, asked), (dv, weights.astype(grad.dtype), grads))
             ]
             return dq, _put(dk, summed[0], row, block), _put(dv, summed[1], row, block)
 
-        start = jnp.zeros(queries.shape, jnp.float32), dk, dv
+        start = jnp.zeros(queries.upright.shape, jnp.float32), dk, dv
         found, dk, dv = jax.lax.fori_loop(0, count[row, at], add, start)
-        return _put(dq, found.astype(dq.dtype), row, at), dk, dv
+        return _put(dq, _lying(found, groups).astype(dq.dtype), row, at), dk, dv
 
     start = jnp.zeros_like(q), jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)
     dq, dk, dv = jax.lax.fori_loop(0, count.size, one_block, start)

@@ -4,6 +4,7 @@ Two paths share one layer, and scan over layers stacked on a leading axis L, so 
 does not grow with L. Training (`__call__`) takes a packed batch; generation (`extend`) carries a KVCache through the scan.
 """
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Literal, get_args
@@ -18,6 +19,7 @@ from rrl.errors import UserError
 from rrl.models.attention_backends import Backend, packed_attention
 from rrl.models.cache import KVCache
 from rrl.models.config import DecoderConfig
+from rrl.models.products import product, sum_products, sum_rows
 from rrl.models.rope import rotate, rotation
 from rrl.parallel.mesh import ROW_AXES
 from rrl.parallel.rules import constrain
@@ -109,7 +111,7 @@ def matmul(
     """
     lead, out = x.shape[:2], kernel.shape[inner:]
     width = math.prod(kernel.shape[:inner])
-    flat = x.reshape(lead[0] * lead[1], width) @ kernel.reshape(width, math.prod(out))
+    flat = product(x.reshape(lead[0] * lead[1], width), kernel.reshape(width, math.prod(out)))
     return flat.reshape(*lead, *out)
 
 
@@ -270,6 +272,28 @@ def computed(params: PyTree, dtype: DTypeLike) -> PyTree:
 
 def rms_norm(x: Float[Array, "... D"], scale: Float[Array, "D"], eps: float) -> Float[Array, "... D"]:
     """x / rms(x) * scale over the last axis; computed in float32, returned in x's dtype."""
-    wide = x.astype(jnp.float32)
-    wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
-    return (wide * scale.astype(jnp.float32)).astype(x.dtype)
+    return _rms_norm(x.astype(jnp.float32), scale.astype(jnp.float32), eps).astype(x.dtype)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _rms_norm(x: Float[Array, "... D"], scale: Float[Array, "D"], eps: float) -> Float[Array, "... D"]:
+    return _norm_forward(x, scale, eps)[0]
+
+
+def _norm_forward(
+    x: Float[Array, "... D"], scale: Float[Array, "D"], eps: float
+) -> tuple[Float[Array, "... D"], tuple[Array, ...]]:
+    inverse = jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps)
+    return x * inverse * scale, (x, inverse, scale)
+
+
+def _norm_backward(
+    eps: float, kept: tuple[Array, ...], grad: Float[Array, "... D"]
+) -> tuple[Float[Array, "... D"], Float[Array, "D"]]:
+    x, inverse, scale = kept
+    normed, slope = x * inverse, grad * scale
+    mean = sum_products(slope, normed) / x.shape[-1]
+    return inverse * (slope - normed * mean), sum_rows(grad * normed)
+
+
+_rms_norm.defvjp(_norm_forward, _norm_backward)

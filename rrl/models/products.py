@@ -1,0 +1,56 @@
+"""Products and sums of training, the way that XLA is fast at on processors.
+
+Of a sum of products, as the gradients of norms and softmax have them, XLA on CPU makes one loop, which takes ten times as long as
+the products and then their product with ones. A product whose left side lies the wrong way, as a kernel's gradient has it, takes
+half as long again as the same after that side was turned. Elsewhere all are what they would be without this module.
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+
+def sum_products(x: Float[Array, "... D"], y: Float[Array, "... D"]) -> Float[Array, "... 1"]:
+    """Sums of x * y over the last axis."""
+
+    def by_ones(z: Float[Array, "... D"]) -> Float[Array, "... 1"]:
+        width = z.shape[-1]
+        return (z.reshape(-1, width) @ jnp.ones((width, 1), z.dtype)).reshape(*z.shape[:-1], 1)
+
+    return jax.lax.platform_dependent(x * y, cpu=by_ones, default=lambda z: z.sum(axis=-1, keepdims=True))
+
+
+def sum_rows(x: Float[Array, "... D"]) -> Float[Array, "D"]:
+    """Sums over all axes but the last."""
+
+    def by_ones(x: Float[Array, "... D"]) -> Float[Array, "D"]:
+        flat = x.reshape(-1, x.shape[-1])
+        return jnp.ones(len(flat), x.dtype) @ flat
+
+    return jax.lax.platform_dependent(x, cpu=by_ones, default=lambda x: x.sum(axis=tuple(range(x.ndim - 1))))
+
+
+@jax.custom_vjp
+def product(x: Float[Array, "T I"], kernel: Float[Array, "I O"]) -> Float[Array, "T O"]:
+    """x @ kernel."""
+    return x @ kernel
+
+
+def _product_forward(
+    x: Float[Array, "T I"], kernel: Float[Array, "I O"]
+) -> tuple[Float[Array, "T O"], tuple[Array, Array]]:
+    return x @ kernel, (x, kernel)
+
+
+def _product_backward(
+    kept: tuple[Array, Array], grad: Float[Array, "T O"]
+) -> tuple[Float[Array, "T I"], Float[Array, "I O"]]:
+    def turned(x: Array, grad: Array) -> Array:
+        return jax.lax.optimization_barrier(x.T) @ grad
+
+    x, kernel = kept
+    slope = jax.lax.platform_dependent(x, grad, cpu=turned, default=lambda x, grad: x.T @ grad)
+    return grad @ kernel.T, slope
+
+
+product.defvjp(_product_forward, _product_backward)
