@@ -94,6 +94,7 @@ def _upright(x: Float[Array, "K t G H"]) -> Float[Array, "K H L"]:
 
 
 def _lying(x: Float[Array, "K H L"], groups: int) -> Float[Array, "K t G H"]:
+    """What `_upright` turned, as it was."""
     return x.reshape(*x.shape[:2], groups, -1).transpose(0, 3, 2, 1)
 
 
@@ -114,15 +115,15 @@ def _queries(q: Array, marks: Marks, row: Array, block: Array, size: int) -> _Qu
 
 
 def _scores(
-    k: Float[Array, "K s H"], q: _Queries, marks: Marks, row: Array, block: Array
+    k: Float[Array, "K s H"], queries: _Queries, marks: Marks, row: Array, block: Array
 ) -> Float[Array, "K s L"]:
     """Of a block of keys with a block of queries, the smallest number where a query does not see the key."""
     size = k.shape[1]
     theirs = tuple(_cut(x, row, block, size)[:, None] for x in marks)
-    seen = (q.place >= block * size + jnp.arange(size)[:, None]) & (q.marks[0] == theirs[0])
+    seen = (queries.place >= block * size + jnp.arange(size)[:, None]) & (queries.marks[0] == theirs[0])
     if len(marks) > 1:
-        seen &= (theirs[1] == 0) | (theirs[1] == q.marks[1])
-    scores = jnp.einsum("KSH,KHL->KSL", k, q.upright, preferred_element_type=jnp.float32)
+        seen &= (theirs[1] == 0) | (theirs[1] == queries.marks[1])
+    scores = jnp.einsum("KSH,KHL->KSL", k, queries.upright, preferred_element_type=jnp.float32)
     return jnp.where(seen, scores, jnp.finfo(jnp.float32).min)
 
 

@@ -19,7 +19,7 @@ from rrl.errors import UserError
 from rrl.models.attention_backends import Backend, packed_attention
 from rrl.models.cache import KVCache
 from rrl.models.config import DecoderConfig
-from rrl.models.products import product, sum_products, sum_rows
+from rrl.models.products import product, sum_products
 from rrl.models.rope import rotate, rotation
 from rrl.parallel.mesh import ROW_AXES
 from rrl.parallel.rules import constrain
@@ -242,10 +242,10 @@ class Decoder(nnx.Module):
     def unembed(self, hidden: Float[Array, "... D"]) -> Float[Array, "... V"]:
         """Logits, float32."""
         if self.config.tie_embeddings:
-            table, product = self.embedding[...].astype(hidden.dtype), "...D,VD->...V"
+            table, axes = self.embedding[...].astype(hidden.dtype), "...D,VD->...V"
         else:
-            table, product = self.head[...].astype(hidden.dtype), "...D,DV->...V"
-        logits = jnp.einsum(product, hidden, table, preferred_element_type=jnp.float32)
+            table, axes = self.head[...].astype(hidden.dtype), "...D,DV->...V"
+        logits = jnp.einsum(axes, hidden, table, preferred_element_type=jnp.float32)
         if hasattr(self, "head" + LORA_A):
             narrow = hidden @ getattr(self, "head" + LORA_A)[...].astype(hidden.dtype)
             logits += self.lora_scale * (narrow @ getattr(self, "head" + LORA_B)[...].astype(hidden.dtype))
@@ -270,30 +270,30 @@ def computed(params: PyTree, dtype: DTypeLike) -> PyTree:
     return nnx.from_flat_state(flat)
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def rms_norm(x: Float[Array, "... D"], scale: Float[Array, "D"], eps: float) -> Float[Array, "... D"]:
     """x / rms(x) * scale over the last axis; computed in float32, returned in x's dtype."""
-    return _rms_norm(x.astype(jnp.float32), scale.astype(jnp.float32), eps).astype(x.dtype)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _rms_norm(x: Float[Array, "... D"], scale: Float[Array, "D"], eps: float) -> Float[Array, "... D"]:
     return _norm_forward(x, scale, eps)[0]
 
 
 def _norm_forward(
     x: Float[Array, "... D"], scale: Float[Array, "D"], eps: float
 ) -> tuple[Float[Array, "... D"], tuple[Array, ...]]:
-    inverse = jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps)
-    return x * inverse * scale, (x, inverse, scale)
+    wide = x.astype(jnp.float32)
+    inverse = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+    return (wide * inverse * scale.astype(jnp.float32)).astype(x.dtype), (x, inverse, scale)
 
 
 def _norm_backward(
     eps: float, kept: tuple[Array, ...], grad: Float[Array, "... D"]
 ) -> tuple[Float[Array, "... D"], Float[Array, "D"]]:
     x, inverse, scale = kept
-    normed, slope = x * inverse, grad * scale
+    normed, wide = x.astype(jnp.float32) * inverse, grad.astype(jnp.float32)
+    slope = wide * scale.astype(jnp.float32)
     mean = sum_products(slope, normed) / x.shape[-1]
-    return inverse * (slope - normed * mean), sum_rows(grad * normed)
+    slope = inverse * (slope - normed * mean)
+    total = (wide * normed).sum(axis=tuple(range(x.ndim - 1)))
+    return slope.astype(x.dtype), total.astype(scale.dtype)
 
 
-_rms_norm.defvjp(_norm_forward, _norm_backward)
+rms_norm.defvjp(_norm_forward, _norm_backward)

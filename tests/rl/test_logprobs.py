@@ -142,8 +142,10 @@ def test_over_a_mesh_a_recomputed_heads_gradient_is_that_of_one_device(tied):
     mesh = make_mesh(1, 4, 2)
     with jax.set_mesh(mesh):
         spread = gradient(shard(params, mesh), graph, batch, True)
-    for found in (alone, spread):
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), found, plain)
+    for found in (alone, spread):  # sums of large terms may cancel: rounding goes by an array's size
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-6 * abs(b).max()), found, plain
+        )
 
 
 def choices(program):
