@@ -68,18 +68,7 @@ ARMS: Mapping[str, Arm] = {
     "tiresrag_naive": Arm(
         "tiresrag", "configs/tiresrag_grpo.py:steps=42,ablation=naive", 10, start="tiresrag_cold"
     ),
-    # The outputs for a prompt apart in the rows, as they were when the published page was measured.
-    "r2ag": Arm(
-        "r2ag",
-        "configs/r2ag.py:steps=48",
-        10,
-        {
-            "objective.share_prefixes": False,
-            "objective.lengths": (640,),
-            "objective.microbatch_tokens": 4096,
-        },
-        start="r2ag_cold",
-    ),
+    "r2ag": Arm("r2ag", "configs/r2ag.py:steps=48", 10, start="r2ag_cold"),
 }
 COLD_STARTS = {
     "r3rag_cold": "recipe=r3rag,demonstrations=150",
