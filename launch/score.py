@@ -88,7 +88,11 @@ def main(_: Sequence[str]) -> None:
         }
         # An evaluation's card lies beside its scores.
         beside = {file: pathlib.Path(file).parent / "card.json" for file in (name, _AGAINST.value)}
-        cards = {file: load_card(place) for file, place in beside.items() if place.is_file()}
+        cards = {
+            file: dataclasses.replace(load_card(place), normalization=_RULE.value)  # both are scored here
+            for file, place in beside.items()
+            if place.is_file()
+        }
         found["unlike"] = differences(cards)
     if card:
         found["card"] = dataclasses.asdict(card)

@@ -25,16 +25,17 @@ class Leak:
 
 
 def shared_questions(train: Sequence[Question], held_out: Sequence[Question]) -> list[Leak]:
-    """Each held-out question whose text is also a training question's, with the first such, in the order of `held_out`.
+    """Each held-out question whose text is also a training question's, in the order of `held_out`: with the first of these that
+    has the same answer, or else with the first.
 
     Texts that normalise to nothing are compared with nothing.
     """
-    first: dict[str, Question] = {}
+    by_text: dict[str, list[Question]] = {}
     for question in train:
         if text := _normal(question.text):
-            first.setdefault(text, question)
-    found = ((first.get(_normal(question.text)), question) for question in held_out)
-    return [Leak(known, question) for known, question in found if known]
+            by_text.setdefault(text, []).append(question)
+    leaks = ([Leak(known, q) for known in by_text.get(_normal(q.text), ())] for q in held_out)
+    return [next((leak for leak in of if leak.same_answer), of[0]) for of in leaks if of]
 
 
 def _normal(text: str) -> str:

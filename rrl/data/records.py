@@ -10,6 +10,7 @@ import dataclasses
 import gzip
 import json
 import logging
+import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -190,15 +191,30 @@ def _parse(text: str) -> Any:
     except json.JSONDecodeError as error:
         line = f"line {error.lineno}, " if error.lineno > 1 or "\n" in text.strip() else ""
         return Broken(f"not JSON ({error.msg}: {line}column {error.colno})")
+    except _Twice as error:
+        return Broken(f"{error.name!r} is there twice in one object{_second(text, error.name)}")
     except (ValueError, RecursionError) as error:
         return Broken(str(error))
+
+
+class _Twice(ValueError):
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.name = name
+
+
+def _second(text: str, name: str) -> str:
+    """Where a name of an object of several lines stands again; nothing where other objects have it too."""
+    places = [found.start() for found in re.finditer(re.escape(json.dumps(name)) + r"\s*:", text)]
+    line = text.count("\n", 0, places[-1]) + 1 if len(places) == 2 else 1
+    return f" (line {line})" if line > 1 else ""
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
         (twice, _), *_ = collections.Counter(name for name, _ in pairs).most_common(1)
-        raise ValueError(f"{twice!r} is there twice in one object")
+        raise _Twice(twice)
     return found
 
 

@@ -14,7 +14,8 @@ from jaxtyping import Float
 from rrl.data.questions import Question, load_questions
 from rrl.errors import UserError
 from rrl.eval.intervals import Paired, bootstrap, compare
-from rrl.eval.result_card import ResultCard, card_of, differences
+from rrl.eval.result_card import UNKNOWN, ResultCard, card_of, differences
+from rrl.eval.scoring import SHORTCOMINGS, shortcomings
 from rrl.eval.trajectory_files import load_trajectories
 from rrl.rollout.trajectory import Trajectory
 from rrl.text.spans import Tag
@@ -171,6 +172,9 @@ def paired(first: Run, run: Run, metric: str, level: float = 0.95, seed: int = 0
     """What `run` does better than `first` by a metric, also one of retrieval; None for other questions, or a metric that one of
     them lacks."""
     same = first.card.questions_sha256 == run.card.questions_sha256
+    if metric in first.coverage:
+        gold = {card.gold_sha256 for card in (first.card, run.card)} - {""}
+        same = same and len(gold) < 2
     ours, theirs = ({**of.metrics, **of.coverage}.get(metric) for of in (first, run))
     if run is first or not same or ours is None or theirs is None:
         return None
@@ -186,13 +190,18 @@ def paired(first: Run, run: Run, metric: str, level: float = 0.95, seed: int = 0
 
 
 def remarks(runs: Sequence[Run]) -> list[str]:
-    """In what the runs cannot be compared as they stand: corpus, retriever, questions, normalisation."""
-    return differences({run.name: run.card for run in runs})
+    """In what the runs cannot be compared as they stand: corpus, retriever, questions, normalisation; and what is missing of
+    each, and why."""
+    unknown = [run.name for run in runs if run.card.corpus and not run.card.corpus_sha256]
+    lines = differences({run.name: run.card for run in runs})
+    if unknown and len(runs) > 1:
+        lines.append(f"corpus not known of {', '.join(unknown)}: {UNKNOWN}, and may have held another corpus")
+    return lines + [f"{run.name}: {line}" for run in runs for line in shortcomings(run.found)]
 
 
 def unlike(first: Run, run: Run) -> bool:
     """Whether a run's row needs a mark beside the first's."""
-    return bool(differences({"first": first.card, "run": run.card}))
+    return bool(differences({"first": first.card, "run": run.card}) or shortcomings(run.found))
 
 
 def common(runs: Sequence[Run]) -> list[tuple[str, str]]:
@@ -229,6 +238,7 @@ def records(runs: Sequence[Run], level: float = 0.95, seed: int = 0) -> list[dic
                     f"{metric}_difference_high": test.high,
                     f"{metric}_p": test.p,
                 }
+        row |= {name: run.found.get(name, 0) for name, _ in SHORTCOMINGS}
         row |= run.found.get("retrieval", {}) | run.found.get("cost", {})
         by_answer = run.found.get("retrieval_by_answer", {})
         row |= {f"{name}_by_answer": value for name, value in by_answer.items()}

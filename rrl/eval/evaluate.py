@@ -11,7 +11,6 @@ A run's folder holds
 
 import collections
 import dataclasses
-import hashlib
 import json
 import shlex
 import sys
@@ -32,7 +31,14 @@ from rrl.eval.comparison import STAGES
 from rrl.eval.dataset import Dataset, DatasetConfig, load_dataset
 from rrl.eval.judging import PROMPTS, short_scores, verdict_file, verdicts
 from rrl.eval.predictions import load_predictions
-from rrl.eval.result_card import ResultCard, commit_here, questions_fingerprint, save_card, versions_here
+from rrl.eval.result_card import (
+    ResultCard,
+    commit_here,
+    gold_fingerprint,
+    questions_fingerprint,
+    save_card,
+    versions_here,
+)
 from rrl.eval.results import Lines, read_lines, whole_lines
 from rrl.eval.scoring import CUTS, Scores, as_text, matched, report, score, write_report
 from rrl.eval.trajectories_html import write_html
@@ -229,7 +235,7 @@ def run(config: Mapping[str, Any], workdir: str | Path, command: Sequence[str] =
                 file = verdict_file(workdir, settings.judge.identity() | {"short_answers": name}, answers)
                 short = short_scores(file, judge, rule_named(name), data.questions, answers)
             _timed(workdir, len(said) - before, judged, judge=time.perf_counter() - began)
-        card = card_of(settings, data, command)
+        card = card_of(settings, data, command, workdir)
         found = finish(workdir, card, data.questions, settings, said, short, judged)
     print(as_text(found))
     if cut := found["ended"].get("context_limit", 0.0):
@@ -248,9 +254,7 @@ def identity_of(settings: Settings, data: Dataset) -> dict[str, Any]:
         "way": settings.way.identity,
         "policy": folder_hash(settings.policy),
         "questions": questions_fingerprint(data.questions),
-        "gold": hashlib.sha256(
-            json.dumps([question.gold for question in data.questions]).encode()
-        ).hexdigest(),
+        "gold": gold_fingerprint(data.questions),
         "corpus": data.corpus_sha256,
         "retriever": settings.retriever.identity() | {"encoder": encoder and folder_hash(encoder)}
         if settings.searches
@@ -323,16 +327,24 @@ def answer(settings: Settings, way: Way, data: Dataset, engine: Engine, params: 
                 before = reader.seconds if reader else 0.0
                 way.ask(engine, params, some, key, settings.eval.temperature, keep)
                 stats = engine.stats
-                read = {"read": reader.seconds - before} if reader else {}
-                _timed(workdir, len(some), "", answer=stats.seconds, search=stats.retrieval_seconds, **read)
+                read: dict[str, Any] = {"read": reader.seconds - before} if reader else {}
+                _timed(
+                    workdir,
+                    len(some),
+                    commit=commit_here(),
+                    answer=stats.seconds,
+                    search=stats.retrieval_seconds,
+                    **read,
+                )
 
 
 def _right(prediction: str, answers: Sequence[str], choices: Sequence[str]) -> float:
     return choice_correct(prediction, answers, choices) if choices else exact_match(prediction, answers)
 
 
-def _timed(workdir: Path, questions: int, judged: str = "", **seconds: float) -> None:
-    told = {"questions": questions} | ({"judged": judged} if judged else {})
+def _timed(workdir: Path, questions: int, judged: str = "", commit: str = "", **seconds: float) -> None:
+    said = {"judged": judged, "commit": commit, "versions": versions_here() if commit else {}}
+    told = {"questions": questions} | {name: value for name, value in said.items() if value}
     whole_lines(workdir / "timing.jsonl")
     with (workdir / "timing.jsonl").open("a", encoding="utf-8") as stream:
         stream.write(json.dumps(told | seconds) + "\n")
@@ -355,8 +367,11 @@ def latency(workdir: Path, judged: str = "") -> dict[str, float]:
     return found
 
 
-def card_of(settings: Settings, data: Dataset, command: Sequence[str] = ()) -> ResultCard:
-    """What the result says of itself."""
+def card_of(
+    settings: Settings, data: Dataset, command: Sequence[str] = (), workdir: Path | None = None
+) -> ResultCard:
+    """What the result says of itself; whose code answered is in `workdir`'s timing, where there is one."""
+    answered = [line for line in read_lines(workdir / "timing.jsonl") if "commit" in line] if workdir else []
     judge = settings.judge
     shortened = {"short_answers": True} if settings.way.long_answers else {}
     encoder = encoder_folder(settings.retriever) if settings.searches else ""
@@ -386,8 +401,10 @@ def card_of(settings: Settings, data: Dataset, command: Sequence[str] = ()) -> R
         else "",
         temperature=settings.eval.temperature,
         seed=settings.eval.seed,
-        commit=commit_here(),
-        versions=versions_here(),
+        gold_sha256=gold_fingerprint(data.questions),
+        compute={"dtype": settings.compute.dtype, "attention": settings.compute.attention},
+        commit=", ".join(dict.fromkeys(line["commit"] for line in answered)) or commit_here(),
+        versions=answered[-1]["versions"] if answered else versions_here(),
         command=shlex.join(command or ["python", *sys.argv]),
     )
 

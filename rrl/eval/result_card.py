@@ -32,7 +32,14 @@ SETTING: Mapping[str, tuple[str, ...]] = {
     "normalisation": ("normalization",),
 }
 """What must be the same in two rows that are compared, in words, and the fields that tell. Model, method, limits and seed are
-what rows are compared in; a judge must be the same where both rows have one."""
+what rows are compared in."""
+
+KNOWN: Mapping[str, tuple[str, ...]] = {
+    "judge": ("judge",),
+    "gold passages": ("gold_sha256",),
+    "numerics": ("compute",),
+}
+"""As `SETTING`, of what must be the same among those rows that have it at all."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,10 +79,14 @@ class ResultCard:
     did."""
     temperature: float = 0.0
     seed: int = 0
+    gold_sha256: str = ""
+    """`gold_fingerprint`, by which recall is measured; "" where no question has gold passages, and on older cards."""
+    compute: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """Precision and attention backend, on which a greedy choice between near tokens depends; empty on older cards."""
     commit: str = ""
-    """`commit_here`."""
+    """`commit_here` of the code that answered; several, where a run was continued by another."""
     versions: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """`versions_here`."""
+    """`versions_here`, of when the last question was answered."""
     command: str = ""
     """The command that makes the result again."""
 
@@ -110,6 +121,15 @@ class ResultCard:
         return _told(told) if isinstance(told, dict) else self.judge
 
     @property
+    def _known(self) -> dict[str, str]:
+        """The values of `KNOWN` in words."""
+        return {
+            "judge": self.judged,
+            "gold passages": self.gold_sha256[:12],
+            "numerics": _told(self.compute),
+        }
+
+    @property
     def _weighs_words(self) -> bool:
         """Whether BM25 takes part in the search: alone, beside an encoder, or behind a service that does not say."""
         return self.retriever.get("kind") not in ("exact", "scann")
@@ -117,11 +137,8 @@ class ResultCard:
     @property
     def setting(self) -> dict[str, str]:
         """The values of `SETTING` in words: two cards may stand in one table without a remark where these are equal."""
-        searched = (
-            f"{self.corpus} ({self.passages:,} passages, {self.corpus_sha256[:12]})"
-            if self.corpus
-            else "none"
-        )
+        inside = f"{self.passages:,} passages, {self.corpus_sha256[:12]}" if self.corpus_sha256 else UNKNOWN
+        searched = f"{self.corpus} ({inside})" if self.corpus else "none"
         meant = {name: v for name, v in self.retriever.items() if name not in BM25 or self._weighs_words}
         return {
             "corpus": searched,
@@ -130,6 +147,9 @@ class ResultCard:
             "questions": f"{self.dataset} ({self.questions:,}, {self.questions_sha256[:12]})",
             "normalisation": self.normalization,
         }
+
+
+UNKNOWN = "its service does not say what it holds"
 
 
 def _told(values: Mapping[str, Any]) -> str:
@@ -157,6 +177,12 @@ def questions_fingerprint(questions: Sequence[Question]) -> str:
         ]
         digest.update(json.dumps(told).encode())
     return digest.hexdigest()
+
+
+def gold_fingerprint(questions: Sequence[Question]) -> str:
+    """SHA-256 over gold passages in order; "" where no question has any."""
+    gold = [question.gold for question in questions]
+    return hashlib.sha256(json.dumps(gold).encode()).hexdigest() if any(gold) else ""
 
 
 def versions_here() -> dict[str, str]:
@@ -222,19 +248,21 @@ def card_of(fields: Any) -> ResultCard:
 def differences(cards: Mapping[str, ResultCard]) -> list[str]:
     """One line for each part of the setting in which cards differ, with who has what; empty where they may be compared.
 
-    Judges are compared among those cards that have one; among all where EM and F1 are of short forms that one extracted.
+    What is in `KNOWN` is compared among those cards that have it; judges among all where EM and F1 are of short forms that one
+    extracted.
     """
     lines = []
     shortened = any('"short_answers": true' in card.judge for card in cards.values())
-    for part, fields in {**SETTING, "judge": ("judge",)}.items():
+    for part, fields in {**SETTING, **KNOWN}.items():
         groups: dict[str, list[str]] = {}
         shown: dict[str, str] = {}
         for name, card in cards.items():
-            if part == "judge" and not (card.judge or shortened):
+            values = [_plain(getattr(card, field)) for field in fields]
+            if part in KNOWN and not any(values) and not (part == "judge" and shortened):
                 continue
-            key = json.dumps([_plain(getattr(card, field)) for field in fields], sort_keys=True)
+            key = json.dumps(values, sort_keys=True)
             groups.setdefault(key, []).append(name)
-            shown[key] = card.setting.get(part, card.judged)
+            shown[key] = {**card.setting, **card._known}[part]
         if len(groups) > 1:
             lines.append(
                 f"{part} differs: "

@@ -26,6 +26,16 @@ CUTS = (2, 5, 10)
 """Ranks at which retrieval is reported, beside all that was found."""
 
 
+SHORTCOMINGS = (
+    ("missing", "questions without a prediction count as wrong"),
+    ("judge_unparsed", "verdicts of the judge could not be understood and count as wrong"),
+    ("short_unread", "answers whose short forms could not be understood are scored as they stand"),
+    (
+        "searches_failed",
+        "searches failed, and nothing was found by them: mend the index or its service and evaluate into another --workdir",
+    ),
+)
+"""Counts of a report that make it worth less, in words."""
 FACTS = (
     ("cost", "cost", 1),
     ("ended", "ended by, percent", 100),
@@ -121,6 +131,7 @@ def matched(
         texts.setdefault(_plain(question.text), []).append(at)
     given: Sequence[Any] = [p.id for p in predictions] if by_id else _texts([p.question for p in predictions])
     found: list[Prediction | None] = [None] * len(questions)
+    known = strange = 0
     for prediction, key in zip(predictions, given):
         if key not in wanted:
             what = f"id {prediction.id!r}" if by_id else f"question {prediction.question!r:.80}"
@@ -134,13 +145,22 @@ def matched(
                     else "."
                 )
             )
-        places = texts.get(_plain(prediction.question), [])
+        asked = _plain(prediction.question)
+        if by_id and asked:
+            known += 1
+            strange += _plain(questions[wanted[key]].text) not in asked
+        places = texts.get(asked, [])
         if by_id and places and wanted[key] not in places:
             raise UserError(
                 f"{name}, {prediction.place}: id {prediction.id!r} was asked {prediction.question!r:.80}, which in {data} is "
                 f"{_place(data, places[0])}, id {questions[places[0]].id!r}. Match by the texts with --match=question."
             )
         found[wanted[key]] = prediction
+    if strange > known / 2:
+        raise UserError(
+            f"{name}: {strange} of {known} predictions were asked another question than the one that has their id in {data}. "
+            "Give the questions that were asked; where the ids are right all the same, leave the texts out of the predictions."
+        )
     lost = [at for at, prediction in enumerate(found) if prediction is None]
     if lost and missing == "refuse":
         ids = ", ".join(repr(questions[at].id) for at in lost[:3]) + (", ..." if len(lost) > 3 else "")
@@ -291,18 +311,14 @@ def as_text(found: Mapping[str, Any]) -> str:
             f"{100 * of['low']:+.1f} – {100 * of['high']:+.1f}), p = {of['p']:.4g} ({of['test']}); "
             f"better on {of['better']}, worse on {of['worse']}, the same on {of['same']}",
         ]
-    for key, words in (
-        ("missing", "questions without a prediction count as wrong"),
-        ("judge_unparsed", "verdicts of the judge could not be understood and count as wrong"),
-        ("short_unread", "answers whose short forms could not be understood are scored as they stand"),
-        (
-            "searches_failed",
-            "searches failed, and nothing was found by them: mend the index or its service and evaluate anew",
-        ),
-    ):
-        if found.get(key):
-            lines += ["", f"{found[key]} {words}"]
+    for line in shortcomings(found):
+        lines += ["", line]
     return "\n".join(lines)
+
+
+def shortcomings(found: Mapping[str, Any]) -> list[str]:
+    """What was missing or failed where the report `found` was made, a line each; empty where all went well."""
+    return [f"{found[name]:,} {words}" for name, words in SHORTCOMINGS if found.get(name)]
 
 
 def _coverage(

@@ -1,6 +1,8 @@
 """How an evaluation has questions answered: by a trained recipe or by a prompted method, with the same record of each."""
 
 import dataclasses
+import hashlib
+import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
@@ -167,8 +169,9 @@ class Trained:
 
     @property
     def name(self) -> str:
-        # An instruction is a page; that it was changed is told by the run's config.
-        changed = {name: value for name, value in self._card["fields"].items() if not isinstance(value, str)}
+        # Numbers of the environment are among the limits. No text stands for none: small policies were shown no instruction.
+        around = {k: v for k, v in self._card["environment"].items() if k not in self.limits}
+        changed = {k: _short(v) for k, v in {**self._card["fields"], **around}.items() if v != ""}
         return _named(self.recipe_name, changed | ({"reader": self.reader_name} if self.reader_name else {}))
 
     @property
@@ -375,6 +378,12 @@ def _answer_rank(question: Question, searches: Sequence[Search]) -> int | None:
 def _shown(question: Question) -> Question:
     """The question as a recipe asks it: its choices belong to its text."""
     return dataclasses.replace(question, text=asked(question)) if question.choices else question
+
+
+def _short(value: Any) -> Any:
+    """A value that a name has room for; a page, such as an instruction, is known by its hash."""
+    told = json.dumps(value, ensure_ascii=False, default=str)
+    return value if len(told) <= 24 else f"#{hashlib.sha256(told.encode()).hexdigest()[:8]}"
 
 
 def _named(name: str, changed: Mapping[str, Any]) -> str:

@@ -166,6 +166,8 @@ def read_part(workdir: str | os.PathLike[str], step: int, where: str, template: 
     return jax.tree.unflatten(jax.tree.structure(template), [arrays[names[name]] for name, _ in leaves])
 
 
+LEFT: Mapping[str, str] = {"checkpoints/*": "checkpoints", "results.jsonl": "answers (results.jsonl)"}
+"""What only a run of the same config may go on with."""
 SHOWN = 6
 """Differences that one message names."""
 
@@ -185,9 +187,9 @@ def refuse_other_config(
         reason = "cannot be written to" if there.is_dir() else "is a file"
         raise UserError(f"workdir {os.fspath(workdir)}: {there} {reason}; choose another --workdir.")
     if not path.exists():
-        if any(folder.glob("checkpoints/*")):
+        if left := [what for place, what in LEFT.items() if any(folder.glob(place))]:
             raise UserError(
-                f"workdir {os.fspath(workdir)} holds checkpoints, but not the config.json that says of which run; put that "
+                f"workdir {os.fspath(workdir)} holds {left[0]}, but not the config.json that says of which run; put that "
                 "file back, choose another --workdir, or delete that folder."
             )
         return

@@ -90,9 +90,13 @@ def test_a_run_says_how_it_came_about_and_is_judged_later_without_being_asked_ag
     assert {"tokens", "prompt_tokens", "environment_tokens", "searches", "turns"} <= set(run.found["cost"])
     assert (tmp_path / "trajectories.html").stat().st_size > 10_000
 
+    assert card.compute == {"dtype": "float32", "attention": "auto"} and len(card.gold_sha256) == 64
+
     monkeypatch.setattr(evaluate, "answer", lambda *_: None)
+    monkeypatch.setattr(evaluate, "commit_here", lambda: "a later one")
     evaluate.run(config("method=rsearch,questions=10,judge=oracle,normalization=triviaqa"), tmp_path)
     judged = load_run(tmp_path)
+    assert judged.card.commit == card.commit != "a later one"  # of the code that answered
     # The oracle's verdict is cover exact match.
     assert judged.metrics["judge"].tolist() == judged.metrics["cem"].tolist()
     assert json.loads(judged.card.judge) == {"kind": "oracle", "prompt": "tiresrag"}
@@ -100,6 +104,9 @@ def test_a_run_says_how_it_came_about_and_is_judged_later_without_being_asked_ag
 
     monkeypatch.undo()
     with pytest.raises(UserError, match=r"holds a run of another config .*rollout\.top_k: 2 there, 3 now"):
+        evaluate.run(config("method=rsearch,questions=10,top_k=3"), tmp_path)
+    (tmp_path / "config.json").unlink()
+    with pytest.raises(UserError, match=r"holds answers \(results\.jsonl\), but not the config\.json"):
         evaluate.run(config("method=rsearch,questions=10,top_k=3"), tmp_path)
 
 

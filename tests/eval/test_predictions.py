@@ -113,6 +113,9 @@ def test_an_id_that_one_object_holds_twice_is_named(tmp_path: Path) -> None:
         (tmp_path / "a.json").write_text(document)
         with pytest.raises(UserError, match="'b' is there twice in one object"):
             load_predictions(tmp_path / "a.json")
+    (tmp_path / "a.json").write_text('{\n"a": "x",\n"b": "1",\n"c": "z",\n"b": "y"\n}\n')
+    with pytest.raises(UserError, match=r"'b' is there twice in one object \(line 5\)"):
+        load_predictions(tmp_path / "a.json")
 
 
 def test_a_missing_verdict_or_field_is_named(tmp_path: Path) -> None:

@@ -33,6 +33,8 @@ CARD = ResultCard(
     model="models/x",
     model_sha256="c" * 64,
     normalization="squad",
+    gold_sha256="1" * 64,
+    compute={"dtype": "float32"},
     versions=versions_here(),
     command="python launch/eval.py",
 )
@@ -58,6 +60,8 @@ def test_the_same_setting_needs_no_remark() -> None:
     assert differences({"a": short, "c": CARD}) == [
         "judge differs: a: kind oracle, short answers True; c: none"
     ]
+    older = dataclasses.replace(CARD, gold_sha256="", compute={})  # which did not say
+    assert differences({"a": CARD, "b": older}) == []
     assert CARD.setting["corpus"] == "2wiki (6,119 passages, bbbbbbbbbbbb)"
     assert CARD.setting["retriever"] == "k1 0.9, kind bm25"
     dense = dataclasses.replace(CARD, retriever={"kind": "exact", "k1": 0.9, "encoder": "e5"})
@@ -78,6 +82,8 @@ def test_the_same_setting_needs_no_remark() -> None:
         ({"top_k": 10}, r"passages of a search differs: a, c: 5; b: 10"),
         ({"questions": 500, "questions_sha256": "e" * 64}, r"questions differs: a, c: 2wiki dev \(1,000"),
         ({"normalization": "hotpotqa"}, r"normalisation differs: a, c: squad; b: hotpotqa"),
+        ({"gold_sha256": "f" * 64}, r"gold passages differs: a, c: 1{12}; b: f{12}$"),
+        ({"compute": {"dtype": "bfloat16"}}, r"numerics differs: a, c: dtype float32; b: dtype bfloat16$"),
     ],
 )
 def test_what_differs_is_said_of_whom(change: dict, said: str) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from rrl.errors import UserError
-from rrl.eval.comparison import coverage_table, group_table, load_runs, paired, records
+from rrl.eval.comparison import as_markdown, coverage_table, group_table, load_runs, paired, records
 from rrl.eval.report_html import told_most
 from rrl.eval.run_report import write_run_report
 from rrl.eval.sweep import plot_sweep, sweep, values_of
@@ -102,6 +102,43 @@ def test_other_corpora_are_told_and_other_questions_not_tested(tmp_path: Path) -
     assert "not comparable with the first row" in (tmp_path / "out/report.html").read_text()
     runs = load_runs([first, other])
     assert paired(*runs, "em") is None and "em_p" not in records(runs)[1]
+
+
+def test_recall_is_tested_against_the_same_gold_passages_only(tmp_path: Path) -> None:
+    first = finished(tmp_path / "first", RIGHT, gold_sha256="a" * 64)
+    other = finished(tmp_path / "other", RIGHT, gold_sha256="b" * 64)
+    older = finished(tmp_path / "older", RIGHT)
+    runs = load_runs([first, other, older])
+    assert paired(runs[0], runs[1], "recall") is None and paired(runs[0], runs[1], "em") is not None
+    assert paired(runs[0], runs[2], "recall") is not None
+    assert "gold passages differs: first: aaaaaaaaaaaa; other: bbbbbbbbbbbb" in as_markdown(
+        runs, records(runs)
+    )
+
+
+def test_what_failed_or_is_missing_is_told_of_each_run(tmp_path: Path) -> None:
+    first, other = finished(tmp_path / "first", RIGHT), finished(tmp_path / "other", {})
+    found = json.loads((other / "metrics.json").read_text())
+    (other / "metrics.json").write_text(json.dumps(found | {"searches_failed": 1100, "missing": 2}))
+    runs = load_runs([first, other])
+    text, rows = as_markdown(runs, records(runs)), records(runs)
+    assert "| other \\* |" in text and "| first |" in text
+    assert "- other: 1,100 searches failed, and nothing was found by them" in text
+    assert "- other: 2 questions without a prediction count as wrong" in text
+    assert [(row["searches_failed"], row["missing"], row["comparable"]) for row in rows] == [
+        (0, 0, True),
+        (1100, 2, False),
+    ]
+
+
+def test_a_service_that_does_not_say_what_it_searches_is_told(tmp_path: Path) -> None:
+    unknown = {"corpus": "http://localhost:1", "corpus_sha256": "", "passages": 0}
+    folders = [finished(tmp_path / name, RIGHT, **unknown) for name in ("first", "other")]
+    runs = load_runs(folders)
+    text = as_markdown(runs, records(runs))
+    assert "- corpus: http://localhost:1 (its service does not say what it holds)" in text
+    assert "- corpus not known of first, other: its service does not say what it holds, and may have" in text
+    assert "corpus not known" not in as_markdown(runs[:1], records(runs[:1]))
 
 
 def test_the_page_is_whole_safe_and_shows_disagreements_first(tmp_path: Path) -> None:

@@ -164,6 +164,12 @@ def test_ids_that_number_the_questions_in_another_order_are_refused() -> None:
         matched(turned, QUESTIONS, "p", "d")
     spelled = [dataclasses.replace(p, question=f"Question: {p.question}") for p in predictions]
     assert matched(spelled, QUESTIONS, "p", "d") == spelled  # in no other question's words
+    strange = [dataclasses.replace(p, question=f"Another one, {p.id}?") for p in predictions]
+    with pytest.raises(
+        UserError, match=r"p: 3 of 3 predictions were asked another question than .* in d\. Give"
+    ):
+        matched(strange, QUESTIONS, "p", "d")
+    assert matched([*strange[:1], *predictions[1:]], QUESTIONS, "p", "d")[0] == strange[0]  # one was reworded
 
 
 def test_what_does_not_match_is_named_with_its_line(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -77,6 +78,12 @@ def test_methods_say_what_was_set_in_them() -> None:
     assert not make_way({"name": "direct"}, None, None).searches
     trained = make_way({"name": "rsearch"}, {"use_evidence": False, "environment": {"max_searches": 2}}, None)
     assert trained.name == "rsearch (use_evidence=False)"
+    told = [make_way({"name": "rsearch"}, {"instruction": text}, None).name for text in ("x" * 99, "y" * 99)]
+    assert told[0] != told[1] and all(
+        re.fullmatch(r"rsearch \(instruction=#[0-9a-f]{8}\)", name) for name in told
+    )
+    seen = make_way({"name": "r3rag"}, {"environment": {"drop_seen": False, "max_steps": 4}}, None)
+    assert seen.name == "r3rag (drop_seen=False)" and seen.limits["max_steps"] == 4
     assert make_way({"name": "r3rag"}, None, None).long_answers  # it answers in sentences
     assert not make_way({"name": "r3rag"}, {"short_answers": False}, None).long_answers
     assert not (trained.long_answers or way.long_answers)
