@@ -233,8 +233,10 @@ def card_of(fields: Any) -> ResultCard:
     """The card of a decoded JSON object; UserError names a field that is missing, unknown or of the wrong type."""
     if not isinstance(fields, dict):
         raise UserError(f"got {fields!r:.60}, not an object with the fields of a result card")
-    known = {field.name: field.default is dataclasses.MISSING for field in dataclasses.fields(ResultCard)}
-    known |= {"versions": False}
+    known = {
+        field.name: field.default is field.default_factory is dataclasses.MISSING
+        for field in dataclasses.fields(ResultCard)
+    }
     unknown = [name for name in fields if name not in known]
     missing = [name for name, required in known.items() if required and name not in fields]
     if unknown or missing:
