@@ -25,14 +25,10 @@ def test_shared_questions_are_found_by_normalised_text() -> None:
     ]
     emma = [Question("5", "Who wrote well known Emma?", ("Jane austen",))]
     assert [(leak.train.id, leak.same_answer) for leak in shared_questions(train, emma)] == [("a", True)]
-    twice = [
-        Question("e", "Where is it?", ("y",)),
-        *train,
-    ]  # whichever comes first, the one with the answer counts
-    for order in (twice, twice[::-1]):
-        assert [
-            leak.same_answer for leak in shared_questions(order, [Question("6", "Where is it", ("alps",))])
-        ] == [True]
+    # Whichever comes first, the one with the same answer counts.
+    twice, alps = [Question("e", "Where is it?", ("y",)), *train], [Question("6", "Where is it", ("alps",))]
+    assert [leak.train.id for leak in shared_questions(twice, alps)] == ["d"]
+    assert [leak.train.id for leak in shared_questions(twice[::-1], alps)] == ["d"]
     assert shared_questions([], held_out) == shared_questions(train, []) == []
 
 
