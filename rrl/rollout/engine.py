@@ -8,6 +8,7 @@ drives the same jitted steps from Python: it is what the loop is tested against.
 import collections
 import concurrent.futures
 import dataclasses
+import functools
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -41,6 +42,9 @@ from rrl.rollout.watchdog import Watchdog
 from rrl.rollout.workflow import ASKS, Completion, Flows, Workflow
 from rrl.text.chat import chat_ids
 
+KEPT_TEXTS = 4096
+"""Texts whose tokens are kept: samples of a question read the same passages, and their tags are always the same."""
+
 
 @dataclasses.dataclass(slots=True)
 class RolloutStats:
@@ -52,7 +56,7 @@ class RolloutStats:
     row_steps: int = 0
     """Decode steps, times rows: the tokens that would have been written if no row had ever been idle."""
     prefilled_tokens: int = 0
-    """Of prompts and observations; a group's prompt counts once."""
+    """Of prompts and observations; what is copied from another row is not counted."""
     searches_failed: int = 0
 
     @property
@@ -89,6 +93,7 @@ class Engine:
         self.mesh = mesh or make_mesh(data=1, devices=jax.devices()[:1])
         check_tokenizer(tokenizer, decoder.config)
         self.bytes = token_bytes(tokenizer)
+        self._encoded = functools.lru_cache(KEPT_TEXTS)(self._encode)
         self._special = [piece for piece, number in tokenizer.get_vocab().items() if not self.bytes[number]]
         self.bytes += [b""] * (decoder.config.vocab_size - len(self.bytes))
         encoder = retriever.encoder if retriever is not None and retriever.needs_embeddings else None
@@ -131,8 +136,13 @@ class Engine:
             )
 
     def encode(self, text: str) -> np.ndarray:
-        """Token ids of `text`, no special tokens added."""
-        return np.asarray(self.tokenizer.encode(text, add_special_tokens=False), np.int32)
+        """Token ids of `text`, no special tokens added; read-only, since what is often asked is kept."""
+        return self._encoded(text)
+
+    def _encode(self, text: str) -> np.ndarray:
+        ids = np.asarray(self.tokenizer.encode(text, add_special_tokens=False), np.int32)
+        ids.setflags(write=False)
+        return ids
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """Text of token ids, from their bytes; special tokens are left out."""

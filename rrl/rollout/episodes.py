@@ -73,8 +73,8 @@ class Live:
 
     @property
     def last(self) -> Int[np.ndarray, "1"]:
-        """The last token."""
-        return self._ids[-1][-1:]
+        """The last token; an answer of the environment may have none."""
+        return next(ids for ids in reversed(self._ids) if len(ids))[-1:]
 
     def _open(self, prompt: Int[np.ndarray, "T"], text: str) -> None:
         self.starts.append(self.length)

@@ -59,6 +59,8 @@ class _Todo:
     def __init__(self, tokens: Int[np.ndarray, "T"], start: int) -> None:
         """`tokens` go to the slots from `start` on, but for the last of them, which stays pending."""
         self.tokens, self.pending, self.slot = tokens[:-1], int(tokens[-1]), start
+        self.begun = False
+        """Whether the first of them is sent."""
 
 
 class Host:
@@ -163,6 +165,8 @@ class Host:
             stop = int(turns.stop[row])
             name = _STOP_NAMES[stop] if stop < 0 else self.stops.strings[stop]
             text = self.decode(ids)
+            if self.prefixes is not None:  # the pending token is decoded first, what is written last stays pending
+                self.prefixes.wrote(row, np.concatenate([live.last, ids[:-1]]))
             live.wrote(ids, text, turns.logps[row, :count].copy(), turns.sampled_logps[row, :count].copy())
             live.episode.said.append(text)
             self._act(row, live, self.environment.react(live.episode, text, name))
@@ -358,13 +362,16 @@ class Host:
         assert live is not None
         if not room:
             return []
-        source = copied = 0
-        if self.prefixes is not None and todo.slot == 0 and len(todo.tokens):
-            source, copied, there = self.prefixes.find(row, todo.tokens)
-            if not there or (copied and source != row and copies == self.limits.copies):
+        source, copied = row, 0
+        if self.prefixes is not None and not todo.begun:
+            own = todo.slot
+            tokens = np.concatenate([self.prefixes.held(row)[:own], todo.tokens])
+            source, copied, there = self.prefixes.find(row, tokens, own)
+            if not there or (source != row and copies == self.limits.copies):
                 return []
-            self.prefixes.opens(row, todo.tokens)
-            todo.tokens, todo.slot = todo.tokens[copied:], copied
+            self.prefixes.opens(row, tokens, own)
+            todo.tokens, todo.slot = tokens[copied:], copied
+        todo.begun = True
         pieces = []
         for at in range(min(room, max(1, -(-len(todo.tokens) // size)))):
             piece = todo.tokens[at * size : (at + 1) * size]

@@ -1,7 +1,11 @@
-"""Which prompt's keys and values lie in which row of the cache, so that a prompt is prefilled once for all its samples."""
+"""Whose keys and values lie in which row of the cache: what begins alike is prefilled once, for all samples of a prompt and
+for those that came the same way to the same passages."""
 
 import numpy as np
 from jaxtyping import Int
+
+NOTHING = np.iinfo(np.int32).min
+"""In a slot of which nothing is known: neither a token nor ~token."""
 
 
 class Prefixes:
@@ -10,18 +14,34 @@ class Prefixes:
     def __init__(self, rows: int, chunk: int) -> None:
         """`chunk` is the number of tokens that a row is fed at a time: sharing is worth it where it saves a chunk."""
         self._chunk = chunk
-        self._held: list[np.ndarray] = [np.zeros(0, np.int32)] * rows
+        self._held = np.full((rows, chunk), NOTHING, np.int32)
+        self._lengths = np.zeros(rows, np.int64)
         self._ready = np.zeros(rows, np.int64)
         self._fed: dict[int, int] = {}
 
-    def opens(self, row: int, tokens: Int[np.ndarray, "T"]) -> None:
-        """The row is to hold these tokens from slot 0 on; nothing of them is there yet."""
-        self._held[row] = tokens
-        self._ready[row] = 0
+    def opens(self, row: int, tokens: Int[np.ndarray, "T"], there: int = 0) -> None:
+        """The row is to hold these tokens from slot 0 on; the first `there` of them it does."""
+        slots = self._held.shape[1]
+        if len(tokens) > slots:
+            more = max(len(tokens) - slots, slots)
+            self._held = np.pad(self._held, ((0, 0), (0, more)), constant_values=NOTHING)
+        self._held[row] = NOTHING
+        self._held[row, : len(tokens)] = tokens
+        self._lengths[row], self._ready[row] = len(tokens), there
+
+    def wrote(self, row: int, tokens: Int[np.ndarray, "T"]) -> None:
+        """Behind what the row was fed stand tokens now that it decoded. They are shared with rows that decoded the same, not
+        with those that are to be fed it: the last bits differ."""
+        held = np.concatenate([self.held(row), ~tokens])
+        self.opens(row, held, len(held))
+
+    def held(self, row: int) -> Int[np.ndarray, "T"]:
+        """What the row holds or will hold, ~token where it was decoded."""
+        return self._held[row, : self._lengths[row]].copy()
 
     def filled(self, row: int, slots: int) -> None:
         """Of the row's tokens so many will be there after this exchange: the device copies before it prefills."""
-        self._fed[row] = min(slots, len(self._held[row]))
+        self._fed[row] = min(slots, int(self._lengths[row]))
 
     def settle(self) -> None:
         """The exchange is over."""
@@ -29,31 +49,27 @@ class Prefixes:
             self._ready[row] = slots
         self._fed.clear()
 
-    def find(self, row: int, tokens: Int[np.ndarray, "T"]) -> tuple[int, int, bool]:
+    def find(self, row: int, tokens: Int[np.ndarray, "T"], own: int = 0) -> tuple[int, int, bool]:
         """The best row to copy from: (row, tokens that it shares, whether they are there already).
 
-        (row, 0, True) where no row saves a chunk. The row itself counts: what it held before is there at no cost.
+        (row, own, True) where no row saves a chunk: the first `own` tokens are the row's already. The row itself counts: what it
+        held before is there at no cost.
         """
-        best, most, ready = row, 0, True
-        seen: dict[int, int] = {}
-        for other in (row, *range(len(self._held))):
-            held = self._held[other]
-            if id(held) not in seen:
-                seen[id(held)] = _common(held, tokens)
-            common = seen[id(held)]
-            there = bool(self._ready[other] >= common)
-            if common > most or (common == most and there and not ready):
-                best, most, ready = other, common, there
-        if self._chunks(len(tokens) - most) >= self._chunks(len(tokens)):
-            return row, 0, True
-        return best, most, ready
+        shared = self._shared(tokens)
+        most = int(shared.max())
+        if self._chunks(len(tokens) - most) >= self._chunks(len(tokens) - own):
+            return row, own, True
+        best = np.flatnonzero(shared == most)
+        there = best[self._ready[best] >= most]
+        candidates = there if len(there) else best
+        return row if row in candidates else int(candidates[0]), most, bool(len(there))
+
+    def _shared(self, tokens: Int[np.ndarray, "T"]) -> Int[np.ndarray, "R"]:
+        """How many tokens each row's begin with of these."""
+        size = min(len(tokens), self._held.shape[1])
+        differs = np.ones((len(self._held), size + 1), bool)
+        np.not_equal(self._held[:, :size], tokens[:size], out=differs[:, :size])
+        return differs.argmax(axis=1)
 
     def _chunks(self, tokens: int) -> int:
         return -(-tokens // self._chunk)
-
-
-def _common(one: np.ndarray, other: np.ndarray) -> int:
-    """Length of the common prefix."""
-    size = min(len(one), len(other))
-    differs = np.flatnonzero(one[:size] != other[:size])
-    return int(differs[0]) if len(differs) else size
