@@ -165,7 +165,7 @@ class Host:
             stop = int(turns.stop[row])
             name = _STOP_NAMES[stop] if stop < 0 else self.stops.strings[stop]
             text = self.decode(ids)
-            if self.prefixes is not None:  # the pending token is decoded first, what is written last stays pending
+            if self.prefixes is not None:  # the pending token came first, the last is pending now
                 self.prefixes.wrote(row, np.concatenate([live.last, ids[:-1]]))
             live.wrote(ids, text, turns.logps[row, :count].copy(), turns.sampled_logps[row, :count].copy())
             live.episode.said.append(text)

@@ -50,8 +50,8 @@ class EngineConfig:
     sample_top_k: int = 0
     """Sampling among the k likeliest tokens; 0 is off."""
     share_prompts: bool = True
-    """Whether rows copy the beginning of a context from rows that hold it, instead of prefilling it again: of a prompt, and of all
-    that samples of one question wrote and read alike. It changes no bit."""
+    """Whether rows copy the beginning of a context from rows that hold it, instead of prefilling it again: a prompt, and what
+    samples of one question wrote and read alike after it. It changes no bit."""
     search_seconds: float = 60.0
     """A search that takes longer is given up: the policy is told that it failed. Each of three attempts at a search service
     gets a third of it."""

@@ -1,4 +1,4 @@
-"""A prompt is prefilled once: rows find those that hold its beginning, when that saves a chunk and once it is there."""
+"""What begins alike is prefilled once: rows find those that hold it, when that saves a chunk and once it is there."""
 
 import numpy as np
 from hypothesis import given
@@ -48,6 +48,43 @@ def test_a_common_beginning_counts_where_it_saves_a_chunk():
     assert prefixes.find(1, other) == (0, 6, True)  # 1 chunk instead of 3
     fed(prefixes, 0, PROMPT[:1])
     assert prefixes.find(1, PROMPT) == (1, 0, True)  # 3 chunks either way
+
+
+def told(prefixes, row, written, answer):
+    """The row wrote these and is to be fed that answer behind them."""
+    prefixes.wrote(row, np.array(written, np.int32))
+    return np.concatenate([prefixes.held(row), np.array(answer, np.int32)])
+
+
+def test_who_wrote_and_reads_the_same_copies_what_another_row_has_read():
+    prefixes, answer = Prefixes(3, 4), [*range(20, 30)]
+    for row in range(3):
+        fed(prefixes, row, PROMPT)
+    texts = [told(prefixes, row, written, answer) for row, written in enumerate([[7, 8], [7, 8], [7, 9]])]
+    assert prefixes.find(0, texts[0], own=12) == (0, 12, True)  # nobody holds it yet
+    prefixes.opens(0, texts[0], 12)
+    prefixes.filled(0, 22)
+    assert prefixes.find(1, texts[1], own=12) == (0, 22, False)
+    prefixes.settle()
+    assert prefixes.find(1, texts[1], own=12) == (0, 22, True)
+    assert prefixes.find(2, texts[2], own=12) == (2, 12, True)  # it wrote something else
+
+
+def test_what_a_row_decoded_is_not_copied_by_one_that_is_fed_it():
+    prefixes = Prefixes(2, 4)
+    fed(prefixes, 0, PROMPT[:6])
+    prefixes.wrote(0, PROMPT[6:])
+    assert prefixes.find(1, PROMPT) == (0, 6, True)
+    assert (prefixes.held(0) == [0, 1, 2, 3, 4, 5, ~6, ~7, ~8, ~9]).all()
+
+
+def test_a_row_that_waits_for_no_one_keeps_its_own():
+    prefixes = Prefixes(2, 4)
+    fed(prefixes, 0, PROMPT)
+    text = told(prefixes, 0, [3], [5])
+    assert prefixes.find(0, text, own=11) == (0, 11, True)
+    fed(prefixes, 1, text)  # as it is fed, not as it was decoded
+    assert prefixes.find(0, text, own=11) == (1, 12, True)
 
 
 @given(st.lists(st.lists(st.integers(0, 1), max_size=12), min_size=1, max_size=5), st.integers(1, 5))

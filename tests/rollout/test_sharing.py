@@ -14,7 +14,7 @@ from rrl.parallel.mesh import make_mesh
 from rrl.parallel.rules import shard
 from rrl.rl.logprobs import token_logprobs
 from rrl.rollout.engine import Engine, EngineConfig, deal
-from rrl.rollout.protocol import Finish, Restart, SearchFor, SingleTurn, Stream
+from rrl.rollout.protocol import Append, Finish, Restart, SearchFor, SingleTurn, Stream
 from rrl.rollout.trajectory import POLICY, PROMPT
 from rrl.text.chat import chat_ids
 from rrl.train.pack import pack
@@ -121,6 +121,48 @@ def test_the_samples_of_prompts_that_are_left_over_go_round():
     shares = deal([np.array([n // 8]) for n in range(9 * 8)], 8)
     assert [sum(map(len, share)) for share in shares] == [9] * 8
     assert all(share == [[*range(8 * n, 8 * n + 8)], [64 + n]] for n, share in enumerate(shares))
+
+
+class Reads(Stream):
+    """Answers with a text that begins alike for all; the third turn begins a context of the tokens that stood there before."""
+
+    def __init__(self, encode):
+        super().__init__(turn_tokens=6, observation_tokens=60)
+        object.__setattr__(self, "encode", encode)
+
+    def react(self, episode, text, stop):
+        if episode.turn == 3:
+            return Finish("done")
+        answer = f" what was read after turn {episode.turn}, of some length: {text}"
+        if episode.turn == 2:
+            return Restart(self.encode(episode.question.text + answer + "".join(episode.said)))
+        return Append(body=answer)
+
+
+def test_who_came_the_same_way_to_the_same_text_shares_it_to_the_bit(world):
+    decoder, tokenizer, _, requests = world
+    asked = [  # three alike, three that part from them sooner or later
+        dataclasses.replace(
+            request, seed=10 * number + sample, temperature=0.0 if sample < 3 else 0.5 * sample
+        )
+        for number, request in enumerate(requests[:3])
+        for sample in range(6)
+    ]
+    found, prefilled = [], []
+    for shared in (True, False):
+        config = dataclasses.replace(CONFIG, rows=6, context=400, feed_tokens=32, share_prompts=shared)
+        engine = Engine(decoder, tokenizer, config)
+        reads = Reads(engine.encode)
+        found.append(engine.run(nnx.state(decoder), asked, reads, KEY))
+        prefilled.append(engine.stats.prefilled_tokens)
+    same(*found)
+    assert all(len(t.contexts) == 2 for t in found[0])
+    assert [t.tokens.tolist() for t in found[0][:3]] == [found[0][0].tokens.tolist()] * 3
+    assert prefilled[0] < 0.7 * prefilled[1]
+    mesh = make_mesh(2, 2, 2)
+    spread = Engine(decoder, tokenizer, dataclasses.replace(CONFIG, rows=12, context=400), mesh=mesh)
+    same(spread.run(shard(nnx.state(decoder), mesh), asked, reads, KEY), found[0], 1e-5)
+    same(engine.run(nnx.state(decoder), asked, reads, KEY, reference=True), found[0])
 
 
 class Steps(Stream):
