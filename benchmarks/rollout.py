@@ -282,25 +282,26 @@ def training(args: argparse.Namespace) -> list[Row]:
     found = []
     for batch in (args.batch, args.batch // 2):
         config = EngineConfig(rows=batch, context=1024, feeds=16, feed_tokens=256, top_k=2, top_p=0.95)
-        made = Engine(decoder, tokenizer, config, retriever=retriever)
-        alone = FixedLengths(decoder, tokenizer).engine(config)
+        more = dataclasses.replace(config, spare_rows=batch // 2)
+        made = Engine(decoder, tokenizer, more, retriever=retriever)
         alone = FixedLengths(decoder, tokenizer).engine(config)
         rates = _training_rates(args.rounds, nnx.state(decoder), made, alone, recipe, questions)
         useful, raw = rates["episodes"], rates["decoding"]
-        # Were all rows to write all the time: a token's own time at its position, and that of what is read with it.
+        # Were all to write all the time: a token's own time at its position, and that of what is prefilled.
         most = 1 / (raw / rates["decoding there"] + rates["read"] * raw / rates["reading"])
         rows = f"{batch} rows that only"
         found += [
             Row(
-                f"128 training episodes of the built-in world over {batch} rows, prompts, searches and all: policy tokens/s",
-                f"{useful:.0f} ({100 * rates['busy']:.0f} % of the rows write)",
+                f"128 training episodes of the built-in world over {batch} rows and {batch // 2} spare ones, prompts, searches "
+                "and all: policy tokens/s",
+                f"{useful:.0f} ({100 * rates['busy']:.0f} % of {batch} write)",
                 f"{rows} decode {raw:.0f}",
                 f"{100 * useful / raw:.0f} %",
                 "at least 60 %",
             ),
             Row(
-                f"the most of it, each row writing all the time at these positions, with {rates['read']:.2f} tokens read for one "
-                "written",
+                f"the most of it, {batch} writing all the time at these positions, with {rates['read']:.2f} tokens prefilled "
+                "for one written",
                 f"{most * raw:.0f}",
                 f"{rows} decode at these positions {rates['decoding there']:.0f}, that only read {rates['reading']:.0f}",
                 f"{100 * most:.0f} %",
@@ -313,8 +314,8 @@ def training(args: argparse.Namespace) -> list[Row]:
 def _training_rates(
     rounds: int, params: Any, made: Engine, alone: Engine, recipe: Any, questions: Sequence[Question]
 ) -> dict[str, float]:
-    """Medians: policy tokens/s of training episodes, the share of rows that write, tokens read for one written; and tokens/s of
-    decoding alone from short prompts, of decoding at the episodes' positions, and of reading alone."""
+    """Medians: policy tokens/s of training episodes, the share of rows that write, tokens prefilled for one written; and
+    tokens/s of decoding alone from short prompts, of decoding at the episodes' positions, and of reading alone."""
     new, rows = 256, alone.config.rows
     rates = collections.defaultdict[str, list[float]](list)
     positions: list[float] = []
@@ -358,8 +359,9 @@ SECTIONS: dict[str, Callable[[argparse.Namespace], list[Row]]] = {
 NOTES = {
     "single_turn": ["Tunix recommends vLLM for rollouts in production; its Sampler is what runs without."],
     "training": [
-        "An episode reads more than it writes, further back in its context than the peer does, and rows run out of questions "
-        "before the last one is done: that is in its time, not in the peer's. The second row leaves the idle rows out.",
+        "An episode is prefilled what it reads, but for what another sample of its question has read alike; it looks further "
+        "back in its context than the peer does; and rows run out of questions before the last one is done: that is in its "
+        "time, not in the peer's. The second row leaves the idle rows out.",
     ],
 }
 

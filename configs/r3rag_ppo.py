@@ -85,6 +85,7 @@ def get_config(arg: str = "") -> ConfigDict:
     }
     config.rollout = {
         "rows": 64,
+        "spare_rows": 32 if tiny else 0,
         "context": 1024 if tiny else 8192,
         "feeds": 16,
         "feed_tokens": 512 if tiny else 2048,

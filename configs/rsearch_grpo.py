@@ -62,6 +62,7 @@ def get_config(arg: str = "") -> ConfigDict:
         config.recipe.environment.correction = ""
     config.rollout = {
         "rows": sized(64, 16, 256),
+        "spare_rows": sized(32, 0, 0),  # while some wait for passages
         "context": sized(1024, 4096, 8192),
         "feeds": 16,
         "feed_tokens": sized(256, 1024, 2048),

@@ -80,6 +80,7 @@ def get_config(arg: str = "") -> ConfigDict:
     }
     config.rollout = {
         "rows": 64,
+        "spare_rows": 32 if tiny else 0,
         "context": 1024 if tiny else 16384,
         "feeds": 16,
         "feed_tokens": 256 if tiny else 2048,

@@ -56,7 +56,7 @@ from rrl.retrieval.files import locked
 from rrl.retrieval.gold import hits_at
 from rrl.rewards.reader import Reader
 from rrl.rollout.engine import Engine, EngineConfig
-from rrl.rollout.loop import PATIENCE
+from rrl.rollout.loop import NO_NUMBERS
 from rrl.rollout.trajectory import Trajectory
 from rrl.text.metrics import AnswerScores, exact_match
 from rrl.text.normalize import rule_named
@@ -262,7 +262,7 @@ def identity_of(settings: Settings, data: Dataset) -> dict[str, Any]:
         "rollout": {
             name: value
             for name, value in dataclasses.asdict(settings.rollout).items()
-            if name not in PATIENCE
+            if name not in NO_NUMBERS
         },
         **({"reader_context": settings.reader_rollout.context} if settings.reader else {}),
         "compute": dataclasses.asdict(settings.compute),

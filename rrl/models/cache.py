@@ -129,26 +129,31 @@ class KVCache:
         return out, dataclasses.replace(self, k=pair[0], v=pair[1])
 
     def copy_rows(
-        self, source: Int[Array, "P"], target: Int[Array, "P"], slots: Int[Array, "P"]
+        self,
+        source: Int[Array, "P"],
+        target: Int[Array, "P"],
+        slots: Int[Array, "P"],
+        kept: Int[Array, "P"] | int = 0,
     ) -> "KVCache":
         """The cache with the first `slots` of row `source[p]` (and some more) in row `target[p]`; targets >= R are dropped.
 
-        Where rows are split over devices, the entries are too, and a row is copied from one on the same device.
+        The first `kept` of the target hold the same already: blocks that have no others are left as they are. Where rows are
+        split over devices, the entries are too, and a row is copied from one on the same device.
         """
-        mesh = jax.sharding.get_abstract_mesh()
+        kept, mesh = jnp.broadcast_to(kept, slots.shape), jax.sharding.get_abstract_mesh()
         if mesh.empty or mesh.size == 1:
-            k, v = _copied((self.k, self.v), source, target, slots, jnp.int32(0))
+            k, v = _copied((self.k, self.v), source, target, slots, kept, jnp.int32(0))
             return dataclasses.replace(self, k=k, v=v)
         spec = fit("cache", PartitionSpec(*PLACE), self.k.shape, mesh)
         per_device = self.rows // data_shards(mesh)
 
-        def on_one(arrays: Pair, source: Array, target: Array, slots: Array) -> Pair:
-            return _copied(arrays, source, target, slots, jax.lax.axis_index(ROW_AXES) * per_device)
+        def on_one(arrays: Pair, source: Array, target: Array, slots: Array, kept: Array) -> Pair:
+            return _copied(arrays, source, target, slots, kept, jax.lax.axis_index(ROW_AXES) * per_device)
 
         mapped = jax.shard_map(
-            on_one, in_specs=(spec, *[PartitionSpec(ROW_AXES)] * 3), out_specs=spec, check_vma=False
+            on_one, in_specs=(spec, *[PartitionSpec(ROW_AXES)] * 4), out_specs=spec, check_vma=False
         )
-        k, v = mapped((self.k, self.v), source, target, slots)
+        k, v = mapped((self.k, self.v), source, target, slots, kept)
         return dataclasses.replace(self, k=k, v=v)
 
 
@@ -176,17 +181,20 @@ def _attended(
     return cache_attention(q, *pair, layer, positions, rows, groups, slots_last=cache.slots_last), pair
 
 
-def _copied(arrays: Pair, source: Array, target: Array, slots: Array, first: Array) -> Pair:
+def _copied(arrays: Pair, source: Array, target: Array, slots: Array, kept: Array, first: Array) -> Pair:
     """Block by block; `first` is the number of the first row here. A block is read before it is written."""
     here = arrays[0].shape[2]
+    begin, end = kept // BLOCK, (slots + BLOCK - 1) // BLOCK
 
     def one_block(block: Array, arrays: Pair) -> Pair:
-        wanted = (slots > block * BLOCK) & (target >= first) & (target < first + here)
+        wanted = (begin <= block) & (block < end) & (target >= first) & (target < first + here)
         to = jnp.where(wanted, target - first, here)
         k, v = (a.at[:, block, to].set(a[:, block, source - first], mode="drop") for a in arrays)
         return k, v
 
-    return jax.lax.fori_loop(0, (jnp.max(slots) + BLOCK - 1) // BLOCK, one_block, arrays)
+    return jax.lax.fori_loop(
+        jnp.min(jnp.where(slots > 0, begin, jnp.max(end))), jnp.max(end), one_block, arrays
+    )
 
 
 def _placed(array: Float[Array, "L blocks R K ..."]) -> Float[Array, "L blocks R K ..."]:

@@ -8,10 +8,12 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from rrl.models.cache import KVCache
 from rrl.models.decoder import Decoder
+from rrl.parallel.mesh import ROW_AXES, data_shards
 from rrl.rollout.exchange import HEADER, HELD, RUN, STOP_CONTEXT, STOP_EOS, STOP_TURN, WAIT, Feed
 from rrl.rollout.sampling import row_keys, sample
 
@@ -75,26 +77,38 @@ class Sampler(NamedTuple):
 
 
 def emit(
-    rows: Rows, logits: Float[Array, "R V"], mask: Bool[Array, "R"], sampler: Sampler, context: int
+    rows: Rows,
+    logits: Float[Array, "P V"],
+    mask: Bool[Array, "P"],
+    sampler: Sampler,
+    context: int,
+    which: Int[Array, "P"] | None = None,
 ) -> Rows:
-    """Samples one token for the rows in `mask`, appends it to their turn, and pauses those that must stop."""
-    keys = row_keys(sampler.key, rows.request, rows.offset + rows.position + 1)
-    ids, full, drawn = sample(logits, keys, rows.temperature, top_p=sampler.top_p, top_k=sampler.top_k)
-    column = jnp.where(mask, rows.length, rows.ids.shape[1])
-    index = (jnp.arange(rows.length.shape[0]), column)
-    tag = sampler.table[rows.tag, ids]
-    length = rows.length + 1
-    position = rows.position + 1
+    """Samples one token for those of P rows that are in `mask`, appends it to their turn, and pauses those that must stop.
+
+    `which` rows these are; None: the p-th is row p, and P = R.
+    """
+    count, turn_tokens = rows.ids.shape
+    of = rows if which is None else _taken(rows, which)
+    keys = row_keys(sampler.key, of.request, of.offset + of.position + 1)
+    ids, full, drawn = sample(logits, keys, of.temperature, top_p=sampler.top_p, top_k=sampler.top_k)
+    column = jnp.where(mask, of.length, turn_tokens)
+    index = (jnp.arange(count) if which is None else which, column)
+    tag = sampler.table[of.tag, ids]
+    length = of.length + 1
+    position = of.position + 1
     is_eos = jnp.any(ids[:, None] == sampler.eos[None, :], axis=-1)
     accepted = tag >= sampler.first_accept
-    full_turn, full_context = length >= rows.limit, position + 1 >= context
+    full_turn, full_context = length >= of.limit, position + 1 >= context
     stops = accepted | is_eos | full_turn | full_context
     stop = jnp.select(
         [accepted, is_eos, full_turn], [tag - sampler.first_accept, STOP_EOS, STOP_TURN], STOP_CONTEXT
     )
 
     def chosen(new: Array, old: Array) -> Array:
-        return jnp.where(mask, new, old)
+        if which is None:
+            return jnp.where(mask, new, old)
+        return old.at[jnp.where(mask, which, count)].set(new, mode="drop")
 
     return rows._replace(
         status=chosen(jnp.where(stops, WAIT, RUN), rows.status),
@@ -118,11 +132,12 @@ def decode_until(
     context: int,
     enough: int,
     patience: int | Int[Array, ""],
+    at_once: int,
     group: int = 0,
 ) -> tuple[Rows, KVCache, Int[Array, ""]]:
     """Decodes until `enough` rows wait, or some have waited or been held for `patience` steps (0: not at all), or no row runs.
 
-    Returns also how many steps it took.
+    A step takes `at_once` rows, the same number on each device that has rows. Returns also how many steps it took.
     """
 
     def going(state: tuple[Rows, KVCache, Array]) -> Array:
@@ -133,14 +148,44 @@ def decode_until(
 
     def step(state: tuple[Rows, KVCache, Array]) -> tuple[Rows, KVCache, Array]:
         rows, cache, steps = state
-        running = rows.status == RUN
-        slots = jnp.where(running, rows.position, context)
+        which = None if at_once == len(rows.status) else least_far(rows, at_once)
+        of = rows if which is None else _taken(rows, which)
+        running = of.status == RUN
+        slots = jnp.where(running, of.position, context)
         hidden, cache = model.extend(
-            rows.pending[:, None], positions=slots[:, None], cache=cache, group=group
+            of.pending[:, None], positions=slots[:, None], cache=cache, rows=which, group=group
         )
-        return emit(rows, model.unembed(hidden[:, 0]), running, sampler, context), cache, steps + 1
+        return emit(rows, model.unembed(hidden[:, 0]), running, sampler, context, which), cache, steps + 1
 
     return jax.lax.while_loop(going, step, (rows, cache, jnp.int32(0)))
+
+
+def least_far(rows: Rows, count: int) -> Int[Array, "count"]:
+    """The rows that decode next, where not all do: those that run and have come least far, so that all end at about the same time
+    and no few long ones are left. Where rows are split over devices, each takes as many of its own."""
+
+    def on_one(status: Array, length: Array, count: int) -> Array:
+        return jnp.argsort(jnp.where(status == RUN, length, jnp.iinfo(length.dtype).max))[:count]
+
+    length = rows.offset + rows.position
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or mesh.size == 1:
+        return on_one(rows.status, length, count)
+    shards = data_shards(mesh)
+
+    def of_shard(status: Array, length: Array) -> Array:
+        return on_one(status, length, count // shards) + jax.lax.axis_index(ROW_AXES) * len(status)
+
+    spec = PartitionSpec(ROW_AXES)
+    return jax.shard_map(of_shard, in_specs=(spec, spec), out_specs=spec, check_vma=False)(
+        rows.status, length
+    )
+
+
+def _taken(rows: Rows, which: Int[Array, "P"]) -> Rows:
+    """The state of some rows, but for what they wrote."""
+    wrote = {"ids", "logps", "sampled_logps"}
+    return rows._replace(**{name: part[which] for name, part in rows._asdict().items() if name not in wrote})
 
 
 def feed(
@@ -166,7 +211,7 @@ def feed(
     entry = Feed(*(feeds[..., i].reshape(-1) for i in range(HEADER)))
     first = jnp.argsort(feeds[..., Feed._fields.index("copied")] == 0, axis=1)[:, :copies]
     copied = Feed(*(jnp.take_along_axis(feeds[..., i], first, axis=1).reshape(-1) for i in range(HEADER)))
-    cache = cache.copy_rows(copied.source, copied.row, copied.copied)
+    cache = cache.copy_rows(copied.source, copied.row, copied.copied, copied.kept)
     busy = jnp.max(jnp.sum(feeds[..., Feed._fields.index("length")] > 0, axis=1))
 
     def prefill(turn: Array, cache: KVCache) -> KVCache:

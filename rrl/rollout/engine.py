@@ -42,8 +42,9 @@ from rrl.rollout.watchdog import Watchdog
 from rrl.rollout.workflow import ASKS, Completion, Flows, Workflow
 from rrl.text.chat import chat_ids
 
-KEPT_TEXTS = 4096
-"""Texts whose tokens are kept: samples of a question read the same passages, and their tags are always the same."""
+KEPT_TEXTS, KEPT_LENGTH = 4096, 4096
+"""Texts whose tokens are kept, of at most so many characters: samples of a question read the same passages, and tags are always
+the same."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -54,14 +55,14 @@ class RolloutStats:
     retrieval_seconds: float = 0.0
     policy_tokens: int = 0
     row_steps: int = 0
-    """Decode steps, times rows: the tokens that would have been written if no row had ever been idle."""
+    """Decode steps, times the rows that decode at a time: the tokens that would have been written if none had ever been idle."""
     prefilled_tokens: int = 0
     """Of prompts and observations; what is copied from another row is not counted."""
     searches_failed: int = 0
 
     @property
     def busy(self) -> float:
-        """Mean share of the rows that were decoding, over the decode steps."""
+        """Mean share of the rows that were decoding, of those that decode at a time, over the decode steps."""
         return self.policy_tokens / max(self.row_steps, 1)
 
     @property
@@ -137,7 +138,7 @@ class Engine:
 
     def encode(self, text: str) -> np.ndarray:
         """Token ids of `text`, no special tokens added; read-only, since what is often asked is kept."""
-        return self._encoded(text)
+        return self._encoded(text) if len(text) <= KEPT_LENGTH else self._encode(text)
 
     def _encode(self, text: str) -> np.ndarray:
         ids = np.asarray(self.tokenizer.encode(text, add_special_tokens=False), np.int32)
@@ -366,7 +367,7 @@ class Engine:
             seconds=time.perf_counter() - start,
             retrieval_seconds=float(searching.max()),
             policy_tokens=int(written.sum()),
-            row_steps=sum(steps) * self.programs.rows,
+            row_steps=sum(steps) * self.programs.decode_rows,
             prefilled_tokens=int(prefilled.sum()),
             searches_failed=int(failed.sum()),
         )

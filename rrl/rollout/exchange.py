@@ -44,6 +44,8 @@ class Feed(NamedTuple):
     source: Any
     """A row whose first `copied` slots hold what this row's are to hold."""
     copied: Any
+    kept: Any
+    """Of these so many hold it already."""
     pending: Any
     """The token after these: the turn begins with what follows it."""
 

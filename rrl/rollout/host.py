@@ -116,7 +116,7 @@ class Host:
         """What it is doing, for who wonders why nothing happens."""
         self.exchanges = 0
         self.prefilled = 0
-        """Tokens that were fed; a prompt that is copied from another row is not."""
+        """Tokens that were fed; what is copied from another row is not."""
         self.written = 0
         """Tokens of the policy."""
         self.failed = 0
@@ -354,7 +354,7 @@ class Host:
         return np.concatenate([feeds.ravel(), queries.ravel(), marks, last])
 
     def _feed(self, row: int, room: int, copies: int) -> list[Int[np.ndarray, "words"]]:
-        """The next pieces of what a row is fed, `room` at most; none where it waits for another row's prompt.
+        """The next pieces of what a row is fed, `room` at most; none where it waits for what another row is fed.
 
         `copies` rows copy a prefix already.
         """
@@ -362,10 +362,11 @@ class Host:
         assert live is not None
         if not room:
             return []
-        source, copied = row, 0
+        source, copied, own = row, 0, todo.slot
         if self.prefixes is not None and not todo.begun:
-            own = todo.slot
-            tokens = np.concatenate([self.prefixes.held(row)[:own], todo.tokens])
+            held = self.prefixes.held(row) if own else todo.tokens[:0]
+            assert len(held) == own, f"row {row} holds {len(held)} tokens, its text goes on at {own}"
+            tokens = np.concatenate([held, todo.tokens])
             source, copied, there = self.prefixes.find(row, tokens, own)
             if not there or (source != row and copies == self.limits.copies):
                 return []
@@ -390,6 +391,7 @@ class Host:
                 temperature=np.float32(live.request.temperature).view(np.int32),
                 source=source,
                 copied=copied if source != row else 0,
+                kept=own,
                 pending=todo.pending,
             )
             out[HEADER : HEADER + len(piece)] = piece

@@ -6,6 +6,7 @@ also be compiled ahead of time for devices that are not there (`rrl.train.plan`)
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -32,7 +33,10 @@ class EngineConfig:
     """Sizes and sampling of an engine; all static, so that one program serves a whole run."""
 
     rows: int = 64
-    """Episodes in flight, over all data shards."""
+    """Episodes that decode side by side, over all data shards."""
+    spare_rows: int = 0
+    """Episodes in flight beside them: one that waits for passages leaves its place to the one that has come least far. They take
+    the memory of their cache, and change no number."""
     context: int = 8192
     """Most tokens that the policy sees at a time, its own among them; a restart begins anew."""
     feeds: int = 16
@@ -51,7 +55,7 @@ class EngineConfig:
     """Sampling among the k likeliest tokens; 0 is off."""
     share_prompts: bool = True
     """Whether rows copy the beginning of a context from rows that hold it, instead of prefilling it again: a prompt, and what
-    samples of one question wrote and read alike after it. It changes no bit."""
+    samples of one question wrote and read alike after it. What is copied has the bits of what it stands for."""
     search_seconds: float = 60.0
     """A search that takes longer is given up: the policy is told that it failed. Each of three attempts at a search service
     gets a third of it."""
@@ -60,7 +64,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         at_least(1, self, "rows", "context", "feeds", "feed_tokens", "patience", "top_k")
-        at_least(0, self, "loops", "sample_top_k", "stall_seconds")
+        at_least(0, self, "spare_rows", "loops", "sample_top_k", "stall_seconds")
         if not self.search_seconds > 0:
             raise UserError(
                 f"search_seconds={self.search_seconds} must be above 0: each search would be given up"
@@ -68,8 +72,13 @@ class EngineConfig:
         if not 0 < self.top_p <= 1:
             raise UserError(f"top_p={self.top_p} must lie above 0 and not above 1")
 
+    @property
+    def in_flight(self) -> int:
+        """Episodes at a time, with those that wait."""
+        return self.rows + self.spare_rows
 
-PATIENCE = ("search_seconds", "stall_seconds")
+
+NO_NUMBERS = ("search_seconds", "stall_seconds", "spare_rows")
 """Fields of an EngineConfig that touch no number, unless a search is given up."""
 
 DECODED_TOGETHER = 16
@@ -125,10 +134,11 @@ class Programs:
         self.graph, self.decoder_config, self.config = graph, decoder_config, config
         self.mesh, self.eos, self.answer, self.encoder = mesh, eos, answer, encoder
         self.shards = data_shards(mesh)
-        if config.rows % self.shards:
-            raise UserError(
-                f"rollout.rows={config.rows} must be a multiple of data x fsdp = {self.shards} shards of the mesh"
-            )
+        for name in ("rows", "spare_rows"):
+            if (count := getattr(config, name)) % self.shards:
+                raise UserError(
+                    f"rollout.{name}={count} must be a multiple of data x fsdp = {self.shards} shards of the mesh"
+                )
         if config.sample_top_k > decoder_config.vocab_size:
             raise UserError(
                 f"rollout.sample_top_k={config.sample_top_k} must be at most {decoder_config.vocab_size}, the model's "
@@ -136,11 +146,11 @@ class Programs:
             )
         self.on_cpu = mesh.devices.flat[0].platform == "cpu"
         self.loops = _loops(config, self.on_cpu and mesh.size == 1)
-        self.rows = config.rows // self.loops
+        self.rows, self.decode_rows = config.in_flight // self.loops, config.rows // self.loops
         self.limits = Limits(
             rows=self.rows // self.shards,
             context=config.context,
-            feeds=min(config.feeds, self.rows // self.shards),
+            feeds=min(config.feeds, self.decode_rows // self.shards),
             feed_tokens=config.feed_tokens,
             query_tokens=encoder.query_tokens if encoder else 0,
             patience=config.patience,
@@ -257,6 +267,7 @@ class Programs:
             context=self.config.context,
             enough=self.limits.feeds * self.shards,
             patience=patience,
+            at_once=self.decode_rows,
             group=self.groups[0],
         )
 
@@ -343,13 +354,14 @@ def _loops(config: EngineConfig, one_cpu: bool) -> int:
     """How many loops share the rows. A decode step's small operations gain nothing from a second core; another loop does."""
     if not one_cpu:
         return 1
-    cores = cores_here()
+    cores, divided = cores_here(), math.gcd(config.rows, config.spare_rows)
     if config.loops:
-        if config.rows % config.loops or config.loops > max(2, cores):
+        if divided % config.loops or config.loops > max(2, cores):
+            spare = f" and rollout.spare_rows={config.spare_rows}" if config.spare_rows else ""
             raise UserError(
-                f"rollout.loops={config.loops} must divide rollout.rows={config.rows}, and be at most {max(2, cores)} on "
+                f"rollout.loops={config.loops} must divide rollout.rows={config.rows}{spare}, and be at most {max(2, cores)} on "
                 f"{cores} cores; 0 finds a number that does"
             )
         return config.loops
     most = min(cores, max(1, config.rows // ROWS_OF_A_LOOP))
-    return next(count for count in range(most, 0, -1) if config.rows % count == 0)
+    return next(count for count in range(most, 0, -1) if divided % count == 0)

@@ -34,6 +34,7 @@ class Prefixes:
         with those that are to be fed it: the last bits differ."""
         held = np.concatenate([self.held(row), ~tokens])
         self.opens(row, held, len(held))
+        self._fed.pop(row, None)
 
     def held(self, row: int) -> Int[np.ndarray, "T"]:
         """What the row holds or will hold, ~token where it was decoded."""
@@ -53,14 +54,15 @@ class Prefixes:
         """The best row to copy from: (row, tokens that it shares, whether they are there already).
 
         (row, own, True) where no row saves a chunk: the first `own` tokens are the row's already. The row itself counts: what it
-        held before is there at no cost.
+        held before is there at no cost. A single chunk behind its own is not worth waiting for.
         """
         shared = self._shared(tokens)
         most = int(shared.max())
-        if self._chunks(len(tokens) - most) >= self._chunks(len(tokens) - own):
-            return row, own, True
+        saved = self._chunks(len(tokens) - own) - self._chunks(len(tokens) - most)
         best = np.flatnonzero(shared == most)
         there = best[self._ready[best] >= most]
+        if saved < 1 or (saved < 2 and own and not len(there)):
+            return row, own, True
         candidates = there if len(there) else best
         return row if row in candidates else int(candidates[0]), most, bool(len(there))
 

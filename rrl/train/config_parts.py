@@ -96,7 +96,15 @@ def learn_in_miniwiki(config: ConfigDict, args: types.SimpleNamespace, recipe: M
     config.recipe = dict(recipe)
     config.recipe.environment = {"max_searches": 4, "turn_tokens": 128, "observation_tokens": 256}
     config.recipe.environment.correction = ""  # the policy was never shown one
-    config.rollout = {"rows": 64, "context": 1024, "feeds": 16, "feed_tokens": 256, "top_k": 2, "top_p": 0.95}
+    config.rollout = {
+        "rows": 64,
+        "spare_rows": 32,
+        "context": 1024,
+        "feeds": 16,
+        "feed_tokens": 256,
+        "top_k": 2,
+        "top_p": 0.95,
+    }
     # Half as many again as R-Search's: groups that are all right or all wrong teach nothing here.
     steps = 100 if args.steps is None else args.steps
     config.train = {

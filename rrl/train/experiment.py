@@ -37,7 +37,7 @@ from rrl.rewards.reader import Reader
 from rrl.rl.advantages import WITHIN_GROUPS
 from rrl.rl.optim import OptimConfig
 from rrl.rollout.engine import Engine, EngineConfig
-from rrl.rollout.loop import PATIENCE
+from rrl.rollout.loop import NO_NUMBERS
 from rrl.rollout.trajectory import Trajectory
 from rrl.train.checkpoints import refuse_other_config
 from rrl.train.critic import CriticConfig
@@ -364,7 +364,7 @@ def identity_of(settings: Settings) -> dict[str, Any]:
 
 def _sizes(rollout: EngineConfig) -> dict[str, Any]:
     """What of an engine's settings its numbers depend on."""
-    return {name: value for name, value in dataclasses.asdict(rollout).items() if name not in PATIENCE}
+    return {name: value for name, value in dataclasses.asdict(rollout).items() if name not in NO_NUMBERS}
 
 
 def report(settings: Settings, loaded: Loaded, outcome: Outcome, workdir: pathlib.Path, say: Clock) -> None:

@@ -171,7 +171,7 @@ def plan(
             )
             rest |= {"critic update": own["update"], "critic step": own["optimiser step"]}
     itemsize = jnp.dtype(dtype).itemsize
-    cache = cache_device_bytes(shape, settings.rollout.rows, settings.rollout.context, itemsize, devices)
+    cache = cache_device_bytes(shape, settings.rollout.in_flight, settings.rollout.context, itemsize, devices)
     if compiled and not compiled[0].too_large:
         rest["rollout"] -= cache
     gradients = {"gradients": device_bytes(model.params)}

@@ -83,8 +83,25 @@ def test_a_row_that_waits_for_no_one_keeps_its_own():
     fed(prefixes, 0, PROMPT)
     text = told(prefixes, 0, [3], [5])
     assert prefixes.find(0, text, own=11) == (0, 11, True)
-    fed(prefixes, 1, text)  # as it is fed, not as it was decoded
+    fed(prefixes, 1, np.abs(text))  # 3 is fed there, and was decoded here
+    assert prefixes.find(0, text, own=11) == (0, 11, True)
+    fed(prefixes, 1, text)
     assert prefixes.find(0, text, own=11) == (1, 12, True)
+
+
+def test_a_single_chunk_behind_its_own_is_copied_but_not_waited_for():
+    prefixes, answer = Prefixes(2, 4), [*range(20, 29)]
+    for row in range(2):
+        fed(prefixes, row, PROMPT)
+    for size, there in ((4, True), (8, False)):  # 1 chunk, 2 chunks
+        texts = [told(prefixes, row, [7], answer[:size]) for row in range(2)]
+        own = len(texts[0]) - size
+        prefixes.opens(0, texts[0], own)
+        assert prefixes.find(1, texts[1], own) == ((1, own, True) if there else (0, len(texts[1]), False))
+        prefixes.filled(0, len(texts[0]))
+        prefixes.settle()
+        assert prefixes.find(1, texts[1], own) == (0, len(texts[1]), True)
+        prefixes.opens(1, texts[1], len(texts[1]))
 
 
 @given(st.lists(st.lists(st.integers(0, 1), max_size=12), min_size=1, max_size=5), st.integers(1, 5))

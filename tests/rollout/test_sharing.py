@@ -14,6 +14,7 @@ from rrl.parallel.mesh import make_mesh
 from rrl.parallel.rules import shard
 from rrl.rl.logprobs import token_logprobs
 from rrl.rollout.engine import Engine, EngineConfig, deal
+from rrl.rollout.prefixes import Prefixes
 from rrl.rollout.protocol import Append, Finish, Restart, SearchFor, SingleTurn, Stream
 from rrl.rollout.trajectory import POLICY, PROMPT
 from rrl.text.chat import chat_ids
@@ -127,42 +128,91 @@ class Reads(Stream):
     """Answers with a text that begins alike for all; the third turn begins a context of the tokens that stood there before."""
 
     def __init__(self, encode):
-        super().__init__(turn_tokens=6, observation_tokens=60)
+        super().__init__(turn_tokens=6, observation_tokens=100)
         object.__setattr__(self, "encode", encode)
 
     def react(self, episode, text, stop):
         if episode.turn == 3:
             return Finish("done")
-        answer = f" what was read after turn {episode.turn}, of some length: {text}"
+        answer = f" what was read after turn {episode.turn}, of some length: {text}" + 10 * " and so on"
         if episode.turn == 2:
             return Restart(self.encode(episode.question.text + answer + "".join(episode.said)))
         return Append(body=answer)
 
 
-def test_who_came_the_same_way_to_the_same_text_shares_it_to_the_bit(world):
-    decoder, tokenizer, _, requests = world
-    asked = [  # three alike, three that part from them sooner or later
+@pytest.fixture(scope="module")
+def parting(world):
+    """Of each question three samples that are alike, and three that part from them sooner or later."""
+    return [
         dataclasses.replace(
             request, seed=10 * number + sample, temperature=0.0 if sample < 3 else 0.5 * sample
         )
-        for number, request in enumerate(requests[:3])
+        for number, request in enumerate(world[3][:3])
         for sample in range(6)
     ]
-    found, prefilled = [], []
-    for shared in (True, False):
-        config = dataclasses.replace(CONFIG, rows=6, context=400, feed_tokens=32, share_prompts=shared)
+
+
+@pytest.mark.parametrize("rows", [6, 32])
+def test_who_came_the_same_way_to_the_same_text_shares_it_to_the_bit(world, parting, rows, monkeypatch):
+    decoder, tokenizer = world[:2]
+    find, found, prefilled = Prefixes.find, [], []
+    for prompts, answers in ((True, True), (True, False), (False, False)):
+        config = dataclasses.replace(CONFIG, rows=rows, context=400, feed_tokens=32, share_prompts=prompts)
         engine = Engine(decoder, tokenizer, config)
-        reads = Reads(engine.encode)
-        found.append(engine.run(nnx.state(decoder), asked, reads, KEY))
+
+        def without(self, row, tokens, own=0):
+            return (row, own, True) if own else find(self, row, tokens)
+
+        monkeypatch.setattr(Prefixes, "find", find if answers else without)
+        found.append(engine.run(nnx.state(decoder), parting, Reads(engine.encode), KEY))
         prefilled.append(engine.stats.prefilled_tokens)
-    same(*found)
+    same(found[0], found[1])
+    same(found[0], found[2])
     assert all(len(t.contexts) == 2 for t in found[0])
     assert [t.tokens.tolist() for t in found[0][:3]] == [found[0][0].tokens.tolist()] * 3
-    assert prefilled[0] < 0.7 * prefilled[1]
+    assert prefilled[0] < 0.85 * prefilled[1] < 0.7 * prefilled[2]
+
+
+def test_the_reference_loop_and_a_mesh_share_answers_too(world, parting):
+    decoder, tokenizer = world[:2]
+    config = dataclasses.replace(CONFIG, rows=12, context=400)
+    engine = Engine(decoder, tokenizer, config)
+    reads = Reads(engine.encode)
+    found = engine.run(nnx.state(decoder), parting, reads, KEY)
+    same(engine.run(nnx.state(decoder), parting, reads, KEY, reference=True), found)
     mesh = make_mesh(2, 2, 2)
-    spread = Engine(decoder, tokenizer, dataclasses.replace(CONFIG, rows=12, context=400), mesh=mesh)
-    same(spread.run(shard(nnx.state(decoder), mesh), asked, reads, KEY), found[0], 1e-5)
-    same(engine.run(nnx.state(decoder), asked, reads, KEY, reference=True), found[0])
+    spread = Engine(decoder, tokenizer, config, mesh=mesh)
+    same(spread.run(shard(nnx.state(decoder), mesh), parting, reads, KEY), found, 1e-5)
+
+
+def test_rows_that_wait_leave_their_place_to_others(world, parting):
+    decoder, tokenizer = world[:2]
+    config = dataclasses.replace(CONFIG, context=400)
+    engine = Engine(decoder, tokenizer, config)
+    reads = Reads(engine.encode)
+    found = engine.run(nnx.state(decoder), parting, reads, KEY)
+    busy = engine.stats.busy
+    config = dataclasses.replace(config, spare_rows=8)
+    engine = Engine(decoder, tokenizer, config)
+    for reference in (False, True):
+        same(engine.run(nnx.state(decoder), parting, reads, KEY, reference=reference), found)
+    assert busy < engine.stats.busy <= 1
+    mesh = make_mesh(2, 2, 2)
+    spread = Engine(decoder, tokenizer, config, mesh=mesh)
+    same(spread.run(shard(nnx.state(decoder), mesh), parting, reads, KEY), found, 1e-5)
+
+
+def test_spare_rows_are_dealt_to_shards_and_loops(world):
+    decoder, tokenizer = world[:2]
+    spare = dataclasses.replace(CONFIG, spare_rows=6)
+    with pytest.raises(
+        UserError, match=r"rollout\.spare_rows=6 must be a multiple of data x fsdp = 4 shards"
+    ):
+        Engine(decoder, tokenizer, spare, mesh=make_mesh(2, 2, 2))
+    with pytest.raises(UserError, match=r"loops=2 must divide rollout\.rows=8 and rollout\.spare_rows=5,"):
+        Engine(decoder, tokenizer, dataclasses.replace(CONFIG, spare_rows=5, loops=2))
+    with pytest.raises(UserError, match=r"spare_rows=-1 must be at least 0"):
+        dataclasses.replace(CONFIG, spare_rows=-1)
 
 
 class Steps(Stream):
