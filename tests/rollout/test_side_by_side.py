@@ -62,10 +62,10 @@ def finished(library):
         retriever=library,
         on_finish=lambda index, trajectory: ended.append(trajectory),
     )
-    none, vectors = np.zeros((2, 4)), np.zeros((1, 2), np.float32)
+    ids, none, vectors = np.zeros((2, 4), np.int32), np.zeros((2, 4)), np.zeros((1, 2), np.float32)
     for exchange in range(20):
         status = np.array([WAIT if exchange else RUN, RUN])
-        host.exchange(Turns(status, np.full(2, -1), none, none, none, np.ones(2, int)), vectors)
+        host.exchange(Turns(status, np.full(2, -1), ids, none, none, np.ones(2, int)), vectors)
         assert host.error is None, host.error
         if ended:
             return ended[0]
