@@ -1,15 +1,16 @@
 """Stage 1 of the cold start: SFT on fixed demonstrations of a recipe's protocol, stopped early on held-out ones.
 
     python launch/sft.py --config=configs/miniwiki_cold_start.py:init=runs/pretrain/model --workdir=runs/cold_start
-    python launch/sft.py --config=configs/miniwiki_cold_start.py:recipe=tiresrag --workdir=runs/tiresrag_cold_start
+    python launch/sft.py --config=configs/miniwiki_cold_start.py:recipe=tiresrag,init=assets/miniwiki-policy \\
+      --workdir=runs/tiresrag_cold_start
     python launch/sft.py --config=configs/miniwiki_cold_start.py:recipe=r3rag,init=assets/miniwiki-policy \\
       --workdir=runs/r3rag_cold_start
     python launch/sft.py --config=configs/miniwiki_cold_start.py:recipe=r2ag,init=assets/miniwiki-policy \\
       --workdir=runs/r2ag_cold_start
 
-About 2 minutes on 2 quiet cores. The model is written to WORKDIR/model, or to out=FOLDER. There are 500 demonstrations, 100 for
-R3-RAG, 150 for R2AG and 100 to 250 for the baselines: the baselines' papers start from none, and after 500 they leave
-reinforcement learning little to do; `demonstrations=N` takes another number. `minutes=M` trains for so long instead, at a lower
+About 2 minutes on 2 quiet cores. The model is written to WORKDIR/model, or to out=FOLDER. There are 500 demonstrations for
+R-Search and 100 to 250 for the others, whose start, `init`, is mostly the policy that R-Search's made: after 500 there is little
+left for reinforcement learning to do; `demonstrations=N` takes another number. `minutes=M` trains for so long instead, at a lower
 constant rate, and keeps the parameters with the least held-out loss: the control that goes on with supervised training for as
 long as reinforcement learning took.
 """
@@ -36,8 +37,15 @@ SHOWN: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 not follow."""
 
 
-DEMONSTRATIONS = {"r3rag": 100, "r2ag": 150, "search_r1": 250, "r1_searcher": 150, "research": 100}
-"""Fewer than 500."""
+DEMONSTRATIONS = {
+    "r3rag": 100,
+    "tiresrag": 150,
+    "r2ag": 150,
+    "search_r1": 250,
+    "r1_searcher": 150,
+    "research": 100,
+}
+"""Where it is not 500."""
 
 
 def get_config(arg: str = "") -> ConfigDict:

@@ -9,8 +9,8 @@
 
 A base model starts with stage 1, whose policy is stage 2's start. The cold-started policy of the built-in world (size=tiny,
 settings found for R-Search's PPO there) knows how to search, so that stage 2 is the default. A wrong form costs it half an
-answer: the published two, of base models, are most of the reward's variance, and 50 updates learn nothing else (README,
-"Search-R1, R1-Searcher, ReSearch").
+answer: the published two, of base models, are most of the reward's variance, and 50 updates learn nothing else
+(docs/recipes.md).
 
 size=3b and size=7b hold the published settings: at most 8 searches, top-k 3, 64 questions x 16 samples at temperature 1, updates
 of 256 trajectories, lr 2e-6; stage 1 on 350 questions, stage 2 on 8,148, one epoch each. For the KL in the

@@ -10,7 +10,7 @@
 
 size=tiny is the built-in world (`miniwiki`), whose questions take at most 4 documents; `reader` is the generator, which answers
 from the documents that were found. The measure is full recall: 96 updates take it from the cold start's 59.6 % to 70.2 (mean
-of three seeds, 720 questions; README, "R2AG"). Of the settings the number of updates was tried, and that of demonstrations: a
+of three seeds, 720 questions; docs/recipes.md). Of the settings the number of updates was tried, and that of demonstrations: a
 start of 500 finds 80.7 and gains 3.5 to 7.4 points.
 
 size=3b and size=7b hold the paper's settings (appendix B.2): trees of 128 prompts a step x 12 outputs of at most 4,096 tokens,

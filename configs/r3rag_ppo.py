@@ -13,7 +13,7 @@ exactly or not at all. The policy's learning rate and the weight of its KL are t
 (`configs/rsearch_ppo.py`, whose KL stands in the reward), as is the number of questions. The critic takes eight steps on each
 batch at 1e-3: with one at 3e-4 its values explain nothing of the returns for 27 updates and an eighth after 54, with these an
 eighth by the eighteenth. In eight minutes of two cores, evaluations apart, 30 updates add 7 points to a start of 100
-demonstrations; 38 add 6 to one of 150 in twelve (README, "R3-RAG").
+demonstrations; 38 add 6 to one of 150 in twelve (docs/recipes.md).
 
 size=7b holds the paper's settings (section 4.3, appendix C): Qwen2.5-7B after its cold start (`configs/r3rag_cold_start.py`
 makes the data, `configs/r3rag_sft.py` trains on it), batch 64 (16 questions x 4 rollouts at temperatures 0.1, 0.4, 0.7 and

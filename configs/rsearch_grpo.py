@@ -114,6 +114,6 @@ def get_config(arg: str = "") -> ConfigDict:
     if is_smoke(args):
         shorten(config)
     elif tiny and not args.policy and not real and args.control == "none":
-        # What the same policy reaches when it is shown 4,000 demonstrations: README, "What it reaches".
+        # What the same policy reaches when it is shown 4,000 demonstrations: docs/recipes.md, "R-Search".
         config.reference = ("SFT on 4,000 clean demonstrations", 0.733)
     return with_defaults(config)

@@ -1,6 +1,7 @@
 """TIRESRAG-R1 with GRPO, or with REINFORCE++.
 
-    python launch/sft.py --config=configs/miniwiki_cold_start.py:recipe=tiresrag --workdir=runs/tiresrag_cold_start
+    python launch/sft.py --config=configs/miniwiki_cold_start.py:recipe=tiresrag,init=assets/miniwiki-policy \\
+      --workdir=runs/tiresrag_cold_start
     python launch/train.py --config=configs/tiresrag_grpo.py                              # built-in world, from that start
     python launch/train.py --config=configs/tiresrag_grpo.py:ablation=filter              # Table 7: without the filter
     python launch/train.py --config=configs/tiresrag_grpo.py:estimator=reinforce_pp       # Table 4
@@ -8,7 +9,7 @@
     python launch/train.py --config=configs/tiresrag_grpo.py:size=3b,data=FOLDER,policy=FOLDER,judge=FOLDER,encoder=FOLDER
 
 size=tiny is the built-in world (`miniwiki`), whose oracle knows the gold passages; its settings are those that were found
-for R-Search there, with half as many updates again, since the filter leaves out half of the groups (README, "TIRESRAG-R1"):
+for R-Search there, with half as many updates again, since the filter leaves out half of the groups (docs/recipes.md):
 9 minutes of two cores.
 
 size=3b and size=7b hold the paper's settings (appendix C.1): 108 questions x 5 rollouts at temperature 1, 2 passes over a

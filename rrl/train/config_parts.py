@@ -89,7 +89,7 @@ def begin(stem: str, arg: str, args: types.SimpleNamespace) -> ConfigDict:
 
 
 def learn_in_miniwiki(config: ConfigDict, args: types.SimpleNamespace, recipe: Mapping[str, Any]) -> None:
-    """Sizes, objective and optimiser that were found for R-Search's cold-started policy (README, "What it reaches").
+    """Sizes, objective and optimiser that were found for R-Search's cold-started policy (docs/recipes.md, "R-Search").
 
     Other recipes take them over, with `recipe`'s fields beside its name and what their own objective changes.
     """

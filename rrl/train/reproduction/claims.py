@@ -204,7 +204,7 @@ CLAIMS = (
         "TIRESRAG-R1, Table 3",
         "52.8 against SFT's 28.4 EM on 2Wiki",
         "EM, TIRESRAG-R1 against a weak cold start, of 150 demonstrations (the paper's SFT learns answers alone); from 500 RL "
-        "finds nothing to add (README)",
+        "finds nothing to add (docs/recipes.md)",
         (f"tiresrag-{SEED}-eval", "tiresrag_cold-eval"),
         more("em"),
     ),
@@ -348,7 +348,7 @@ CLAIMS = (
         "RL makes the tree find more than without",
         "R2AG, Table 5",
         "full recall 46.8 against 34.9 on MuSiQue, of a prompted model",
-        "full recall, against a weak cold start, of 150 demonstrations; from 500 RL adds some 4 points (README)",
+        "full recall, against a weak cold start, of 150 demonstrations; from 500 RL adds some 4 points (docs/recipes.md)",
         (f"r2ag-{SEED}-eval", "r2ag_cold-eval"),
         found_more,
     ),
