@@ -161,8 +161,9 @@ def decode_until(
 
 
 def least_far(rows: Rows, count: int) -> Int[Array, "count"]:
-    """The rows that decode next, where not all do: those that run and have come least far, so that all end at about the same time
-    and no few long ones are left. Where rows are split over devices, each takes as many of its own."""
+    """The rows that decode next, where not all do: those that run and have come least far, so that once no more requests come all
+    end at about the same time; until then the longest wait for those that follow. Where rows are split over devices, each takes
+    as many of its own."""
 
     def on_one(status: Array, length: Array, count: int) -> Array:
         return jnp.argsort(jnp.where(status == RUN, length, jnp.iinfo(length.dtype).max))[:count]

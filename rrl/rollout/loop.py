@@ -6,7 +6,6 @@ also be compiled ahead of time for devices that are not there (`rrl.train.plan`)
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -36,7 +35,8 @@ class EngineConfig:
     """Episodes that decode side by side, over all data shards."""
     spare_rows: int = 0
     """Episodes in flight beside them: one that waits for passages leaves its place to the one that has come least far. They take
-    the memory of their cache, and change no number."""
+    the memory of their cache, and change no number. Each loop has as many, rounded up. Where far more requests than rows are run,
+    the longest end late."""
     context: int = 8192
     """Most tokens that the policy sees at a time, its own among them; a restart begins anew."""
     feeds: int = 16
@@ -146,7 +146,8 @@ class Programs:
             )
         self.on_cpu = mesh.devices.flat[0].platform == "cpu"
         self.loops = _loops(config, self.on_cpu and mesh.size == 1)
-        self.rows, self.decode_rows = config.in_flight // self.loops, config.rows // self.loops
+        self.decode_rows = config.rows // self.loops
+        self.rows = self.decode_rows + -(-config.spare_rows // self.loops)
         self.limits = Limits(
             rows=self.rows // self.shards,
             context=config.context,
@@ -354,14 +355,13 @@ def _loops(config: EngineConfig, one_cpu: bool) -> int:
     """How many loops share the rows. A decode step's small operations gain nothing from a second core; another loop does."""
     if not one_cpu:
         return 1
-    cores, divided = cores_here(), math.gcd(config.rows, config.spare_rows)
+    cores = cores_here()
     if config.loops:
-        if divided % config.loops or config.loops > max(2, cores):
-            spare = f" and rollout.spare_rows={config.spare_rows}" if config.spare_rows else ""
+        if config.rows % config.loops or config.loops > max(2, cores):
             raise UserError(
-                f"rollout.loops={config.loops} must divide rollout.rows={config.rows}{spare}, and be at most {max(2, cores)} on "
+                f"rollout.loops={config.loops} must divide rollout.rows={config.rows}, and be at most {max(2, cores)} on "
                 f"{cores} cores; 0 finds a number that does"
             )
         return config.loops
     most = min(cores, max(1, config.rows // ROWS_OF_A_LOOP))
-    return next(count for count in range(most, 0, -1) if divided % count == 0)
+    return next(count for count in range(most, 0, -1) if config.rows % count == 0)

@@ -114,17 +114,18 @@ def plan(
     slice_ = open_topology(topology)
     sizes = dataclasses.asdict(settings.mesh)
     if set(sizes.values()) == {1}:
-        sizes = default_mesh(shape, slice_.size, settings.rollout.rows)
+        sizes = default_mesh(shape, slice_.size, math.gcd(settings.rollout.rows, settings.rollout.spare_rows))
     try:
         devices = slice_.mesh(**sizes)
     except UserError as error:
         raise UserError(f"{error}; set --config.mesh.data, .fsdp and .tensor") from error
     shards = data_shards(devices)
-    if settings.rollout.rows % shards:
-        raise UserError(
-            f"rollout.rows={settings.rollout.rows} must be a multiple of data x fsdp = {shards} of the mesh; "
-            f"give --config.rollout.rows={-(-settings.rollout.rows // shards) * shards} or another config.mesh"
-        )
+    for name in ("rows", "spare_rows"):
+        if (count := getattr(settings.rollout, name)) % shards:
+            raise UserError(
+                f"rollout.{name}={count} must be a multiple of data x fsdp = {shards} of the mesh; "
+                f"give --config.rollout.{name}={-(-count // shards) * shards} or another config.mesh"
+            )
     dtype, remat = jnp.dtype(settings.compute.dtype), settings.compute.remat
     attention = settings.compute.backend(slice_.chip.platform, settings.train.objective.share_prefixes)
     model = Model.of(
@@ -247,9 +248,16 @@ def first_knob(plan: Plan) -> str:
         lora = "" if plan.settings.lora.rank else "--config.lora.rank=32 (adapters alone are trained), or "
         return f"{lora}more chips (about {need}): parameters and their state alone take {state / GIB:.1f} GiB of each"
     if phase == "rollout" and parts["KV cache"] >= parts["activations"]:
-        fewer = int(rows * (1 - excess / parts["KV cache"])) // shards * shards
+        spare, why = (
+            plan.settings.rollout.spare_rows,
+            "the KV cache is the largest part, and goes with the rows",
+        )
+        fewer = int((rows + spare) * (1 - excess / parts["KV cache"])) // shards * shards
+        if spare and fewer >= rows:
+            return f"--config.rollout.spare_rows={fewer - rows} (now {spare}): {why}"
         if fewer >= shards:
-            return f"--config.rollout.rows={fewer} (now {rows}): the KV cache is the largest part, and goes with the rows"
+            flags = f"--config.rollout.rows={fewer}" + " --config.rollout.spare_rows=0" * (spare > 0)
+            return f"{flags} (now {rows}{f' and {spare}' if spare else ''}): {why}"
         return f"--config.rollout.context (now {plan.settings.rollout.context}): one row a shard is too much already"
     if phase == "rollout":
         fewer = max(plan.settings.rollout.feed_tokens // 2, 1)

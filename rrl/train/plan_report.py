@@ -27,7 +27,8 @@ def _head(plan: Plan) -> list[str]:
         f"numbers   {plan.computation} computation and reference, "
         f"{plan.settings.compute.param_dtype} trained parameters",
         f"kernels   remat={plan.remat}, attention={plan.attention}",
-        f"rollout   {rollout.rows} rows of {rollout.context} tokens",
+        f"rollout   {rollout.rows} rows{f' and {rollout.spare_rows} spare ones' if rollout.spare_rows else ''} "
+        f"of {rollout.context} tokens",
         f"update    microbatches of {rows} rows of {length} tokens",
     ]
     if rows * length > objective.microbatch_tokens:

@@ -1,7 +1,7 @@
 """What begins alike is prefilled once: rows find those that hold it, when that saves a chunk and once it is there."""
 
 import numpy as np
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rrl.rollout.prefixes import Prefixes
@@ -78,6 +78,15 @@ def test_what_a_row_decoded_is_not_copied_by_one_that_is_fed_it():
     assert (prefixes.held(0) == [0, 1, 2, 3, 4, 5, ~6, ~7, ~8, ~9]).all()
 
 
+def test_what_a_row_wrote_is_there_though_it_was_fed_in_the_same_exchange():
+    prefixes = Prefixes(2, 4)
+    prefixes.opens(0, PROMPT, 0)
+    prefixes.filled(0, 10)
+    prefixes.wrote(0, np.array([3]))
+    prefixes.settle()
+    assert prefixes.find(1, prefixes.held(0)) == (0, 11, True)
+
+
 def test_a_row_that_waits_for_no_one_keeps_its_own():
     prefixes = Prefixes(2, 4)
     fed(prefixes, 0, PROMPT)
@@ -104,6 +113,7 @@ def test_a_single_chunk_behind_its_own_is_copied_but_not_waited_for():
         prefixes.opens(1, texts[1], len(texts[1]))
 
 
+@settings(deadline=None)
 @given(st.lists(st.lists(st.integers(0, 1), max_size=12), min_size=1, max_size=5), st.integers(1, 5))
 def test_what_is_copied_is_the_longest_common_beginning(held, chunk):
     *others, tokens = (np.array(ids, np.int32) for ids in [*held, [0, 1, 0, 0, 1, 0, 1, 1]])

@@ -157,6 +157,17 @@ def test_what_does_not_go_together_is_refused_before_anything_is_compiled(topolo
         plan(with_mesh(get_config("size=7b"), **mesh), topology)
 
 
+def test_spare_rows_are_planned_for():
+    config = get_config("size=7b")
+    config.rollout.spare_rows = 64
+    found = plan(config, "h100:8")
+    assert "256 rows and 64 spare ones of" in report(found)
+    config.rollout.spare_rows = 6
+    assert plan(config, "h100:8").mesh.shape["fsdp"] == 2  # as many as divide both
+    with pytest.raises(UserError, match=r"rollout.spare_rows=6 .* give --config.rollout.spare_rows=8"):
+        plan(with_mesh(config, fsdp=8), "h100:8")
+
+
 def test_a_context_beyond_the_policys_positions_is_refused(tmp_path):
     config = tiny_config(tmp_path)
     with config.unlocked():
@@ -211,9 +222,11 @@ def test_adapters_leave_the_gradients_and_state_of_all_else_away():
     assert "B of them trained" in report(found)
 
 
-def made(memory, sizes=(1, 4, 4), remat="full", **objective):
+def made(memory, sizes=(1, 4, 4), remat="full", spare=0, **objective):
     """A plan of the 7B run on v5e:4x4 whose memory, in GiB, is made up."""
-    settings = Settings.parse(get_config("size=7b"))
+    config = get_config("size=7b")
+    config.rollout.spare_rows = spare
+    settings = Settings.parse(config)
     train = dataclasses.replace(
         settings.train, objective=dataclasses.replace(settings.train.objective, **objective)
     )
@@ -244,6 +257,14 @@ STATE = {"parameters": 1, "reference": 1, "optimiser state": 2}
         (
             made({"rollout": STATE | {"KV cache": 16, "activations": 1}}),
             r"--config.rollout.rows=172 \(now 256\)",
+        ),
+        (
+            made({"rollout": STATE | {"KV cache": 16, "activations": 1}}, spare=256),
+            r"--config.rollout.spare_rows=88 \(now 256\)",
+        ),
+        (
+            made({"rollout": STATE | {"KV cache": 16, "activations": 1}}, spare=64),
+            r"--config.rollout.rows=212 --config.rollout.spare_rows=0 \(now 256 and 64\)",
         ),
         (made({"rollout": STATE | {"KV cache": 2, "activations": 16}}), "--config.rollout.feed_tokens=1024"),
         (
