@@ -9,9 +9,9 @@
     python launch/train.py --config=configs/r2ag.py:size=7b,data=FOLDER,policy=FOLDER,reader=FOLDER,encoder=FOLDER
 
 size=tiny is the built-in world (`miniwiki`), whose questions take at most 4 documents; `reader` is the generator, which answers
-from the documents that were found. The measure is full recall: 96 updates take it from the cold start's 59.6 % to 70.2 (mean
-of three seeds, 720 questions; docs/recipes.md). Of the settings the number of updates was tried, and that of demonstrations: a
-start of 500 finds 80.7 and gains 3.5 to 7.4 points.
+from the documents that were found. The measure is full recall: 96 updates take it from the cold start's 59.6 % to 67.0 (mean
+of three seeds, 720 questions; on another machine 70.2; docs/recipes.md). Of the settings the number of updates was tried, and
+that of demonstrations: a start of 500 finds 80.7 and gains 3.5 to 7.4 points.
 
 size=3b and size=7b hold the paper's settings (appendix B.2): trees of 128 prompts a step x 12 outputs of at most 4,096 tokens,
 at most 5 expansions, top-1 documents in training, clip 0.2/0.28, no KL, AdamW at 1e-6, 80 steps; evaluated at temperature 0.6
