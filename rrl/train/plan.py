@@ -248,10 +248,8 @@ def first_knob(plan: Plan) -> str:
         lora = "" if plan.settings.lora.rank else "--config.lora.rank=32 (adapters alone are trained), or "
         return f"{lora}more chips (about {need}): parameters and their state alone take {state / GIB:.1f} GiB of each"
     if phase == "rollout" and parts["KV cache"] >= parts["activations"]:
-        spare, why = (
-            plan.settings.rollout.spare_rows,
-            "the KV cache is the largest part, and goes with the rows",
-        )
+        spare = plan.settings.rollout.spare_rows
+        why = "the KV cache is the largest part, and goes with the rows"
         fewer = int((rows + spare) * (1 - excess / parts["KV cache"])) // shards * shards
         if spare and fewer >= rows:
             return f"--config.rollout.spare_rows={fewer - rows} (now {spare}): {why}"

@@ -16,7 +16,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 FOLDER = ROOT / "assets" / "miniwiki-judge"
 
 
-def test_it_is_the_one_that_the_readme_tells_of_and_small():
+def test_it_is_the_one_that_the_docs_tell_of_and_small():
     table = re.search(
         r"`assets/miniwiki-judge` .*`([0-9a-f]{12})` \|", (ROOT / "docs" / "training.md").read_text()
     )
