@@ -114,7 +114,7 @@ def plan(
     slice_ = open_topology(topology)
     sizes = dataclasses.asdict(settings.mesh)
     if set(sizes.values()) == {1}:
-        sizes = default_mesh(shape, slice_.size, math.gcd(settings.rollout.rows, settings.rollout.spare_rows))
+        sizes = default_mesh(shape, slice_.size, settings.rollout.rows)
     try:
         devices = slice_.mesh(**sizes)
     except UserError as error:
