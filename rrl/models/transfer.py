@@ -202,15 +202,20 @@ def export(model: nnx.Module, table: Sequence[Entry], dtype: DTypeLike) -> Itera
             )
         return name, value
 
+    def read(which: tuple[Entry, ...], layer: int | None = None) -> Iterator[tuple[str, np.ndarray]]:
+        # A generator of its own: at its end it lets go of the tensors, before the next ones are made.
+        parameters = tuple(flat[entry.ours] for entry in which)
+        index = None if layer is None else np.int32(layer)
+        for entry, tensor in zip(
+            which, _read(which, narrow, _everywhere(parameters[0]), parameters, index), strict=True
+        ):
+            yield checked(entry.theirs if layer is None else entry.theirs.format(layer), tensor)
+
     for entry in entries:
         if not entry.stacked:
-            (tensor,) = _read((entry,), narrow, _everywhere(flat[entry.ours]), (flat[entry.ours],), None)
-            yield checked(entry.theirs, tensor)
-    parameters = tuple(flat[entry.ours] for entry in stacked)
-    for layer in range(parameters[0].shape[0]):
-        tensors = _read(stacked, narrow, _everywhere(parameters[0]), parameters, np.int32(layer))
-        for entry, tensor in zip(stacked, tensors, strict=True):
-            yield checked(entry.theirs.format(layer), tensor)
+            yield from read((entry,))
+    for layer in range(flat[stacked[0].ours].shape[0]):
+        yield from read(stacked, layer)
 
 
 @functools.partial(jax.jit, static_argnums=0)
