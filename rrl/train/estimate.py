@@ -90,11 +90,13 @@ def costs(
     rate = {name: sum(kind.bytes for kind in kinds.values()) for name, kinds in traffic.items()}
     length = settings.train.objective.lengths[-1]
     objective = settings.train.objective
-    batches = objective.epochs * max(1.0, tokens / (objective.rows(length, shards) * length))
+    batches = max(1.0, tokens / (objective.rows(length, shards) * length))
     forward = forward_flops(config, tokens, mean_keys, written)
-    # Forward, twice that back (once where weights are frozen), with remat forward again; and the reference.
+    # Forward, twice that back (once where weights are frozen), with remat forward again; and the reference, of which a reward
+    # that pays for the KL asks once for all epochs.
     back = {"none": 3, "dots": 3, "full": 4}[remat]
-    passes = back + 1 - (settings.lora.rank > 0)
+    asked = 1 if objective.kl_in_reward else objective.epochs
+    passes = objective.epochs * (back - (settings.lora.rank > 0)) + asked
     parts = {
         "rollout": Cost(
             forward,
@@ -102,9 +104,9 @@ def costs(
             rate.get("decode", 0.0) * steps + rate.get("prefill", 0.0) * prefills,
         ),
         "update": Cost(
-            objective.epochs * passes * forward,
+            passes * forward,
             batches * passes * F32 / BF16 * weights,
-            rate.get("update", 0.0) * batches,
+            rate.get("update", 0.0) * batches * objective.epochs,
         ),
         "optimiser step": Cost(
             objective.optimizer_steps * 12.0 * trained,
@@ -116,11 +118,10 @@ def costs(
         headless = forward_flops(config, tokens, mean_keys, 0.0)
         times = critic.epochs * back + 1  # and once for the values before the update
         size = matrix_parameters(config) + config.hidden * config.vocab_size
-        own = max(1.0, tokens / (objective.rows(length, shards) * length))
         parts["critic update"] = Cost(
             times * headless,
-            own * times * F32 * size,
-            rate.get("critic update", 0.0) * own * critic.epochs,
+            batches * times * F32 * size,
+            rate.get("critic update", 0.0) * batches * critic.epochs,
         )
         parts["critic step"] = Cost(
             critic.optimizer_steps * 12.0 * size,

@@ -112,18 +112,25 @@ class Learner:
         policy tokens."""
         skipped, metrics = self._skipped, dict[str, float]()
         credit: Advantages
+        before = self._updater.before(self._reference, self._fixed, trajectories)
         if self._critic is None:
             spread = float(advantages.std())
-            credit = self._updater.credit(self._reference, self._fixed, trajectories, advantages)
+            credit = self._updater.credit(trajectories, advantages, before)
         else:
-            penalties = self._updater.kl_penalties(self._reference, self._fixed, trajectories)
+            penalties = None if before is None else before.penalties
             estimate = self._critic.estimate(self._values[0], trajectories, penalties)
             credit, spread = estimate.advantages, estimate.spread
             self._values[0], found = self._critic.learn(self._values[0], trajectories, estimate)
             metrics |= {f"critic/{name}": value for name, value in found.items()}
         if step >= self.config.waits:
             self._params, self._opt_state, found = self._updater(
-                self._params, self._opt_state, self._reference, self._fixed, trajectories, credit
+                self._params,
+                self._opt_state,
+                self._reference,
+                self._fixed,
+                trajectories,
+                credit,
+                before,
             )
             metrics |= {f"train/{name}": value for name, value in found.items()}
         metrics["train/advantage_std"] = spread  # as it was before whitening, after which it is 1

@@ -95,9 +95,11 @@ class ObjectiveConfig:
 
     @property
     def extras(self) -> tuple[str, ...]:
-        """The per-token arrays that `policy_loss` reads, all float32."""
+        """The per-token arrays of an update's microbatches, all float32: what `policy_loss` reads, and the reference's
+        log-probabilities where the reward has asked for them already."""
         sampled = ("sampled_logp",) if self.importance_cap is not None else ()
-        return ("old_logp", "advantage", "weight", *sampled)
+        reference = ("reference_logp",) if self.kl_in_reward else ()
+        return ("old_logp", "advantage", "weight", *sampled, *reference)
 
     @property
     def sums(self) -> tuple[str, ...]:

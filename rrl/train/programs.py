@@ -151,7 +151,8 @@ def rollout(settings: Settings, model: Model, mesh: Mesh) -> Program:
 
 
 def accumulate(settings: Settings, model: Model, mesh: Mesh) -> Program:
-    """Log-probabilities under policy and reference, loss and gradient of the largest microbatch."""
+    """Log-probabilities under the policy, and under the reference where the reward has not asked for them, loss and gradient of
+    the largest microbatch."""
     descent = _updater(settings, model).descent
     batch = _microbatch(settings.train.objective, settings.train.objective.extras, mesh)
     frozen = (model.reference, model.fixed)

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,16 +26,26 @@ Advantages = Float[np.ndarray, "N"] | Sequence[Float[np.ndarray, "T"]]
 """One number a trajectory, or one a token (read on policy tokens only)."""
 
 
+class Before(NamedTuple):
+    """What the reference says of each trajectory, 0 where a token is not the policy's."""
+
+    logps: list[Float[np.ndarray, "T"]]
+    penalties: list[Float[np.ndarray, "T"]]
+    """kl_coef times the estimate between the sampler and the reference."""
+
+
 def microbatches(
     trajectories: Sequence[Trajectory],
     advantages: Advantages,
     config: ObjectiveConfig,
     shards: int = 1,
     old_logps: Sequence[Float[np.ndarray, "T"]] | None = None,
+    reference_logps: Sequence[Float[np.ndarray, "T"]] | None = None,
 ) -> tuple[list[Batch], float]:
     """Packs trajectories into rows of few lengths; returns the batches and what the summed loss is divided by.
 
-    `old_logps` are those that the ratio starts from; None: the sampler's.
+    `old_logps` are those that the ratio starts from; None: the sampler's. `reference_logps` are the reference's, where
+    `config.extras` has them.
     """
     counts = np.array([t.policy_tokens for t in trajectories], np.int64)
     weights, total = sequence_weights(
@@ -55,6 +65,8 @@ def microbatches(
     }
     if "sampled_logp" in config.extras:
         extras["sampled_logp"] = [t.sampled_logps for t in trajectories]
+    if reference_logps is not None:
+        extras["reference_logp"] = reference_logps
     return bucketed(trajectories, config, shards, extras).buckets.batches, total
 
 
@@ -77,8 +89,11 @@ class Updater:
         ) -> tuple[jax.Array, dict[str, jax.Array]]:
             reference, fixed = frozen
             scores = token_logprobs(nnx.merge(graph, params, fixed), batch, entropy=True)
-            before = token_logprobs(nnx.merge(graph, reference, fixed), batch)
-            return policy_loss(scores, jax.lax.stop_gradient(before.logp), batch, config)
+            if config.kl_in_reward:
+                before = batch.extras["reference_logp"]
+            else:
+                before = token_logprobs(nnx.merge(graph, reference, fixed), batch).logp
+            return policy_loss(scores, jax.lax.stop_gradient(before), batch, config)
 
         self.descent = Descent(loss, optimizer, config.sums, mesh, config.streams)
 
@@ -88,38 +103,36 @@ class Updater:
         def kl(reference: PyTree, fixed: PyTree, batch: Batch) -> dict[str, jax.Array]:
             before = logps(reference, fixed, batch)["logp"]
             found = kl_estimate(batch.extras["old_logp"], before, config.kl_estimator)
-            return {"kl": jnp.where(batch.loss, config.kl_coef * found, 0.0)}
+            return {"logp": before, "kl": jnp.where(batch.loss, config.kl_coef * found, 0.0)}
 
         self.logps = Scorer(logps, config, mesh)
         self.penalty = Scorer(kl, config, mesh)
 
-    def credit(
-        self,
-        reference: PyTree,
-        fixed: PyTree,
-        trajectories: Sequence[Trajectory],
-        advantages: Float[np.ndarray, "N"],
-    ) -> Advantages:
-        """What each token is learned from, given the recipe's advantages: less the KL still to come where the objective has
-        it in the reward, whitened where it asks for that; else they stay as they are."""
-        config = self.config
-        penalties = self.kl_penalties(reference, fixed, trajectories)
-        if penalties is None and not config.whiten:
-            return advantages
-        if penalties is None:
-            penalties = [np.zeros(len(t.tokens), np.float32) for t in trajectories]
-        tokens = penalized(advantages, penalties)
-        return whiten(tokens, [t.roles == POLICY for t in trajectories]) if config.whiten else tokens
-
-    def kl_penalties(
-        self, reference: PyTree, fixed: PyTree, trajectories: Sequence[Trajectory]
-    ) -> list[Float[np.ndarray, "T"]] | None:
-        """kl_coef times the estimate at each policy token, between the sampler and the reference, 0 elsewhere; None where
-        the reward pays for no KL."""
+    def before(self, reference: PyTree, fixed: PyTree, trajectories: Sequence[Trajectory]) -> Before | None:
+        """What the reward of each token pays for the KL, and the reference's log-probabilities, which the update takes from
+        here; None where the reward pays nothing (then the update asks the reference itself)."""
         if not self.config.kl_in_reward:
             return None
-        extras = {"old_logp": [t.logps for t in trajectories]}
-        return self.penalty(reference, fixed, trajectories, extras)["kl"]
+        found = self.penalty(reference, fixed, trajectories, {"old_logp": [t.logps for t in trajectories]})
+        return Before(found["logp"], found["kl"])
+
+    def credit(
+        self,
+        trajectories: Sequence[Trajectory],
+        advantages: Float[np.ndarray, "N"],
+        before: Before | None = None,
+    ) -> Advantages:
+        """What each token is learned from, given the recipe's advantages: less the KL still to come where the reward pays for
+        it (`before`), whitened where the objective asks for that; else they stay as they are."""
+        if before is None and not self.config.whiten:
+            return advantages
+        penalties = (
+            [np.zeros(len(t.tokens), np.float32) for t in trajectories]
+            if before is None
+            else before.penalties
+        )
+        tokens = penalized(advantages, penalties)
+        return whiten(tokens, [t.roles == POLICY for t in trajectories]) if self.config.whiten else tokens
 
     def __call__(
         self,
@@ -129,11 +142,12 @@ class Updater:
         fixed: PyTree,
         trajectories: Sequence[Trajectory],
         advantages: Advantages,
+        before: Before | None = None,
     ) -> tuple[PyTree, optax.OptState, dict[str, float]]:
         """Updates on all trajectories, in `config.epochs` passes; the buffers of `params` and `opt_state` are donated.
 
         `params` and `reference` are trained parameters now and at the start, `fixed` the others, which both models share
-        (`rrl.rl.optim.split_trained`).
+        (`rrl.rl.optim.split_trained`). `before` is what the method of that name gives; None: it is asked here.
 
         Returns new parameters, optimiser state, and means over policy tokens, and over the steps with a finite gradient where
         there is one: kl (from the reference), step_kl (k3 of where the ratio starts from here), entropy, ratio,
@@ -147,6 +161,8 @@ class Updater:
             old = self.logps(params, fixed, trajectories)["logp"]
             gaps = [np.abs(o - t.logps)[t.roles == POLICY] for o, t in zip(old, trajectories, strict=True)]
             gap = {"logp_gap": float(np.concatenate(gaps).mean())}
+        if before is None:
+            before = self.before(reference, fixed, trajectories)
         with use_mesh(self.mesh):
             groups = np.array([t.group for t in trajectories])
             names = np.unique(groups)
@@ -160,6 +176,7 @@ class Updater:
                         config,
                         self.shards,
                         [old[i] for i in inside],
+                        None if before is None else [before.logps[i] for i in inside],
                     )
                 )
             steps: list[dict[str, float]] = []

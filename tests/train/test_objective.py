@@ -30,7 +30,8 @@ OPTIONS = {
 def arrays(seed=0):
     rng = np.random.default_rng(seed)
     names = ("logp", "entropy", "reference", "old_logp", "advantage", "weight", "sampled_logp")
-    return {name: rng.normal(size=(ROWS, LENGTH)).astype(np.float32) for name in names}
+    found = {name: rng.normal(size=(ROWS, LENGTH)).astype(np.float32) for name in names}
+    return found | {"reference_logp": found["reference"]}
 
 
 def loss_of(config, values, mask):

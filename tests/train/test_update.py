@@ -236,7 +236,8 @@ def test_the_kl_in_the_reward_is_paid_from_each_token_on_and_then_whitened():
     objective = ObjectiveConfig(kl_coef=0.5, kl_estimator="k1", kl_in="reward", lengths=(16, 32, 64))
     updater, (_, reference, fixed), _ = made(objective)
     before = updater.logps(reference, fixed, TRAJECTORIES)["logp"]
-    found = updater.credit(reference, fixed, TRAJECTORIES, ADVANTAGES)
+    paid = updater.before(reference, fixed, TRAJECTORIES)
+    found = updater.credit(TRAJECTORIES, ADVANTAGES, paid)
     wanted = []
     for t, advantage, ref in zip(TRAJECTORIES, ADVANTAGES, before, strict=True):
         own = np.flatnonzero(t.roles == POLICY).tolist()
@@ -247,16 +248,34 @@ def test_the_kl_in_the_reward_is_paid_from_each_token_on_and_then_whitened():
     white = made(dataclasses.replace(objective, whiten=True))[0]
     every = np.concatenate(wanted)
     for t, tokens, one in zip(
-        TRAJECTORIES, white.credit(reference, fixed, TRAJECTORIES, ADVANTAGES), wanted, strict=True
+        TRAJECTORIES, white.credit(TRAJECTORIES, ADVANTAGES, paid), wanted, strict=True
     ):
         np.testing.assert_allclose(
             tokens[t.roles == POLICY], (one - every.mean()) / every.std(), rtol=1e-3, atol=1e-4
         )
 
 
+def test_where_the_reward_pays_for_the_kl_the_update_takes_the_references_word_from_there():
+    objective = ObjectiveConfig(kl_coef=0.5, kl_estimator="k1", kl_in="reward", lengths=(64,), minibatches=2)
+    updater, (params, reference, fixed), optimizer = made(objective)
+    paid = updater.before(reference, fixed, TRAJECTORIES)
+    nothing = jax.tree.map(lambda x: x * np.nan, reference)
+    state = optimizer.init(params)
+    found, _, metrics = updater(params, state, nothing, fixed, TRAJECTORIES, ADVANTAGES, paid)
+    asked, told = step(objective)
+    close(found, asked, 0)
+    # The update itself knows no KL then: its gradient is the one without, of which the metric is told all the same.
+    without, beside = step(dataclasses.replace(objective, kl_coef=0.0))
+    close(found, without)
+    for name in ("kl", "loss", "grad_norm"):
+        np.testing.assert_allclose(metrics[name], told[name], rtol=1e-6, err_msg=name)
+        np.testing.assert_allclose(metrics[name], beside[name], rtol=1e-4, atol=1e-7, err_msg=name)
+
+
 def test_credit_is_the_recipes_own_where_nothing_else_is_asked_for():
     updater, (_, reference, fixed), _ = made(ObjectiveConfig(lengths=(64,)))
-    assert updater.credit(reference, fixed, TRAJECTORIES, ADVANTAGES) is ADVANTAGES
+    paid = updater.before(reference, fixed, TRAJECTORIES)
+    assert paid is None and updater.credit(TRAJECTORIES, ADVANTAGES, paid) is ADVANTAGES
 
 
 def test_a_sharded_step_is_the_step_of_one_device_and_leaves_parameters_where_they_were():
