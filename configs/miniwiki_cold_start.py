@@ -9,7 +9,7 @@
       --workdir=runs/r2ag_cold_start
 
 About 2 minutes on 2 quiet cores. The model is written to WORKDIR/model, or to out=FOLDER. There are 500 demonstrations for
-R-Search and 100 to 250 for the others, whose start, `init`, is mostly the policy that R-Search's made: after 500 there is little
+R-Search and 75 to 250 for the others, whose start, `init`, is mostly the policy that R-Search's made: after 500 there is little
 left for reinforcement learning to do; `demonstrations=N` takes another number. `minutes=M` trains for so long instead, at a lower
 constant rate, and keeps the parameters with the least held-out loss: the control that goes on with supervised training for as
 long as reinforcement learning took.
@@ -42,7 +42,7 @@ DEMONSTRATIONS = {
     "tiresrag": 150,
     "r2ag": 150,
     "search_r1": 250,
-    "r1_searcher": 150,
+    "r1_searcher": 75,
     "research": 100,
 }
 """Where it is not 500."""

@@ -1,7 +1,7 @@
 """R1-Searcher with REINFORCE++: a baseline of the papers.
 
     python launch/sft.py --workdir=runs/r1_searcher_cold_start \\
-      --config=configs/miniwiki_cold_start.py:recipe=r1_searcher,demonstrations=150,init=assets/miniwiki-policy
+      --config=configs/miniwiki_cold_start.py:recipe=r1_searcher,init=assets/miniwiki-policy
     python launch/train.py --config=configs/r1_searcher.py                       # built-in world, from that start: stage 2
     python launch/train.py --config=configs/r1_searcher.py:stage=1               # retrieval and form alone
     python launch/train.py --config=configs/r1_searcher.py:policy=runs/r1_searcher_tiny-stage=1/policy     # … and then stage 2
@@ -46,7 +46,7 @@ def get_config(arg: str = "") -> ConfigDict:
         # No group is needed: other questions tell more than other answers to the same.
         config.train.update({"questions": 128, "samples": 1})
         if args.steps is None:
-            config.train.update({"steps": 54, "eval_every": 27})
+            config.train.update({"steps": 28, "eval_every": 14})
     else:
         config.recipe = recipe
         config.recipe.environment = {}
