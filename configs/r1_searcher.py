@@ -76,8 +76,9 @@ def get_config(arg: str = "") -> ConfigDict:
             "microbatch_tokens": 32768,
         }
         config.optim = {"name": "adamw", "lr": 2e-6, "clip_norm": 1.0, "b2": 0.999}
-    # What a policy earns of which every form is wrong, as a base model's first ones may be.
-    config.guard.reward = -(0.5 if tiny else 2.0)
+    if args.stage == 2:
+        # What a policy earns of which every form is wrong, as a base model's first ones may be.
+        config.guard.reward = -(0.5 if tiny else 2.0)
     config.objective.update({"kl_estimator": "k1", "kl_in": "reward", "whiten": True})
     if is_smoke(args):
         shorten(config)

@@ -27,6 +27,7 @@ as in training.
 
 from ml_collections import ConfigDict
 
+from rrl.errors import UserError
 from rrl.train.config_parts import begin, is_smoke, parse_run, shorten
 
 POLICIES = {
@@ -47,6 +48,10 @@ def get_config(arg: str = "") -> ConfigDict:
         t=("most", "half"),
         hops=4,
     )
+    if args.hops < 1:
+        raise UserError(
+            f"config argument hops={args.hops} must be at least 1: as many queries as a question may need"
+        )
     from rrl.train.experiment import with_defaults  # imports jax: after the arguments were found right
 
     tiny = args.size == "tiny"

@@ -16,7 +16,7 @@ FILE = "rrl_recipe.json"
 
 _COLD_START = re.compile(rf"(?P<workdir>runs/(?P<recipe>{'|'.join(RECIPES)})_cold_start)/model")
 """Where the configs of the built-in world look for their start."""
-_AFTER_PRETRAINING = ("tiresrag", "search_r1")
+_AFTER_PRETRAINING = ("search_r1",)
 """Recipes whose cold start in the built-in world begins at runs/pretrain/model; the others' begins at the shipped policy."""
 
 

@@ -390,19 +390,21 @@ _TENTHS = r"(?<![\w.,/-])(0(?:\.\d+)?|1(?:\.0+)?|\.\d+)(?![\w%/]|[.,]\d)"
 _NAMED = re.compile(rf"score\W*[:=]\W*?{_TENTHS}", re.IGNORECASE)
 _OPENING = re.compile(rf"\A[\s*\"'(]*(?!1\.\s){_TENTHS}(?=[\s*\"')]*(?:$|[,;:(\n–-]|\.(?!\d)))")
 """Not "1 of the documents ...", which counts, nor the "1." of a list."""
+_CLOSING = re.compile(rf"(?:^|[:=]|\bis\b)[\s*\"'(]*{_TENTHS}[\s*\"').]*\Z", re.MULTILINE)
 
 
 def read_tenths(text: str) -> float | None:
     """The number in 0..1 of an answer, to the tenth; None where there is none ("7", "70%", "7/10", "high").
 
-    One that is called the score counts, else the one that the answer opens with, else the last with a decimal point, else the
-    last: whole ones are mostly counts ("only 1 document"). The ends of the scale, where an answer tells them ("out of 1",
-    "from 0 to 1", "0 = irrelevant"), are no score.
+    One that is called the score counts, else the one that the answer opens with, else the last with a decimal point, else a
+    whole one that the answer ends with, after a colon, an equals sign, "is", or alone on its line: elsewhere whole ones count or
+    name documents ("document 1 is irrelevant"). The ends of the scale, where an answer tells them ("out of 1", "from 0 to 1",
+    "0 = irrelevant"), are no score.
     """
     said = _SCALE.sub(" ", after_thought(text))
-    found = re.findall(_TENTHS, said)
-    opening = _OPENING.findall(said)  # one at most: it is anchored
-    chosen = _NAMED.findall(said) or opening or [number for number in found if "." in number] or found
+    decimals = [number for number in re.findall(_TENTHS, said) if "." in number]
+    # Of the opening and the closing number there is one at most: they are anchored.
+    chosen = _NAMED.findall(said) or _OPENING.findall(said) or decimals or _CLOSING.findall(said)
     return round(float(chosen[-1]), 1) if chosen else None
 
 

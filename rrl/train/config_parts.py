@@ -32,6 +32,8 @@ RUN: Mapping[str, Any] = {
 def parse_run(arg: str, **more: Any) -> types.SimpleNamespace:
     """The arguments of a training config: those of every run, and `more`. Raises UserError for a wrong one."""
     args = parse(arg, **RUN, **more)
+    if args.steps is not None and args.steps < 0:
+        raise UserError(f"config argument steps={args.steps} must be at least 0, which evaluates only")
     refuse_unused_encoder(args)
     return args
 

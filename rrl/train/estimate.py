@@ -106,7 +106,8 @@ def costs(
         "update": Cost(
             passes * forward,
             batches * passes * F32 / BF16 * weights,
-            rate.get("update", 0.0) * batches * objective.epochs,
+            # The reference's own pass gathers the parameters once of the three times that an update moves them.
+            rate.get("update", 0.0) * batches * (objective.epochs + objective.kl_in_reward / 3),
         ),
         "optimiser step": Cost(
             objective.optimizer_steps * 12.0 * trained,

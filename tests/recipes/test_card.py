@@ -8,12 +8,12 @@ from rrl.errors import UserError
 from rrl.recipes.card import require_policy
 
 
-@pytest.mark.parametrize("recipe", ["r3rag", "r2ag", "tiresrag"])
+@pytest.mark.parametrize("recipe", ["r3rag", "r2ag", "tiresrag", "r1_searcher", "research", "search_r1"])
 def test_a_cold_start_that_is_not_there_yet_is_told_how_to_make(
     recipe: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)  # a checkout may have it
-    start = "" if recipe == "tiresrag" else ",init=assets/miniwiki-policy"
+    start = "" if recipe == "search_r1" else ",init=assets/miniwiki-policy"
     with pytest.raises(
         UserError,
         match=rf"sft\.py .*:recipe={recipe}{start} --workdir=runs/{recipe}_cold_start, or give policy=FOLDER",

@@ -68,6 +68,7 @@ def test_r1_searcher_is_reinforce_plus_plus_in_two_stages_by_one_argument():
         assert run.recipe.advantage == "reward" and run.train.objective.whiten
         assert run.train.objective.kl_in_reward and run.train.objective.kl_estimator == "k1"
         assert run.train.guard.reward == -run.recipe.malformed_penalty  # nobody earns less
+    assert first.train.guard.reward == 0  # stage 1 takes nothing away
     assert second.recipe.malformed_penalty == 2.0 and settings("r1_searcher").recipe.malformed_penalty == 0.5
     assert second.rollout.top_k == 3 and second.recipe.environment.max_searches == 8  # SPEC.md 6
     assert second.policy == "models/Qwen2.5-7B"  # a base model
@@ -107,6 +108,8 @@ def test_every_field_can_be_overridden_and_wrong_ones_are_named(name):
     assert filled.recipe.environment.when_full == "end" and filled.data.held_out_per_kind == 8
     filled.recipe.environment.search = ("<|a|>", "<|b|>")
     assert Settings.parse(filled).recipe.environment.stops[0] == "<|b|>"
+    with pytest.raises(UserError, match="config argument steps=-1 must be at least 0"):
+        config(name, "steps=-1")
     with pytest.raises(UserError, match="unknown config argument 'stages'"):
         config(name, "stages=2")
 

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from rrl.errors import UserError
 from rrl.recipes.card import read_card
 from rrl.recipes.r2ag import R2AG, Expanding
 from rrl.train import experiment, rl, stages
@@ -55,6 +56,11 @@ def test_inference_is_set_by_arguments(arg, base, predicted, k):
     settings = Settings.parse(config(f"size=7b,data=FOLDER,{arg}".rstrip(",")))
     expected = Expanding(base_queries=base, predicted_queries=predicted)
     assert settings.recipe.environment == expected and settings.rollout.top_k == k
+
+
+def test_an_output_has_at_least_one_query():
+    with pytest.raises(UserError, match="config argument hops=0 must be at least 1"):
+        config("hops=0")
 
 
 @pytest.mark.slow

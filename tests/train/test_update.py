@@ -278,8 +278,9 @@ def test_credit_is_the_recipes_own_where_nothing_else_is_asked_for():
     assert paid is None and updater.credit(TRAJECTORIES, ADVANTAGES, paid) is ADVANTAGES
 
 
-def test_a_sharded_step_is_the_step_of_one_device_and_leaves_parameters_where_they_were():
-    objective = ObjectiveConfig(kl_coef=0.1, lengths=(64,), microbatch_tokens=256)
+@pytest.mark.parametrize("kl_in", ["loss", "reward"])
+def test_a_sharded_step_is_the_step_of_one_device_and_leaves_parameters_where_they_were(kl_in):
+    objective = ObjectiveConfig(kl_coef=0.1, kl_in=kl_in, lengths=(64,), microbatch_tokens=256)
     one, first = step(objective)
     mesh = make_mesh(1, 4, 2)
     with jax.set_mesh(mesh):

@@ -72,7 +72,7 @@ ARMS: Mapping[str, Arm] = {
 }
 COLD_STARTS = {
     "r3rag_cold": "recipe=r3rag,demonstrations=150",
-    # As few as R3-RAG's: after the 500 that are its default the shipped policy answers 74 %, and RL finds nothing to add.
+    # As few as R3-RAG's: after 500 the shipped policy answers 74 %, and RL finds nothing to add.
     "tiresrag_cold": "recipe=tiresrag,demonstrations=150",
     "r2ag_cold": "recipe=r2ag",
 }
