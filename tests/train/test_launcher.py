@@ -74,7 +74,16 @@ def test_a_run_without_a_workdir_has_one_by_its_config_and_arguments(config, fol
 @pytest.mark.parametrize(
     ("launcher", "flags", "message"),
     [
-        ("train", ["--config=configs/rsearch_grpo.py:steps=-5"], "train.steps=-5 must be at least 0"),
+        (
+            "train",
+            ["--config=configs/rsearch_grpo.py:steps=-5"],
+            "config argument steps=-5 must be at least 0",
+        ),
+        (
+            "train",
+            ["--config=configs/rsearch_grpo.py", "--config.train.steps=-5"],
+            "train.steps=-5 must be at least 0",
+        ),
         (
             "encoder",
             ["--config=configs/miniwiki_encoder.py:steps=-1"],
