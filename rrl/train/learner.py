@@ -45,6 +45,12 @@ class Lesson:
     """False where a gradient was not finite and its update was left out."""
 
 
+def _bound(tree: PyTree) -> PyTree:
+    """Bound to its devices, as what comes of an update and what a checkpoint gives back are: a program is compiled anew for
+    arrays that are not."""
+    return jax.tree.map(lambda x: jax.device_put(x, x.sharding), tree)
+
+
 class Learner:
     """The policy, its optimiser, the mean of its parameters and its critic, as far as a run has them; and its start, which is
     the frozen reference. `state` is what changes, and all that a checkpoint has to hold."""
@@ -62,9 +68,9 @@ class Learner:
             raise UserError("train.critic and a value model go together; give both or neither")
         self.config = config
         graph, params, fixed = split_trained(decoder, config.optim.frozen)
-        self._fixed = computed(fixed, decoder.dtype)
+        self._fixed = _bound(computed(fixed, decoder.dtype))
         nnx.update(decoder, self._fixed)  # lets go of the wider copy
-        self._reference = jax.tree.map(lambda x: x.copy(), computed(params, decoder.dtype))
+        self._reference = _bound(jax.tree.map(lambda x: x.copy(), computed(params, decoder.dtype)))
         optimizer = make_optimizer(config.optim)
         self._rate = make_schedule(config.optim)
         opt_state = init_optimizer(optimizer, params, mesh)
@@ -73,10 +79,7 @@ class Learner:
         values: list[State] = []  # the critic's, where there is one: a checkpoint without holds nothing of it
         if config.critic is not None and value_model is not None:
             self._critic, *values = make_critic(value_model, config.critic, config.objective, mesh)
-        # What a checkpoint gives back is bound to its device; so is this, or a continued run would compile its update anew.
-        self.state = jax.tree.map(
-            lambda x: jax.device_put(x, x.sharding), (params, opt_state, average, *values)
-        )
+        self.state = _bound((params, opt_state, average, *values))
         self._updater = Updater(graph, optimizer, config.objective, mesh)
 
     @property

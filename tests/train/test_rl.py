@@ -22,7 +22,7 @@ from rrl.train.critic import CriticConfig
 from rrl.train.metrics import read_metrics
 from rrl.train.rl import Task, train
 from rrl.train.rollouts import refuse_long_prompts
-from tests.train.small_run import CONFIG, STEPS, fresh, lines, run
+from tests.train.small_run import CONFIG, STEPS, fresh, lines, run, steps_of
 
 
 def test_the_mean_of_the_last_parameters_is_what_a_run_learned(parts, whole, tmp_path):
@@ -100,6 +100,22 @@ def test_the_start_is_what_is_evaluated_first(parts, tmp_path, monkeypatch):
     start = jax.tree.leaves(nnx.state(fresh()))
     jax.tree.map(np.testing.assert_array_equal, jax.tree.leaves(evaluated[0]), start)
     assert any((a != b).any() for a, b in zip(jax.tree.leaves(evaluated[1]), start, strict=True))
+
+
+def test_training_and_evaluating_share_one_rollout_program(parts, tmp_path, caplog):
+    """The start that is evaluated, what is learned and their mean differ in numbers alone."""
+    questions, engine, recipe = parts
+    again = Engine(fresh(), engine.tokenizer, engine.config, retriever=engine.retriever)
+    config = dataclasses.replace(CONFIG, average_last=0.5, steps=3)
+    jax.config.update("jax_log_compiles", True)  # in all threads
+    try:
+        with caplog.at_level("WARNING"):
+            run((questions, again, recipe), tmp_path, config)
+    finally:
+        jax.config.update("jax_log_compiles", False)
+    compiled = [line for line in caplog.messages if "Finished XLA compilation of jit(episode_loop)" in line]
+    assert steps_of(tmp_path) == ["eval 0", "train 1", "train 2", "eval 2", "train 3", "eval 3"]
+    assert len(compiled) == 1
 
 
 def test_zero_steps_only_evaluate(parts, tmp_path):
