@@ -15,7 +15,7 @@ from rrl.train.launcher import load_config
 from rrl.train.reproduction import queue
 from rrl.train.reproduction.claims import CLAIMS
 from rrl.train.reproduction.plan import Run, needed, runs
-from rrl.train.reproduction.queue import record_of, shares, work
+from rrl.train.reproduction.queue import Record, record_of, settings_of, shares, unlike, work
 
 ROOT = pathlib.Path(__file__).parents[2]
 SEEDS = (0, 1, 2)
@@ -99,6 +99,26 @@ def test_a_run_is_of_its_settings_not_of_the_words_about_them(tmp_path):
         record_of(run, tmp_path)
     with pytest.raises(UserError, match="was made with b=3, which is 4 today"):
         record_of(dataclasses.replace(run, fields={"b": 4}), tmp_path)
+
+
+def test_arguments_may_be_others_that_come_to_the_same_settings(tmp_path, monkeypatch):
+    """As where a default has moved since, and the plan names what it was."""
+    monkeypatch.chdir(ROOT)
+    cold = Run("a", "sft", "configs/miniwiki_cold_start.py:recipe=r3rag", 1)
+    named = dataclasses.replace(cold, config=f"{cold.config},demonstrations=100")
+    record = Record(cold.command("{out}"), settings_of(cold), "abc")
+    assert unlike(record, named) == ""
+    assert "was made by" in unlike(
+        record, dataclasses.replace(cold, config=f"{cold.config},demonstrations=99")
+    )
+    earlier = dataclasses.replace(record, settings={**record.settings, "train": {"steps": 260}})
+    assert unlike(earlier, cold) == unlike(earlier, named) == ""  # the others came later
+    rate = dataclasses.replace(named, fields={"optim.lr": 1e-3})
+    assert unlike(earlier, rate) == ""  # as it is without
+    assert "was made by" in unlike(earlier, dataclasses.replace(rate, fields={"optim.lr": 2e-3}))
+    strange = [flag.replace("recipe=", "system=") for flag in record.command]
+    assert "was made by" in unlike(dataclasses.replace(record, command=strange), named)
+    assert "was made by" in unlike(record, dataclasses.replace(named, name="b"))
 
 
 def test_two_runs_go_side_by_side_each_on_its_share_of_the_cores(tmp_path, monkeypatch):

@@ -1,8 +1,8 @@
 """What is run: cold starts, training runs over seeds, and an evaluation of each policy on the same held-out questions.
 
 Every run is one command of `launch/`, so that any row of the page can be made again by hand. Sizes are chosen so that all fit
-into three hours on two cores, one run a core: TIRESRAG-R1 and R2AG take about half as many updates here as their configs say,
-R3-RAG fewer too, and their learning rates fall to 0 within those.
+into three hours on two cores, one run a core: TIRESRAG-R1, R3-RAG and R2AG have numbers of updates and demonstrations of their
+own here, not their configs', and learning rates fall to 0 within those updates.
 """
 
 import dataclasses
@@ -74,7 +74,7 @@ COLD_STARTS = {
     "r3rag_cold": "recipe=r3rag,demonstrations=150",
     # As few as R3-RAG's: after 500 the shipped policy answers 74 %, and RL finds nothing to add.
     "tiresrag_cold": "recipe=tiresrag,demonstrations=150",
-    "r2ag_cold": "recipe=r2ag",
+    "r2ag_cold": "recipe=r2ag,demonstrations=150",
 }
 """Arguments of configs/miniwiki_cold_start.py beside the shipped policy, where each begins."""
 PROMPTED: Mapping[str, tuple[str, float, Mapping[str, Any]]] = {

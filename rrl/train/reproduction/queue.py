@@ -73,11 +73,37 @@ def record_of(run: Run, out: Path, others: bool = False) -> Record | None:
 def unlike(record: Record, run: Run) -> str:
     """Why the command as it is today would not make what the record is of; "" where it would.
 
-    Settings that came later are taken for what was done before there was a choice, as a default should be.
+    Settings that came later are taken for what was done before there was a choice, as a default should be. Arguments of a config
+    may be others that come to the same settings: defaults move.
     """
-    if list(record.command) != run.command("{out}"):
-        return f"was made by {' '.join(record.command)}, not by {' '.join(run.command('{out}'))}"
-    return _changed(record.settings, settings_of(run))
+    was, now, settings = list(record.command), run.command("{out}"), settings_of(run)
+    if was != now and (_beside_config(was) != _beside_config(now) or _whole(record, run) != settings):
+        return f"was made by {' '.join(was)}, not by {' '.join(now)}"
+    return _changed(record.settings, settings)
+
+
+def _beside_config(command: Sequence[str]) -> list[str]:
+    return [part for part in command if not part.startswith("--config")]
+
+
+def _whole(record: Record, run: Run) -> Any:
+    """The settings of a record, those that came later as its command has them today; None where that is no command today."""
+    flags = [part.removeprefix("--config") for part in record.command if part.startswith("--config")]
+    if not flags or not flags[0].startswith("="):
+        return None
+    fields = dict(flag.removeprefix(".").split("=", 1) for flag in flags[1:])
+    try:
+        today = settings_of(dataclasses.replace(run, config=flags[0][1:], fields=fields))
+    except UserError:
+        return None
+    return _over(today, record.settings)
+
+
+def _over(below: Any, above: Any) -> Any:
+    if not (isinstance(below, Mapping) and isinstance(above, Mapping)):
+        return above
+    both = {key: _over(below[key], above[key]) for key in below.keys() & above.keys()}
+    return {**below, **above, **both}
 
 
 def _changed(was: Any, now: Any, name: str = "") -> str:
