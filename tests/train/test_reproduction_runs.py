@@ -113,6 +113,12 @@ def test_arguments_may_be_others_that_come_to_the_same_settings(tmp_path, monkey
     )
     earlier = dataclasses.replace(record, settings={**record.settings, "train": {"steps": 260}})
     assert unlike(earlier, cold) == unlike(earlier, named) == ""  # the others came later
+    # The default was 99 when it ran.
+    few = {**record.settings["data"]["demonstrations"], "number": 99}
+    moved = {**record.settings, "data": {**record.settings["data"], "demonstrations": few}}
+    moved = dataclasses.replace(record, settings=moved)
+    assert unlike(moved, dataclasses.replace(cold, config=f"{cold.config},demonstrations=99")) == ""
+    assert "was made with data.demonstrations.number=99, which is 100" in unlike(moved, cold)
     rate = dataclasses.replace(named, fields={"optim.lr": 1e-3})
     assert unlike(earlier, rate) == ""  # as it is without
     assert "was made by" in unlike(earlier, dataclasses.replace(rate, fields={"optim.lr": 2e-3}))

@@ -2,7 +2,7 @@
 
 Every run is one command of `launch/`, so that any row of the page can be made again by hand. Sizes are chosen so that all fit
 into three hours on two cores, one run a core: TIRESRAG-R1, R3-RAG and R2AG have numbers of updates and demonstrations of their
-own here, not their configs', and learning rates fall to 0 within those updates.
+own here, whatever their configs take, and learning rates fall to 0 within those updates.
 """
 
 import dataclasses
