@@ -40,7 +40,7 @@ not follow."""
 DEMONSTRATIONS = {
     "r3rag": 100,
     "tiresrag": 150,
-    "r2ag": 150,
+    "r2ag": 100,
     "search_r1": 250,
     "r1_searcher": 75,
     "research": 100,

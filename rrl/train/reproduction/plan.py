@@ -2,7 +2,7 @@
 
 Every run is one command of `launch/`, so that any row of the page can be made again by hand. Sizes are chosen so that all fit
 into three hours on two cores, one run a core: TIRESRAG-R1, R3-RAG and R2AG have numbers of updates and demonstrations of their
-own here, whatever their configs take, and learning rates fall to 0 within those updates.
+own here, whatever their configs take, and R2AG its questions, outputs and rate; rates fall to 0 within those updates.
 """
 
 import dataclasses
@@ -68,7 +68,13 @@ ARMS: Mapping[str, Arm] = {
     "tiresrag_naive": Arm(
         "tiresrag", "configs/tiresrag_grpo.py:steps=42,ablation=naive", 10, start="tiresrag_cold"
     ),
-    "r2ag": Arm("r2ag", "configs/r2ag.py:steps=48", 10, start="r2ag_cold"),
+    "r2ag": Arm(
+        "r2ag",
+        "configs/r2ag.py:steps=48",
+        10,
+        {"train.questions": 32, "train.samples": 8, "optim.lr": 3e-4},
+        start="r2ag_cold",
+    ),
 }
 COLD_STARTS = {
     "r3rag_cold": "recipe=r3rag,demonstrations=150",
