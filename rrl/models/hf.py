@@ -2,6 +2,7 @@
 
 import collections
 import contextlib
+import dataclasses
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -70,8 +71,8 @@ _DECODER = (
     Entry("layers.up", "model.layers.{}.mlp.up_proj.weight", inputs=1),
     Entry("layers.down", "model.layers.{}.mlp.down_proj.weight", inputs=1),
 )
-_DECODER_IGNORED = re.compile(r".*rotary_emb\.inv_freq")
-_TIED_HEAD = re.compile(r".*rotary_emb\.inv_freq|lm_head\.weight")
+_DECODER_IGNORED = r".*rotary_emb\.inv_freq"
+_TIED_HEAD = r".*rotary_emb\.inv_freq|lm_head\.weight"
 
 _ENCODER = (
     Entry("embedding", "embeddings.word_embeddings.weight"),
@@ -157,10 +158,11 @@ def load_value_model(
     mesh: Mesh | None = None,
     attention: Backend = "xla",
     remat: Remat = "none",
+    layers: int = 0,
 ) -> ValueModel:
     """Opens a ...ForSequenceClassification folder with one label, or a language model, whose new head starts at 0.
 
-    Arguments and errors as for `load_decoder`.
+    Arguments and errors as for `load_decoder`; `layers` are how many are taken, from the first (0: all).
     """
     weights = Weights(folder)
     shape = weights.shape("score.weight") if "score.weight" in weights.names() else (1,)
@@ -169,7 +171,7 @@ def load_value_model(
             f"{weights.file('score.weight')}: tensor score.weight {shape} has {shape[0]} labels, but a value model has one; "
             "give a ...ForSequenceClassification with num_labels=1, or a language model, whose new head starts at 0"
         )
-    return _open(ValueModel, folder, dtype, param_dtype, mesh, attention, remat)
+    return _open(ValueModel, folder, dtype, param_dtype, mesh, attention, remat, layers)
 
 
 def _open(
@@ -180,9 +182,11 @@ def _open(
     mesh: Mesh | None,
     attention: Backend,
     remat: Remat,
+    layers: int = 0,
 ) -> Body:
-    """A decoder or what is built on one."""
-    config = read_decoder_config(folder)
+    """A decoder or what is built on one, of the first `layers` (0: all)."""
+    whole = read_decoder_config(folder)
+    config = dataclasses.replace(whole, layers=layers or whole.layers)
     abstract = nnx.eval_shape(
         lambda: kind(
             config,
@@ -193,8 +197,9 @@ def _open(
             remat=remat,
         )
     )
-    ignored = _DECODER_IGNORED if hasattr(abstract, "head") else _TIED_HEAD
-    return load(folder, abstract, _DECODER, ignored, mesh, optional=["score.weight"])
+    ignored = [_DECODER_IGNORED if hasattr(abstract, "head") else _TIED_HEAD]
+    ignored += [rf"model\.layers\.{layer}\..*" for layer in range(config.layers, whole.layers)]
+    return load(folder, abstract, _DECODER, re.compile("|".join(ignored)), mesh, optional=["score.weight"])
 
 
 def load_language_model(

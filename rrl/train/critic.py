@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 from jaxtyping import Float, Int, PyTree
 
 from rrl.errors import UserError, at_least
+from rrl.models.config import DecoderConfig
 from rrl.models.heads import ValueModel
 from rrl.parallel.mesh import data_shards, use_mesh
 from rrl.rl.advantages import whiten
@@ -35,6 +36,8 @@ class CriticConfig:
     """PPO's critic; defaults are R-Search's (gamma = lambda = 1)."""
 
     optim: OptimConfig
+    layers: int = 0
+    """The body: so many of the policy's layers, from the first; 0: all."""
     discount: float = 1.0
     """gamma."""
     trace: float = 1.0
@@ -58,12 +61,20 @@ class CriticConfig:
         if self.clip is not None:
             at_least(0, self, "clip", where="critic.")
         at_least(1, self, "epochs", "minibatches", where="critic.")
-        at_least(0, self, "warmup_steps", where="critic.")
+        at_least(0, self, "layers", "warmup_steps", where="critic.")
 
     @property
     def optimizer_steps(self) -> int:
         """Optimiser steps a rollout batch."""
         return self.epochs * self.minibatches
+
+    def body(self, policy: DecoderConfig) -> DecoderConfig:
+        """The critic's shape, given the policy's; UserError for more layers than that has."""
+        if self.layers > policy.layers:
+            raise UserError(
+                f"critic.layers={self.layers} must be at most {policy.layers}, the policy's (0: all of them)"
+            )
+        return dataclasses.replace(policy, layers=self.layers or policy.layers)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -116,9 +116,10 @@ def costs(
         ),
     }
     if (critic := settings.train.critic) is not None:
-        headless = forward_flops(config, tokens, mean_keys, 0.0)
+        body = critic.body(config)
+        headless = forward_flops(body, tokens, mean_keys, 0.0)
         times = critic.epochs * back + 1  # and once for the values before the update
-        size = matrix_parameters(config) + config.hidden * config.vocab_size
+        size = matrix_parameters(body) + config.hidden * config.vocab_size
         parts["critic update"] = Cost(
             times * headless,
             batches * times * F32 * size,

@@ -216,7 +216,7 @@ class Loaded:
     task: Task
     judge: Judge | None = None
     value_model: ValueModel | None = None
-    """Where PPO's critic starts: the policy's body, with a new output that says 0."""
+    """Where PPO's critic starts: the policy's body, or its first layers, with a new output that says 0."""
 
 
 class Clock:
@@ -255,6 +255,7 @@ def load(settings: Settings, say: Clock) -> Loaded:
     if settings.train.critic is not None:
         value_model = load_value_model(
             settings.policy,
+            layers=settings.train.critic.body(decoder.config).layers,
             dtype=jnp.dtype(compute.dtype),
             param_dtype=jnp.dtype(compute.param_dtype),
             mesh=mesh if mesh.size > 1 else None,

@@ -165,11 +165,10 @@ def plan(
         rest = {program.name: program.temporaries for program in compiled}
     else:
         rest = temporaries(settings, shape, devices, remat=remat, parameters=trained + fixed, trained=trained)
-        if critic is not None:
+        if critic is not None and settings.train.critic is not None:
             counts = [_count(part) for part in (critic.params, critic.fixed)]
-            own = temporaries(
-                settings, shape, devices, remat=remat, parameters=sum(counts), trained=counts[0]
-            )
+            body = settings.train.critic.body(shape)
+            own = temporaries(settings, body, devices, remat=remat, parameters=sum(counts), trained=counts[0])
             rest |= {"critic update": own["update"], "critic step": own["optimiser step"]}
     itemsize = jnp.dtype(dtype).itemsize
     cache = cache_device_bytes(shape, settings.rollout.in_flight, settings.rollout.context, itemsize, devices)

@@ -78,7 +78,7 @@ class Model:
     ) -> "Model":
         """Nothing is allocated."""
 
-        def body(kind: type[Body]) -> Body:
+        def body(kind: type[Body], config: DecoderConfig = config) -> Body:
             return kind(
                 config,
                 rngs=nnx.Rngs(0),
@@ -98,9 +98,9 @@ class Model:
             lambda *states: tuple(computed(state, dtype) for state in states), params, fixed
         )
         critic = None
-        if settings.train.critic is not None:
-            valued = nnx.eval_shape(lambda: body(ValueModel))
-            head, *states = split_trained(valued, settings.train.critic.optim.frozen)
+        if (asked := settings.train.critic) is not None:
+            valued = nnx.eval_shape(lambda: body(ValueModel, asked.body(config)))
+            head, *states = split_trained(valued, asked.optim.frozen)
             critic = Valued(head, *(_placed(state, mesh) for state in states))
         params, reference, fixed = (_placed(state, mesh) for state in (params, reference, fixed))
         return cls(config, graph, params, reference, fixed, critic)
