@@ -1,11 +1,15 @@
 """Value models: on a decoder's body, zero at the start, of whole sequences by their last token."""
 
+import dataclasses
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 
 from rrl.errors import UserError
+from rrl.models.decoder import Decoder
 from rrl.models.heads import ValueModel
 from rrl.models.hf import load_decoder, load_value_model, save_decoder
 from rrl.parallel.mesh import make_mesh
@@ -29,6 +33,20 @@ def test_a_language_model_gives_the_body_and_a_head_of_zeros(tmp_path):
     np.testing.assert_array_equal(run(critic, tokens, at), run(filled(SMALL), tokens, at))
     assert not np.asarray(values(critic, tokens, at)).any()
     assert not hasattr(load_value_model(tmp_path), "head")
+
+
+@pytest.mark.parametrize("mesh", [None, {"data": 1, "fsdp": 2, "tensor": 4}])
+def test_a_critic_may_keep_the_first_layers_alone(tmp_path, mesh):
+    whole = filled(SMALL)
+    save_decoder(tmp_path, whole)
+    critic = load_value_model(tmp_path, layers=1, mesh=mesh and make_mesh(**mesh))
+    short = nnx.eval_shape(lambda: Decoder(dataclasses.replace(SMALL, layers=1), rngs=nnx.Rngs(0)))
+    state = nnx.state(whole)
+    state["layers"] = jax.tree.map(lambda x: x[:1], state["layers"])
+    nnx.update(short, state)
+    tokens, at = draw(SMALL, 2, 9), places(2, 9)
+    np.testing.assert_allclose(run(critic, tokens, at), run(short, tokens, at), atol=0 if not mesh else 1e-5)
+    assert not np.allclose(run(critic, tokens, at), run(whole, tokens, at), atol=1e-3)
 
 
 def trained() -> ValueModel:

@@ -118,6 +118,24 @@ def test_a_critic_of_7b_is_another_model_beside_the_policy():
     assert both.costs["update"].flops == alone.costs["update"].flops
 
 
+def test_a_critic_of_fewer_layers_is_counted_as_what_it_is():
+    config = get_ppo("size=7b")
+    whole = plan(config, "h100:8")
+    config.critic.layers = 7  # of 28
+    found = plan(config, "h100:8")
+    layers = 7.616e9 - 2 * 152064 * 3584
+    assert (whole.memory["update"]["critic"] - found.memory["update"]["critic"]) * 8 == pytest.approx(
+        4 * 0.75 * layers, rel=0.01
+    )
+    assert found.costs["critic update"].flops == pytest.approx(whole.costs["critic update"].flops / 4)
+    assert found.memory["critic update"]["activations"] < whole.memory["critic update"]["activations"]
+    config.critic.layers = 29
+    with pytest.raises(
+        UserError, match=r"^critic\.layers=29 must be at most 28, the policy's \(0: all of them\)"
+    ):
+        plan(config, "h100:8")
+
+
 def test_what_is_frozen_is_counted_in_the_dtype_of_the_computation_as_the_run_holds_it():
     config = get_config("size=7b")
     config.lora.rank = 8
