@@ -10,8 +10,8 @@
 
 size=tiny is the built-in world (`miniwiki`), whose questions take at most 4 documents; `reader` is the generator, which answers
 from the documents that were found. The measure is full recall: 46 updates take it from the cold start's 57.5 % to 62.9 (mean
-of three seeds, 720 questions), 96 of fewer questions and more outputs from a better start's 59.6 to 67.0 (docs/recipes.md). Of the
-settings the rate, the number of updates, of questions and of their outputs were tried, and that of demonstrations: a start of 500
+of three seeds, 720 questions), 96 of fewer questions and more outputs from a better start's 59.6 to 67.0 (docs/recipes.md). The
+number of updates, the rate together with questions and outputs, and the number of demonstrations were tried: a start of 500
 finds 80.7 and gains 3.5 to 7.4 points.
 
 size=3b and size=7b hold the paper's settings (appendix B.2): trees of 128 prompts a step x 12 outputs of at most 4,096 tokens,
@@ -93,7 +93,7 @@ def get_config(arg: str = "") -> ConfigDict:
     steps = args.steps if args.steps is not None else (46 if tiny else 80)
     config.train = {
         "steps": steps,
-        # Of 32 questions x 8 outputs a seed of three loses 3.3 points in as many updates, half way down by 4.6.
+        # Of 32 questions x 8 outputs at 3e-4 a seed of three loses 3.3 points in as many updates.
         "questions": 48 if tiny else 128,
         "samples": 5 if tiny else 12,
         "temperature": 1.0,

@@ -186,6 +186,10 @@ def _open(
 ) -> Body:
     """A decoder or what is built on one, of the first `layers` (0: all)."""
     whole = read_decoder_config(folder)
+    if not 0 <= layers <= whole.layers:
+        raise UserError(
+            f"{folder} has {whole.layers} layers; give 0 (all of them) to so many, not layers={layers}"
+        )
     config = dataclasses.replace(whole, layers=layers or whole.layers)
     abstract = nnx.eval_shape(
         lambda: kind(

@@ -47,6 +47,8 @@ def test_a_critic_may_keep_the_first_layers_alone(tmp_path, mesh):
     tokens, at = draw(SMALL, 2, 9), places(2, 9)
     np.testing.assert_allclose(run(critic, tokens, at), run(short, tokens, at), atol=0 if not mesh else 1e-5)
     assert not np.allclose(run(critic, tokens, at), run(whole, tokens, at), atol=1e-3)
+    with pytest.raises(UserError, match=rf"has {SMALL.layers} layers; give 0 .* not layers=9"):
+        load_value_model(tmp_path, layers=9)
 
 
 def trained() -> ValueModel:

@@ -111,20 +111,35 @@ def test_arguments_may_be_others_that_come_to_the_same_settings(tmp_path, monkey
     assert "was made by" in unlike(
         record, dataclasses.replace(cold, config=f"{cold.config},demonstrations=99")
     )
-    earlier = dataclasses.replace(record, settings={**record.settings, "train": {"steps": 260}})
-    assert unlike(earlier, cold) == unlike(earlier, named) == ""  # the others came later
+    fewer = {name: value for name, value in record.settings["train"].items() if name != "minutes"}
+    earlier = dataclasses.replace(record, settings={**record.settings, "train": fewer})
+    assert unlike(earlier, cold) == unlike(earlier, named) == ""  # minutes came later
     # The default was 99 when it ran.
     few = {**record.settings["data"]["demonstrations"], "number": 99}
     moved = {**record.settings, "data": {**record.settings["data"], "demonstrations": few}}
     moved = dataclasses.replace(record, settings=moved)
     assert unlike(moved, dataclasses.replace(cold, config=f"{cold.config},demonstrations=99")) == ""
     assert "was made with data.demonstrations.number=99, which is 100" in unlike(moved, cold)
-    rate = dataclasses.replace(named, fields={"optim.lr": 1e-3})
-    assert unlike(earlier, rate) == ""  # as it is without
-    assert "was made by" in unlike(earlier, dataclasses.replace(rate, fields={"optim.lr": 2e-3}))
+    timed = dataclasses.replace(named, fields={"train.minutes": 0.0})
+    assert unlike(earlier, timed) == ""  # as it is without
+    assert "was made by" in unlike(earlier, dataclasses.replace(timed, fields={"train.minutes": 2.0}))
     strange = [flag.replace("recipe=", "system=") for flag in record.command]
     assert "was made by" in unlike(dataclasses.replace(record, command=strange), named)
     assert "was made by" in unlike(record, dataclasses.replace(named, name="b"))
+
+
+def test_to_another_command_a_field_that_came_later_was_at_its_default(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    plain = Run("a", "train", "configs/r3rag_ppo.py:steps=22", 1)
+    whole, half = (dataclasses.replace(plain, fields={"critic.layers": layers}) for layers in (0, 2))
+    settings = settings_of(whole)
+    assert settings_of(plain)["critic"]["layers"] == 2
+    del settings["critic"]["layers"]
+    record = Record(plain.command("{out}"), settings, "abc")
+    assert unlike(record, whole) == ""
+    assert "was made by" in unlike(record, half)
+    nameless = dataclasses.replace(record, settings={**settings, "recipe": {}})
+    assert "was made by" in unlike(nameless, whole)
 
 
 def test_two_runs_go_side_by_side_each_on_its_share_of_the_cores(tmp_path, monkeypatch):

@@ -28,7 +28,8 @@ mechanism is at work in this code; one that does not says nothing of the paper's
 - ScaNN and exact search rank the same vectors, and over so few passages find the same ones: beside BM25 they are one other
   retriever, not two.
 - TIRESRAG-R1 takes 42 updates here, R2AG 48 and R3-RAG 22, from starts of 150 demonstrations, for everything to fit into three
-  hours of two cores; docs/recipes.md has what the configs' own numbers bring.
+  hours of two cores, R2AG's of 32 questions x 8 outputs at 3e-4, R3-RAG's at 3e-4 with a critic of all layers; docs/recipes.md
+  has what the configs' own settings bring.
 - Settings of R-Search in the built-in world were found on the `dev` split. The other recipes take them over; how long those
   train, R3-RAG's critic and the sizes of R3-RAG's, TIRESRAG-R1's and R2AG's cold starts were settled by looking at such
   held-out questions, so that their leads over their cold starts may be a little too large.

@@ -51,15 +51,25 @@ class Arm:
     """The cold start, a run; "": the shipped policy."""
 
 
+R3RAG = {
+    "optim.lr": 3e-4,
+    "optim.warmup_ratio": 0.3,
+    "critic.layers": 0,
+    "critic.minibatches": 8,
+    "critic.warmup_steps": 3,
+    "rollout.rows": 64,
+}
+R2AG = {"train.questions": 32, "train.samples": 8, "optim.lr": 3e-4}
+"""What the published page was measured with, where the configs have gone on."""
 ARMS: Mapping[str, Arm] = {
     "rsearch": Arm("rsearch", "configs/rsearch_grpo.py", 11),
     # The evidence stays in what the policy was shown to write, and neither reward reads it.
     "rsearch_no_evidence": Arm("rsearch", "configs/rsearch_grpo.py", 11, {"recipe.use_evidence": False}),
     # As long as GRPO's run: an update learns from all answers, and teaches the critic.
     "rsearch_ppo": Arm("rsearch", "configs/rsearch_ppo.py:steps=30", 14),
-    "r3rag": Arm("r3rag", "configs/r3rag_ppo.py:steps=22", 15, start="r3rag_cold"),
+    "r3rag": Arm("r3rag", "configs/r3rag_ppo.py:steps=22", 15, R3RAG, start="r3rag_cold"),
     "r3rag_no_process": Arm(
-        "r3rag", "configs/r3rag_ppo.py:steps=22,ablation=process", 15, start="r3rag_cold"
+        "r3rag", "configs/r3rag_ppo.py:steps=22,ablation=process", 15, R3RAG, start="r3rag_cold"
     ),
     "tiresrag": Arm("tiresrag", "configs/tiresrag_grpo.py:steps=42", 7, start="tiresrag_cold"),
     "tiresrag_no_filter": Arm(
@@ -72,7 +82,7 @@ ARMS: Mapping[str, Arm] = {
         "r2ag",
         "configs/r2ag.py:steps=48",
         10,
-        {"train.questions": 32, "train.samples": 8, "optim.lr": 3e-4},
+        R2AG,
         start="r2ag_cold",
     ),
 }

@@ -16,11 +16,15 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ml_collections import ConfigDict
+
 from rrl.errors import UserError
+from rrl.eval import evaluate
 from rrl.eval.result_card import commit_here
 from rrl.files import replaced
 from rrl.parallel.runtime import cores_here
 from rrl.retrieval.files import locked
+from rrl.train import experiment, stages
 from rrl.train.checkpoints import stop_requested
 from rrl.train.launcher import load_config
 from rrl.train.reproduction.plan import Run
@@ -73,8 +77,8 @@ def record_of(run: Run, out: Path, others: bool = False) -> Record | None:
 def unlike(record: Record, run: Run) -> str:
     """Why the command as it is today would not make what the record is of; "" where it would.
 
-    Settings that came later are taken for what was done before there was a choice, as a default should be. Arguments of a config
-    may be others that come to the same settings: defaults move.
+    Where the command is the same, settings that came later are taken for what was done before there was a choice. Another command
+    may come to the same settings, as where a config has moved on and the plan names what it was.
     """
     was, now, settings = list(record.command), run.command("{out}"), settings_of(run)
     if was != now and (_beside_config(was) != _beside_config(now) or _whole(record, run) != settings):
@@ -87,16 +91,24 @@ def _beside_config(command: Sequence[str]) -> list[str]:
 
 
 def _whole(record: Record, run: Run) -> Any:
-    """The settings of a record, those that came later as its command has them today; None where that is no command today."""
+    """The settings of a record, with those that came later: a field at its default, all else as its command has it today; None
+    where that is no command today."""
     flags = [part.removeprefix("--config") for part in record.command if part.startswith("--config")]
     if not flags or not flags[0].startswith("="):
         return None
     fields = dict(flag.removeprefix(".").split("=", 1) for flag in flags[1:])
+    filled = {"train": experiment.with_defaults, "sft": stages.with_defaults, "eval": evaluate.with_defaults}
     try:
         today = settings_of(dataclasses.replace(run, config=flags[0][1:], fields=fields))
-    except UserError:
+        was = filled[run.launcher](ConfigDict(_over(_outline(today), record.settings)))
+    except (UserError, AttributeError, KeyError):  # a record too old to be a config
         return None
-    return _over(today, record.settings)
+    return _over(today, json.loads(json.dumps(was.to_dict(), default=str)))
+
+
+def _outline(settings: Any) -> dict[str, Any]:
+    """Its sections, without fields."""
+    return {key: _outline(value) for key, value in settings.items() if isinstance(value, Mapping)}
 
 
 def _over(below: Any, above: Any) -> Any:
