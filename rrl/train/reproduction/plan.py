@@ -2,7 +2,7 @@
 
 Every run is one command of `launch/`, so that any row of the page can be made again by hand. Sizes are chosen so that all fit
 into three hours on two cores, one run a core: TIRESRAG-R1, R3-RAG and R2AG have numbers of updates and demonstrations of their
-own here, whatever their configs take, and R2AG its questions, outputs and rate; rates fall to 0 within those updates.
+own here, R3-RAG and R2AG other settings too, whatever their configs take; rates fall to 0 within those updates.
 """
 
 import dataclasses
@@ -51,6 +51,7 @@ class Arm:
     """The cold start, a run; "": the shipped policy."""
 
 
+# What the published page was measured with, where the configs have gone on.
 R3RAG = {
     "optim.lr": 3e-4,
     "optim.warmup_ratio": 0.3,
@@ -60,7 +61,6 @@ R3RAG = {
     "rollout.rows": 64,
 }
 R2AG = {"train.questions": 32, "train.samples": 8, "optim.lr": 3e-4}
-"""What the published page was measured with, where the configs have gone on."""
 ARMS: Mapping[str, Arm] = {
     "rsearch": Arm("rsearch", "configs/rsearch_grpo.py", 11),
     # The evidence stays in what the policy was shown to write, and neither reward reads it.
@@ -78,13 +78,7 @@ ARMS: Mapping[str, Arm] = {
     "tiresrag_naive": Arm(
         "tiresrag", "configs/tiresrag_grpo.py:steps=42,ablation=naive", 10, start="tiresrag_cold"
     ),
-    "r2ag": Arm(
-        "r2ag",
-        "configs/r2ag.py:steps=48",
-        10,
-        R2AG,
-        start="r2ag_cold",
-    ),
+    "r2ag": Arm("r2ag", "configs/r2ag.py:steps=48", 10, R2AG, start="r2ag_cold"),
 }
 COLD_STARTS = {
     "r3rag_cold": "recipe=r3rag,demonstrations=150",
