@@ -9,7 +9,7 @@
       --workdir=runs/r2ag_cold_start
 
 About 2 minutes on 2 quiet cores. The model is written to WORKDIR/model, or to out=FOLDER. There are 500 demonstrations for
-R-Search and 75 to 250 for the others, whose start, `init`, is mostly the policy that R-Search's made: after 500 there is little
+R-Search and 75 to 150 for the others, whose start, `init`, is the policy that R-Search's made: after 500 there is little
 left for reinforcement learning to do; `demonstrations=N` takes another number. `minutes=M` trains for so long instead, at a lower
 constant rate, and keeps the parameters with the least held-out loss: the control that goes on with supervised training for as
 long as reinforcement learning took.
@@ -41,7 +41,7 @@ DEMONSTRATIONS = {
     "r3rag": 100,
     "tiresrag": 150,
     "r2ag": 100,
-    "search_r1": 250,
+    "search_r1": 150,
     "r1_searcher": 75,
     "research": 100,
 }

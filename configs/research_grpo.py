@@ -5,7 +5,7 @@
     python launch/train.py --config=configs/research_grpo.py                            # built-in world, from that start
     python launch/train.py --config=configs/research_grpo.py:size=7b,data=FOLDER,policy=FOLDER,encoder=FOLDER
 
-size=tiny is the built-in world (`miniwiki`), with the settings that were found for R-Search there, half as many updates again,
+size=tiny is the built-in world (`miniwiki`), with the settings that were found for R-Search there, a third more updates,
 and a start of 100 demonstrations after the shipped policy: a turn, a result and the number of searches are bounded, as its
 policy's context of 1,024 tokens asks for.
 

@@ -1,13 +1,14 @@
 """Search-R1 with GRPO, or with PPO: a baseline of the papers.
 
-    python launch/sft.py --config=configs/miniwiki_cold_start.py:recipe=search_r1 --workdir=runs/search_r1_cold_start
+    python launch/sft.py --config=configs/miniwiki_cold_start.py:recipe=search_r1,init=assets/miniwiki-policy \\
+      --workdir=runs/search_r1_cold_start
     python launch/train.py --config=configs/search_r1.py                            # built-in world, from that start
     python launch/train.py --config=configs/search_r1.py:algorithm=ppo              # with a critic
     python launch/train.py --config=configs/search_r1.py:reward=em                  # exact match alone, as in the paper
     python launch/train.py --config=configs/search_r1.py:size=3b,data=FOLDER,policy=FOLDER,encoder=FOLDER
 
-size=tiny is the built-in world (`miniwiki`), with the settings that were found for R-Search there, half as many updates
-again, and a start of 250 demonstrations.
+size=tiny is the built-in world (`miniwiki`), with the settings that were found for R-Search there, a third more updates,
+and a start of 150 demonstrations after the shipped policy.
 
 size=3b and size=7b hold the published settings: 4 turns, top-k 3, 500 tokens a turn and an observation, 4,096 of
 context, batch 512, mini-batches of 256 trajectories, lr 1e-6 with a warm-up of 28.5 %, KL 0.001 (k3 in the loss for GRPO, k1

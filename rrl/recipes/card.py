@@ -16,8 +16,6 @@ FILE = "rrl_recipe.json"
 
 _COLD_START = re.compile(rf"(?P<workdir>runs/(?P<recipe>{'|'.join(RECIPES)})_cold_start)/model")
 """Where the configs of the built-in world look for their start."""
-_AFTER_PRETRAINING = ("search_r1",)
-"""Recipes whose cold start in the built-in world begins at runs/pretrain/model; the others' begins at the shipped policy."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,10 +63,9 @@ def require_policy(folder: str | pathlib.Path) -> None:
         made = _COLD_START.fullmatch(str(folder))
         if made is None:
             raise
-        start = "" if made["recipe"] in _AFTER_PRETRAINING else ",init=assets/miniwiki-policy"
         raise UserError(
             f"policy={str(folder)!r} is not there yet. Make it by python launch/sft.py --config=configs/miniwiki_cold_start.py:"
-            f"recipe={made['recipe']}{start} --workdir={made['workdir']}, or give policy=FOLDER"
+            f"recipe={made['recipe']},init=assets/miniwiki-policy --workdir={made['workdir']}, or give policy=FOLDER"
         ) from error
 
 

@@ -13,10 +13,9 @@ def test_a_cold_start_that_is_not_there_yet_is_told_how_to_make(
     recipe: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)  # a checkout may have it
-    start = "" if recipe == "search_r1" else ",init=assets/miniwiki-policy"
     with pytest.raises(
         UserError,
-        match=rf"sft\.py .*:recipe={recipe}{start} --workdir=runs/{recipe}_cold_start, or give policy=FOLDER",
+        match=rf"sft\.py .*:recipe={recipe},init=assets/miniwiki-policy --workdir=runs/{recipe}_cold_start, or give policy=FOLDER",
     ):
         require_policy(f"runs/{recipe}_cold_start/model")
 

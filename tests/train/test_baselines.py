@@ -93,7 +93,7 @@ def test_in_the_built_in_world_each_starts_from_its_own_cold_start_on_the_bare_q
     shown = config("miniwiki_cold_start", f"recipe={recipe}").data.demonstrations
     assert (shown.recipe, shown.number) == (
         recipe,
-        {"search_r1": 250, "r1_searcher": 75, "research": 100}[recipe],
+        {"search_r1": 150, "r1_searcher": 75, "research": 100}[recipe],
     )
     for field, value in shown.recipe_options.items():
         assert getattr(run.recipe, field) == value
