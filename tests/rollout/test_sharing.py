@@ -152,7 +152,7 @@ def parting(world):
     ]
 
 
-@pytest.mark.parametrize("rows", [6, 32])
+@pytest.mark.parametrize("rows", [pytest.param(6, marks=pytest.mark.slow), 32])
 def test_who_came_the_same_way_to_the_same_text_shares_it_to_the_bit(world, parting, rows, monkeypatch):
     decoder, tokenizer = world[:2]
     find, found, prefilled = Prefixes.find, [], []
@@ -173,6 +173,7 @@ def test_who_came_the_same_way_to_the_same_text_shares_it_to_the_bit(world, part
     assert prefilled[0] < 0.85 * prefilled[1] < 0.7 * prefilled[2]
 
 
+@pytest.mark.slow
 def test_the_reference_loop_and_a_mesh_share_answers_too(world, parting):
     decoder, tokenizer = world[:2]
     config = dataclasses.replace(CONFIG, rows=12, context=400)
@@ -185,6 +186,7 @@ def test_the_reference_loop_and_a_mesh_share_answers_too(world, parting):
     same(spread.run(shard(nnx.state(decoder), mesh), parting, reads, KEY), found, 1e-5)
 
 
+@pytest.mark.slow
 def test_rows_that_wait_leave_their_place_to_others(world, parting):
     decoder, tokenizer = world[:2]
     config = dataclasses.replace(CONFIG, context=400)

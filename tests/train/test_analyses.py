@@ -192,6 +192,7 @@ def test_arms_have_means_over_seeds_their_values_and_the_curves_of_training(tmp_
     )
 
 
+@pytest.mark.slow
 def test_what_the_published_page_was_made_of_ends_in_table_and_plot_without_a_run(tmp_path):
     for what, rows in (("grpo_ppo", 2), ("evidence", 2), ("rewards_r3rag", 3)):
         analyze(what, tmp_path / what, shared=tmp_path / "runs", keep=ROOT / "docs/reproduction")

@@ -91,6 +91,7 @@ def test_the_parts_are_those_of_the_shapes(compiled):
     assert compiled.memory["update"]["gradients"] == rollout["parameters"]
 
 
+@pytest.mark.slow
 def test_ppos_critic_is_compiled_and_counted(tmp_path):
     found = plan(with_mesh(tiny_config(tmp_path, get_ppo), fsdp=4, tensor=2), "cpu:8")
     assert [program.name for program in found.programs][3:] == ["critic update", "critic step"]

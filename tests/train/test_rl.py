@@ -25,6 +25,7 @@ from rrl.train.rollouts import refuse_long_prompts
 from tests.train.small_run import CONFIG, STEPS, fresh, lines, run, steps_of
 
 
+@pytest.mark.slow
 def test_the_mean_of_the_last_parameters_is_what_a_run_learned(parts, whole, tmp_path):
     averaged = dataclasses.replace(CONFIG, average_last=0.5, checkpoint_every=3)
     with pytest.raises(ConnectionError):  # in step 4; the checkpoint of step 3 holds half of the mean

@@ -31,6 +31,7 @@ def test_a_run_that_died_continues_to_the_same_numbers(parts, whole, tmp_path):
     assert steps_of(workdir) == EVERY_LINE
 
 
+@pytest.mark.slow
 def test_with_a_critic_the_policy_waits_for_it_and_a_run_that_died_continues_to_the_same_numbers(
     parts, tmp_path
 ):

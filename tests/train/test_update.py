@@ -95,6 +95,7 @@ SPLITS = {
 }
 
 
+@pytest.mark.slow
 def test_an_update_takes_the_memory_of_what_it_replaces_and_leaves_the_reference():
     updater, (params, reference, fixed), optimizer = made(ObjectiveConfig())
     state = optimizer.init(params)
