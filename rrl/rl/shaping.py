@@ -26,7 +26,8 @@ def auxiliary_weight(step: int, steps: int, schedule: str = "paper") -> float:
     if schedule == "linear":
         return 1.0 - step / steps
     middle = (0.9 if schedule == "paper" else 0.1) * steps
-    return float(1 / (1 + np.exp((step - middle) / 10)))
+    with np.errstate(over="ignore"):  # long after the middle it is 0
+        return float(1 / (1 + np.exp((step - middle) / 10)))
 
 
 def difficulty_weight(
