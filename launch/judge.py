@@ -21,6 +21,12 @@ _TRAJECTORIES = flags.DEFINE_string("trajectories", None, "trajectories.jsonl of
 _TAG = flags.DEFINE_string(
     "answer", "answer", "Of trajectories: the tag of answers, or their heading with its colon."
 )
+_CONTEXT = flags.DEFINE_integer(
+    "context",
+    0,
+    "Of a model: most tokens of a case and its answer; 0: what its card says, or 8,192.",
+    lower_bound=0,
+)
 flags.mark_flags_as_required(["judge"])
 
 
@@ -36,7 +42,8 @@ def main(_: Sequence[str]) -> None:
         cases = verdicts_of(load_trajectories(_TRAJECTORIES.value), tag_named(_TAG.value))
     else:
         cases = held_out_verdicts(_QUESTIONS.value, VerdictConfig(), _SPLIT.value, _SEED.value)
-    print(judge_report(_JUDGE.value or "", _MODEL.value, cases, ComputeConfig(), MeshConfig().make()))
+    judge, mesh = _JUDGE.value or "", MeshConfig().make()
+    print(judge_report(judge, _MODEL.value, cases, ComputeConfig(), mesh, context=_CONTEXT.value))
 
 
 if __name__ == "__main__":

@@ -95,8 +95,8 @@ def parse_records(
             if on_error == "refuse":
                 raise UserError(
                     f"{path}, {place}: {error}. Allowed: {allowed}. "
-                    "Repair the file, or skip its broken records: --config.data.on_error=skip of a run, --skip_broken of "
-                    "launch/build_index.py, on_error='skip' in Python."
+                    "Repair the file, or skip its broken records where that can be asked for: --config.data.on_error=skip of a "
+                    "run, --skip_broken of launch/build_index.py, on_error='skip' in Python."
                 ) from error
             bad += 1
             if len(named) < MAX_NAMED_LINES:

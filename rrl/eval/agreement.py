@@ -60,10 +60,11 @@ def judge_report(
     compute: ComputeConfig,
     mesh: Mesh,
     rows: int = 64,
+    context: int = 0,
 ) -> str:
-    """The table of `report` for a judge in one word (see `rrl.train.judges.sections_of`), `rows` cases at a time where it is a
-    model. Raises UserError for one that is not there."""
-    sections = sections_of(judge, model)
+    """The table of `report` for a judge in one word (see `rrl.train.judges.sections_of`). A model is asked `rows` cases at a
+    time, of at most `context` tokens each (0: what its card says). Raises UserError for one that is not there."""
+    sections = sections_of(judge, model, context)
     sections["judge_rollout"]["rows"] = rows
     settings = JudgeSettings.parse(sections)
     settings.check()

@@ -55,17 +55,18 @@ def card_of(recipe: Any, context: int, top_k: int) -> Card:
     return Card(name, _changed(recipe), _changed(recipe.environment), context, top_k)
 
 
-def require_policy(folder: str | pathlib.Path) -> None:
-    """Raises UserError for a policy that is no model folder; of a cold start that has not been made yet, it says how to."""
+def require_policy(folder: str | pathlib.Path, field: str = "policy") -> None:
+    """Raises UserError for a policy (of this field) that is no model folder; of a cold start that has not been made yet, it says
+    how to."""
     try:
-        require_folder("policy", folder)
+        require_folder(field, folder)
     except UserError as error:
         made = _COLD_START.fullmatch(str(folder))
         if made is None:
             raise
         raise UserError(
-            f"policy={str(folder)!r} is not there yet. Make it by python launch/sft.py --config=configs/miniwiki_cold_start.py:"
-            f"recipe={made['recipe']},init=assets/miniwiki-policy --workdir={made['workdir']}, or give policy=FOLDER"
+            f"{field}={str(folder)!r} is not there yet. Make it by python launch/sft.py --config=configs/miniwiki_cold_start.py:"
+            f"recipe={made['recipe']},init=assets/miniwiki-policy --workdir={made['workdir']}, or give {field}=FOLDER"
         ) from error
 
 

@@ -267,7 +267,9 @@ class R2AG(OutcomeRecipe):
             )
             trajectory.rewards = {name: trajectory.rewards[name] + paid[name] for name in names}
             trajectory.turn_rewards[turn] = paid["total"]
-            known += [title for search in expansion.searches for title in search.titles]
+            # A node's tree keeps the best document of a query alone (`pruned`), however many are shown.
+            kept = 1 if isinstance(question, Node) else None
+            known += [title for search in expansion.searches for title in search.titles[:kept]]
         found = gold & {title_key(title) for title in known}
         last = expansions[-1].proposal if expansions else Proposal()
         trajectory.metrics = {

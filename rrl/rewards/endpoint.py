@@ -17,9 +17,10 @@ import random
 import threading
 import time
 import urllib.error
+import urllib.parse
 import urllib.request
-from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
 import jax
@@ -27,6 +28,7 @@ import jax
 from rrl.errors import UserError, at_least
 from rrl.files import write_whole
 from rrl.parallel.gather import gather_objects
+from rrl.stopping import Unavailable, when_stopped
 from rrl.text.chat import Prompt
 
 log = logging.getLogger(__name__)
@@ -41,6 +43,8 @@ OF_THE_PROMPT = (400, 413, 422)
 """Refusals of this prompt (too long, filtered): it gets no answer, and the others go on."""
 HOPELESS = 8
 """Prompts refused, and none ever answered, after which it is not the prompts."""
+LOOK = 0.1
+"""Seconds between two looks at whether an attempt is to be given up."""
 KEY_VARIABLE = "OPENAI_API_KEY"
 """Where the key is looked for."""
 
@@ -66,8 +70,7 @@ class EndpointConfig:
     concurrency: int = 16
     """Prompts asked at a time, over all processes of a run."""
     time_out: float = 120.0
-    """Seconds that the service may stay silent (connecting, before the reply, between its pieces); and from the start of an
-    attempt, after which a reply that still comes is given up."""
+    """Seconds from the start of an attempt after which it is given up, whatever still comes."""
     retries: int = 6
     """Attempts after the first."""
     pause: float = 1.0
@@ -82,10 +85,16 @@ class EndpointConfig:
             raise UserError(
                 f"url={self.url!r} must begin with http:// or https://, such as http://127.0.0.1:8000/v1"
             )
-        if "@" in self.url.split("/")[2]:  # not shown: it holds a password
+        if (
+            "@" in self.url.split("/")[2] or "?" in self.url or "#" in self.url
+        ):  # not shown: it holds a password or a key
             raise UserError(
-                "url must hold no name and password, for it stands in messages and logs; put the key into the environment "
-                f"variable {KEY_VARIABLE}, or name another with key_variable"
+                "url must hold no name, password, query (?) or fragment (#), for it stands in messages and logs; put the key "
+                f"into the environment variable {KEY_VARIABLE}, or name another with key_variable"
+            )
+        if not _has_host(self.url):
+            raise UserError(
+                f"url={self.url!r} must name a host, and a port in digits if any, such as http://127.0.0.1:8000/v1"
             )
         name = self.key_variable  # not shown: it may be the key itself
         if not (name.isascii() and name.isidentifier()):
@@ -146,8 +155,8 @@ class Endpoint:
 
         Equal prompts are asked once. In several processes each asks a share, and all get every answer.
 
-        Raises UserError where the service refuses us (key, model, address, a setting that it does not know), OSError where it
-        does not answer in spite of all retries.
+        Raises UserError where the service refuses us (key, model, address, a setting that it does not know), Unavailable where
+        it does not answer in spite of all retries, or where the run is to stop (`rrl.stopping`): then at once.
         """
         wanted = list(dict.fromkeys(prompts))
         rank, count = jax.process_index(), jax.process_count()
@@ -164,7 +173,7 @@ class Endpoint:
                 stop.set()  # the others shall not go on trying
                 return Reply()
 
-        with ThreadPoolExecutor(max(1, self.config.concurrency // count)) as pool:
+        with when_stopped(stop.set), ThreadPoolExecutor(max(1, self.config.concurrency // count)) as pool:
             try:
                 found = list(pool.map(one, mine))
             finally:
@@ -181,7 +190,7 @@ class Endpoint:
         if error is not None:
             raise error
         if elsewhere := [words for _, words in parts if words]:
-            raise OSError(f"asking {self.config.url} failed in another process: {elsewhere[0]}")
+            raise Unavailable(f"asking {self.config.url} failed in another process: {elsewhere[0]}")
         known = {prompt: reply for part, _ in parts for prompt, reply in part.items()}
         return [known[prompt] for prompt in prompts]
 
@@ -201,7 +210,8 @@ class Endpoint:
             with self._lock:
                 self.refused += 1
             return Reply(refused=True)
-        _remember(file, self.config.model, reply)
+        if reply.text or reply.cut:  # a service that says nothing may say something when it is asked again
+            _remember(file, self.config.model, reply)
         return reply
 
     def _body(self, prompt: str | Prompt) -> dict[str, Any]:
@@ -234,12 +244,14 @@ class Endpoint:
         why = ""
         for attempt in range(config.retries + 1):
             if stop.is_set():
-                raise OSError(f"{config.url}: given up, since another prompt failed")
-            wait: float | None = None
+                raise Unavailable(
+                    f"{config.url}: given up, since another prompt failed or the run is to stop"
+                )
+            asked: float | None = None
             try:
-                return self._post(body)
+                return self._attempt(body, stop)
             except _Refused as refusal:
-                why, wait = str(refusal), refusal.wait
+                why, asked = str(refusal), refusal.wait
                 if refusal.status in OF_THE_PROMPT:
                     log.warning("a prompt gets no answer: %s", why)
                     self._refusal = why
@@ -251,16 +263,46 @@ class Endpoint:
                     ) from None
             except UserError:
                 raise
-            except (OSError, http.client.HTTPException, ValueError) as failure:
+            except (OSError, http.client.HTTPException, ValueError, RecursionError) as failure:
                 why = self._clean(f"{config.url}: {_words(failure)}")
-            if attempt < config.retries:
+            if attempt < config.retries and not stop.is_set():
+                if not attempt:
+                    log.warning("%s; up to %d attempts follow", why, config.retries)
                 doubled = config.pause * 2**attempt * random.uniform(0.75, 1.25)
                 # "Retry-After: 0", or a date that is past, names no time: all attempts would be made at once.
-                stop.wait(min(wait or doubled, config.longest_pause))
-        raise OSError(f"{why} (after {config.retries + 1} attempts)")
+                stop.wait(min(asked or doubled, config.longest_pause))
+        raise Unavailable(
+            f"{why} (after {attempt + 1} attempts); check the address and the service of model={config.model!r}. Answers that "
+            "came are kept"
+        )
 
-    def _post(self, body: Mapping[str, Any]) -> Reply:
-        """One attempt. Raises _Refused for a refusal, OSError or ValueError for anything else that is no answer."""
+    def _attempt(self, body: Mapping[str, Any], stop: threading.Event) -> Reply:
+        """`_post`, given up after `time_out` seconds, or as soon as `stop` is set, wherever it hangs."""
+        ended: Future[Reply] = Future()
+        refused: list[_Refused] = []
+
+        def post() -> None:
+            try:
+                ended.set_result(self._post(body, refused.append))
+            except BaseException as failure:
+                ended.set_exception(failure)
+
+        # A daemon, so that what was given up does not keep the program from ending.
+        threading.Thread(target=post, name="rrl-endpoint", daemon=True).start()
+        until = time.monotonic() + self.config.time_out
+        while not ended.done():
+            if stop.is_set():
+                raise TimeoutError("given up, since another prompt failed or the run is to stop")
+            if (left := until - time.monotonic()) <= 0:
+                if refused:  # its reason never came
+                    raise refused[0]
+                raise TimeoutError(f"no whole reply within time_out={self.config.time_out:g} seconds")
+            wait([ended], min(left, LOOK))
+        return ended.result()
+
+    def _post(self, body: Mapping[str, Any], refused: Callable[["_Refused"], None]) -> Reply:
+        """One attempt. Raises _Refused for a refusal, which `refused` is told of before its reason is read, and OSError or
+        ValueError for anything else that is no answer."""
         config = self.config
         headers = {"Content-Type": "application/json"}
         if key := self._key():
@@ -273,17 +315,19 @@ class Endpoint:
             with self._open(request, timeout=config.time_out) as reply:
                 said = json.loads(_read(reply, until))
         except urllib.error.HTTPError as error:
+            status, again = error.code, _wait(error.headers.get("Retry-After"))
+            text = self._clean(f"{url} answered {status} {error.reason}")
+            refused(_Refused(status, text, again))
             with error:
-                words = error.read(LARGEST_REFUSAL).decode("utf-8", "replace")
+                words = _refusal(error, until)
             # Cleaned before it is cut: half a key is no key that could be found.
-            text = self._clean(f"{url} answered {error.code} {error.reason}: ") + self._clean(words)[:300]
-            raise _Refused(error.code, text, _wait(error.headers.get("Retry-After"))) from None
+            raise _Refused(status, f"{text}: {self._clean(words)[:300]}", again) from None
         try:
             choice = said["choices"][0]
             text, ended = choice["message"]["content"], choice.get("finish_reason")
         except (KeyError, IndexError, TypeError, AttributeError):
             raise ValueError("the reply has no choices[0].message.content") from None
-        return Reply(text if isinstance(text, str) else "", ended == "length")
+        return Reply(self._clean(_text(text)), ended == "length")
 
     def _key(self) -> str:
         """The key. Raises UserError for one that no header can hold; the message does not show it."""
@@ -313,7 +357,7 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
         return None  # which makes it an HTTPError
 
 
-def _read(reply: Any, until: float) -> bytes:
+def _read(reply: Any, until: float, largest: int = LARGEST) -> bytes:
     """The body of a reply. A socket's time-out is for each piece: a service that drips would never meet it."""
     parts, size = [], 0
     while part := reply.read1(1 << 16):
@@ -321,9 +365,33 @@ def _read(reply: Any, until: float) -> bytes:
         size += len(part)
         if time.monotonic() > until:
             raise TimeoutError("the reply takes longer than time_out")
-        if size > LARGEST:
-            raise ValueError(f"the reply has more than {LARGEST} bytes")
+        if size > largest:
+            raise ValueError(f"the reply has more than {largest} bytes")
     return b"".join(parts)
+
+
+def _refusal(error: urllib.error.HTTPError, until: float) -> str:
+    """Why something was refused, or as much of it as comes."""
+    try:
+        return _read(error, until, LARGEST_REFUSAL).decode("utf-8", "replace")
+    except (OSError, http.client.HTTPException, ValueError) as failure:
+        return f"({_words(failure)})"
+
+
+def _text(content: Any) -> str:
+    """What an answer says; some services send it in parts."""
+    if isinstance(content, list):
+        content = "".join(part["text"] for part in content if isinstance(part, dict) and "text" in part)
+    return content if isinstance(content, str) else ""
+
+
+def _has_host(url: str) -> bool:
+    try:
+        parts = urllib.parse.urlsplit(url)
+        parts.port  # noqa: B018 (raises for one that is no number)
+    except ValueError:
+        return False
+    return bool(parts.hostname) and not any(letter.isspace() for letter in url)
 
 
 def _wait(header: str | None) -> float | None:

@@ -72,8 +72,8 @@ def known(question: Question) -> tuple[str, ...]:
     """Titles of the gold passages. Raises UserError where the data does not name them."""
     if not question.gold:
         raise UserError(
-            f"question {question.id!r} names no gold passages, so that an oracle cannot judge: choose judge.kind=model or "
-            "judge.kind=endpoint"
+            f"question {question.id!r} names no gold passages, so that an oracle cannot judge: give judge=FOLDER of a model, or "
+            "judge=http://… of a service and its judge_model (flags --judge and --judge_model of a launcher that has them)"
         )
     return question.gold
 

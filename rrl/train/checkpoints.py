@@ -1,12 +1,9 @@
 """Checkpoints of a run: Orbax underneath, exact resume, and a workdir that knows its config."""
 
-import contextlib
 import json
 import os
 import pathlib
-import signal
-import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -214,46 +211,6 @@ def refuse_other_config(
             f"workdir {os.fspath(workdir)} holds a run of another config ({'; '.join(differing[:SHOWN])}{more}). "
             "Use the same settings to continue it, choose another --workdir, or delete that folder."
         )
-
-
-class StopSignal:
-    """Remembers that SIGTERM or SIGINT came, so that a loop can save and leave at its next step."""
-
-    def __init__(self) -> None:
-        self._event = threading.Event()
-
-    def __bool__(self) -> bool:
-        return self._event.is_set()
-
-    def set(self, *_: object) -> None:
-        """Asks for the stop."""
-        self._event.set()
-
-
-@contextlib.contextmanager
-def stop_requested() -> Iterator[StopSignal]:
-    """Within the block SIGTERM (and the first Ctrl-C) set the flag that is yielded instead of ending the process.
-
-    A second Ctrl-C interrupts at once. Outside the main thread, where signals cannot be caught, the flag stays unset.
-    """
-    flag = StopSignal()
-    if threading.current_thread() is not threading.main_thread():
-        yield flag
-        return
-
-    def interrupt(*_: object) -> None:
-        if flag:
-            raise KeyboardInterrupt
-        flag.set()
-
-    before = {s: signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGINT)}
-    signal.signal(signal.SIGTERM, flag.set)
-    signal.signal(signal.SIGINT, interrupt)
-    try:
-        yield flag
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _plain(tree: Any) -> dict[str, Any]:

@@ -20,15 +20,16 @@ from rrl.data.questions import Question
 from rrl.errors import UserError, at_least
 from rrl.files import write_whole
 from rrl.models.hf import folder_hash, load_language_model
-from rrl.models.weights import require_folder
 from rrl.parallel.runtime import enable_compilation_cache
 from rrl.recipes.base import Recipe, Scoring, uses_chat
+from rrl.recipes.card import require_policy
 from rrl.recipes.catalogue import RECIPES, make_recipe
 from rrl.rewards.endpoint import EndpointConfig
 from rrl.rewards.judge import Judge
 from rrl.rollout.engine import Engine, EngineConfig
 from rrl.rollout.trajectory import POLICY, Trajectory
-from rrl.train.checkpoints import refuse_other_config, stop_requested
+from rrl.stopping import Unavailable, stop_requested
+from rrl.train.checkpoints import refuse_other_config
 from rrl.train.experiment import Clock
 from rrl.train.fields import build, fill, only
 from rrl.train.hardware import ComputeConfig, MeshConfig
@@ -140,7 +141,7 @@ class Settings:
         if not model and top_p != 1.0:
             raise UserError(f"rollout.top_p={top_p} is not sent to a service: set model, or leave it at 1.0")
         if model:
-            require_folder("model", model)
+            require_policy(model, "model")
         judge = JudgeSettings.parse(values) if any(section in values for section in JUDGE) else None
         if recipe.judged and judge is None:
             raise UserError(
@@ -270,7 +271,13 @@ def run(config: Mapping[str, Any], workdir: str | os.PathLike[str]) -> Report | 
                     say("stopped; the same command continues")
                     return None
                 some = questions[first : first + sampling.block]
-                records = sample_block(strong, settings.recipe, some, first, sampling.temperatures, judge)
+                try:
+                    records = sample_block(strong, settings.recipe, some, first, sampling.temperatures, judge)
+                except Unavailable:
+                    if not stop:
+                        raise
+                    say("stopped; the same command continues")
+                    return None
                 write_whole(files[first], "".join(json.dumps(r, ensure_ascii=False) + "\n" for r in records))
                 good = sum(not record["fault"] for record in records)
                 say(

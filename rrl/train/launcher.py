@@ -13,6 +13,7 @@ from ml_collections import config_flags
 
 from rrl.errors import UserError
 from rrl.parallel.runtime import prepare_host, use_huge_pages
+from rrl.stopping import Unavailable
 
 STOPPED = 143
 """Exit code of a run that SIGTERM or Ctrl-C stopped after saving; the same command continues it."""
@@ -42,6 +43,8 @@ def run(main: Callable[[Sequence[str]], None], callbacks: bool = True) -> None:
             main(argv)
         except UserError as error:
             _fail(error)
+        except Unavailable as error:
+            sys.exit(f"error: {error}; the same command continues")
         except OSError as error:
             # ml_collections reports a config file that it could not read at the first use of the config only.
             if not str(error).startswith("Configuration is not available"):

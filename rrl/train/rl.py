@@ -19,7 +19,7 @@ from rrl.retrieval.retriever import Retriever
 from rrl.rl.advantages import low_spread
 from rrl.rollout.engine import Engine
 from rrl.rollout.trajectory import Trajectory
-from rrl.train.checkpoints import stop_requested
+from rrl.stopping import Unavailable, stop_requested
 from rrl.train.hardware import memory_used
 from rrl.train.learner import Learner
 from rrl.train.record import Record
@@ -80,7 +80,8 @@ def train(
     last updates' parameters. `ready` is called once nothing in the settings and questions was found wrong, before anything is
     written.
 
-    Raises UserError when the workdir belongs to another config.
+    Raises UserError when the workdir belongs to another config; Unavailable where a judge or reader gives no answer, after a
+    checkpoint.
     """
     learner = Learner(config, decoder, engine.mesh, value_model)
     curriculum = curriculum_of(recipe, task.train, config.questions, config.seed)
@@ -115,51 +116,63 @@ def train(
         # The signal that ended the last life may have come before its evaluation.
         last = measure(step) if evaluates(step) else None
         record.progress.begin()
-        while step < config.steps:
-            if stop:  # it came during an evaluation
-                stopped = "signal"
-                record.save(step)
-                break
-            began = time.perf_counter()
-            sampled = sample_step(config, step, engine, learner.policy, recipe, curriculum, scoring)
-            rolled = time.perf_counter()
-            metrics = describe(sampled.trajectories, "train")
-            metrics |= _learn(config, step, sampled, recipe, learner, record)
-            step += 1
-            learner.average(step)
-            done = time.perf_counter()
-            record.seconds += done - began
-            metrics |= {
-                "rollout/busy": sampled.stats.busy,
-                "rollout/tokens_per_second": sampled.stats.tokens_per_second,
-                "time/rollout": sampled.stats.seconds,
-                "time/retrieval": sampled.stats.retrieval_seconds,
-                "time/score": rolled - began - sampled.stats.seconds,
-                "time/update": done - rolled,
-                "time/step": done - began,
-                "minutes": record.seconds / 60,
-            } | memory_used()
-            _show(step, metrics, sampled, record)
-            if task.held_out and not record.before and not stop:  # a first update is what a user waits for
-                with record.progress.paused():
-                    record.before, _ = measure(0)
-            record.writer.write(step, metrics)
-            last = None
-            if seen := record.guard.look(step, metrics):
-                reason = seen
-                record.progress.note(f"step {step}: collapsed? {reason}")
-                if config.guard.action == "stop":
-                    stopped = "collapse"
+        curriculum_state = curriculum.state
+        try:
+            while step < config.steps:
+                if stop:  # it came during an evaluation
+                    stopped = "signal"
+                    record.save(step)
                     break
-            if stop:
-                stopped = "signal" if step < config.steps else "done"
-                record.save(step)
-                break
-            if evaluates(step):
-                with record.progress.paused():
-                    last = measure(step)
-            if step % config.checkpoint_every == 0 or step == config.steps:
-                record.save(step)
+                began = time.perf_counter()
+                sampled = sample_step(config, step, engine, learner.policy, recipe, curriculum, scoring)
+                rolled = time.perf_counter()
+                metrics = describe(sampled.trajectories, "train")
+                metrics |= _learn(config, step, sampled, recipe, learner, record)
+                step, curriculum_state = step + 1, curriculum.state
+                learner.average(step)
+                done = time.perf_counter()
+                record.seconds += done - began
+                metrics |= {
+                    "rollout/busy": sampled.stats.busy,
+                    "rollout/tokens_per_second": sampled.stats.tokens_per_second,
+                    "time/rollout": sampled.stats.seconds,
+                    "time/retrieval": sampled.stats.retrieval_seconds,
+                    "time/score": rolled - began - sampled.stats.seconds,
+                    "time/update": done - rolled,
+                    "time/step": done - began,
+                    "minutes": record.seconds / 60,
+                } | memory_used()
+                _show(step, metrics, sampled, record)
+                if (
+                    task.held_out and not record.before and not stop
+                ):  # a first update is what a user waits for
+                    with record.progress.paused():
+                        record.before, _ = measure(0)
+                record.writer.write(step, metrics)
+                last = None
+                if seen := record.guard.look(step, metrics):
+                    reason = seen
+                    record.progress.note(f"step {step}: collapsed? {reason}")
+                    if config.guard.action == "stop":
+                        stopped = "collapse"
+                        break
+                if stop:
+                    stopped = "signal" if step < config.steps else "done"
+                    record.save(step)
+                    break
+                if evaluates(step):
+                    with record.progress.paused():
+                        last = measure(step)
+                if step % config.checkpoint_every == 0 or step == config.steps:
+                    record.save(step)
+        except (
+            Unavailable
+        ):  # a judge or reader: what was learned is kept, and the step under way is sampled again
+            curriculum.restore(curriculum_state)
+            record.save(step)
+            if not stop:
+                raise
+            stopped = "signal"
         if stopped == "collapse":
             step = record.restore()
             record.progress.note(f"ended at the last good checkpoint, of step {step}")

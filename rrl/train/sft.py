@@ -30,7 +30,8 @@ from rrl.rl.optim import (
     skipped_updates,
     split_trained,
 )
-from rrl.train.checkpoints import Checkpoints, stop_requested
+from rrl.stopping import stop_requested
+from rrl.train.checkpoints import Checkpoints
 from rrl.train.metrics import MetricsWriter
 from rrl.train.pack import pack
 from rrl.train.progress import Progress

@@ -15,12 +15,16 @@ def test_a_cold_start_that_is_not_there_yet_is_told_how_to_make(
     monkeypatch.chdir(tmp_path)  # a checkout may have it
     with pytest.raises(
         UserError,
-        match=rf"sft\.py .*:recipe={recipe},init=assets/miniwiki-policy --workdir=runs/{recipe}_cold_start, or give policy=FOLDER",
+        match=rf"sft\.py .*:recipe={recipe},init=assets/miniwiki-policy --workdir=runs/{recipe}_cold_start, or give policy=",
     ):
         require_policy(f"runs/{recipe}_cold_start/model")
 
 
 def test_another_folder_is_no_cold_start() -> None:
+    with pytest.raises(
+        UserError, match=r"^model='runs/r3rag_cold_start/model' is not there yet.* or give model=FOLDER"
+    ):
+        require_policy("runs/r3rag_cold_start/model", "model")
     for folder in ("runs/other_cold_start/model", "/none", ""):
         with pytest.raises(UserError, match=r"is no Hugging Face folder"):
             require_policy(folder)

@@ -275,6 +275,7 @@ def test_groups_that_are_all_right_or_all_wrong_are_left_out():
     # SPEC.md 6: a group stays iff max F1 > 0.1 and min F1 < 0.9; the bounds themselves are reached
     assert TiresRag().left_out(batch()).tolist() == [False] * 4 + [True] * 8 + [False] * 4
     assert TiresRag().left_out([]).tolist() == []
+    assert (TiresRag().filter_low, TiresRag().filter_high) == (0.1, 0.9)
 
 
 def kept():

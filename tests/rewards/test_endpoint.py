@@ -4,6 +4,8 @@ import contextlib
 import http.server
 import json
 import logging
+import os
+import signal
 import subprocess
 import sys
 import threading
@@ -17,6 +19,7 @@ from rrl.errors import UserError
 from rrl.rewards.cases import Correctness
 from rrl.rewards.endpoint import Endpoint, EndpointConfig, Reply
 from rrl.rewards.judge import ModelJudge
+from rrl.stopping import Unavailable, stop_requested
 from rrl.text.chat import Prompt
 
 KEY = "sk-secret-0123456789"
@@ -182,10 +185,68 @@ def test_a_slow_service_is_given_up_and_asked_again(service):
                 handler.wfile.flush()
                 time.sleep(0.1)
 
-    service.script = [sleep, drip]
+    def drip_headers(handler):
+        with contextlib.suppress(OSError):
+            handler.wfile.write(b"HTTP/1.1 200 OK\r\n")
+            for _ in range(20):
+                handler.wfile.write(b"X-Slow: 1\r\n")
+                handler.wfile.flush()
+                time.sleep(0.1)
+
+    service.script = [sleep, drip, drip_headers]
     began = time.monotonic()
     assert Endpoint(service.config(time_out=0.3)).answers(["say one"]) == ["ONE"]
-    assert time.monotonic() - began < 1.5
+    assert time.monotonic() - began < 1.8
+
+
+def test_a_refusal_whose_reason_never_comes_is_one_all_the_same(service):
+    def dangle(handler):
+        handler.send_response(401)
+        handler.send_header("Content-Length", "1000")
+        handler.end_headers()
+        time.sleep(1.0)
+
+    service.script = [dangle]
+    with pytest.raises(UserError, match="answered 401"):
+        Endpoint(service.config(time_out=0.5)).answers(["a"])
+
+
+def test_a_run_that_is_to_stop_does_not_wait_for_a_service_that_hangs(service):
+    service.script = [lambda handler: time.sleep(3.0)] * 4
+    with stop_requested() as stop:
+        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        began = time.monotonic()
+        with pytest.raises(Unavailable, match="the run is to stop"):
+            Endpoint(service.config(time_out=60.0, concurrency=2)).answers(["a", "b", "c", "d"])
+        assert time.monotonic() - began < 2 and stop and len(service.requests) == 2
+
+
+def test_the_first_failure_is_told_before_it_is_tried_again(service, caplog):
+    service.script = [(503, {}, "warming up")] * 2
+    assert Endpoint(service.config(retries=4)).answers(["a"]) == ["A"]
+    assert caplog.text.count("answered 503") == 1 and "warming up; up to 4 attempts follow" in caplog.text
+
+
+def test_an_answer_in_parts_is_their_text_and_an_empty_one_is_asked_again(service):
+    parts = [{"type": "text", "text": "yes, "}, {"type": "image"}, {"type": "text", "text": "1"}]
+    service.script = [
+        (200, {}, json.dumps({"choices": [{"message": {"content": content}}]})) for content in (parts, None)
+    ]
+    assert Endpoint(service.config()).answers(["a"]) == ["yes, 1"]
+    assert Endpoint(service.config()).answers(["b"]) == [""]
+    assert Endpoint(service.config()).answers(["a", "b"]) == ["yes, 1", "B"]
+
+
+@pytest.mark.parametrize("url", ["http://", "http://127.0.0.1:port/v1", "http://ho st/v1", "https:///v1"])
+def test_an_address_without_a_host_is_refused_at_once(url):
+    with pytest.raises(UserError, match="must name a host, and a port in digits if any"):
+        EndpointConfig(url=url, model="m")
+
+
+def test_an_address_that_holds_a_key_is_refused_and_not_shown():
+    with pytest.raises(UserError, match="must hold no name, password, query") as found:
+        EndpointConfig(url=f"http://host/v1?api-key={KEY}", model="m")
+    assert KEY not in str(found.value)
 
 
 def test_a_service_that_stays_down_ends_the_call_and_the_other_prompts_with_it(service):
@@ -309,6 +370,8 @@ def test_the_key_is_in_no_message_log_file_or_attribute(service, caplog, tmp_pat
         ([(500, {}, gossip)] * 3, 2),
         ([(400, {}, gossip)], 0),
         ([(200, {}, gossip)], 0),
+        ([(200, {}, json.dumps({"choices": [{"message": {"content": gossip}}]}))], 0),
+        ([(200, {}, "[" * 200_000)], 0),
     ):
         service.script = script
         endpoint = Endpoint(service.config(retries=retries))

@@ -11,7 +11,8 @@ import pytest
 from flax import nnx
 
 from rrl.errors import UserError
-from rrl.train.checkpoints import Checkpoints, refuse_other_config, stop_requested
+from rrl.stopping import stop_requested
+from rrl.train.checkpoints import Checkpoints, refuse_other_config
 
 CONFIG = {"steps": 3, "optim": {"lr": 1e-3}, "log_every": 1}
 

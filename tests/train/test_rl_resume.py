@@ -11,6 +11,7 @@ from flax import nnx
 from rrl.errors import UserError
 from rrl.models.heads import ValueModel
 from rrl.rl.optim import OptimConfig
+from rrl.stopping import StopSignal, Unavailable
 from rrl.train import rl
 from rrl.train.checkpoints import saved_steps
 from rrl.train.critic import CriticConfig
@@ -104,6 +105,30 @@ def test_a_signal_during_an_evaluation_ends_the_run_there(parts, whole, tmp_path
         patch.setattr(rl, "stop_requested", lambda: contextlib.nullcontext(Stop()))
         stopped, _ = run(parts, tmp_path, CONFIG)
     assert (stopped.step, stopped.stopped) == (before, "signal")
+    _, params = run(parts, tmp_path, CONFIG)
+    assert steps_of(tmp_path) == EVERY_LINE
+    jax.tree.map(np.testing.assert_array_equal, params, whole[2])
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_where_a_judge_falls_silent_what_was_learned_is_kept(parts, whole, tmp_path, monkeypatch, asked):
+    stop, sample_step = StopSignal(), rl.sample_step
+
+    def silent(config, step, *others):
+        if step == 1:
+            sample_step(config, step, *others)  # what it did to the curriculum is undone
+            if asked:
+                stop.set()
+            raise Unavailable("no answer")
+        return sample_step(config, step, *others)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rl, "sample_step", silent)
+        patch.setattr(rl, "stop_requested", lambda: contextlib.nullcontext(stop))
+        with contextlib.nullcontext() if asked else pytest.raises(Unavailable):
+            stopped, _ = run(parts, tmp_path, CONFIG)
+            assert (stopped.step, stopped.stopped) == (1, "signal")
+    assert saved_steps(tmp_path)[-1] == 1
     _, params = run(parts, tmp_path, CONFIG)
     assert steps_of(tmp_path) == EVERY_LINE
     jax.tree.map(np.testing.assert_array_equal, params, whole[2])

@@ -24,8 +24,8 @@ from rrl.eval.result_card import commit_here
 from rrl.files import replaced
 from rrl.parallel.runtime import cores_here
 from rrl.retrieval.files import locked
+from rrl.stopping import stop_requested
 from rrl.train import experiment, stages
-from rrl.train.checkpoints import stop_requested
 from rrl.train.launcher import load_config
 from rrl.train.reproduction.plan import Run
 
