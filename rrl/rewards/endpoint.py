@@ -138,6 +138,8 @@ class Endpoint:
         self.asked = self.remembered = self.refused = 0
         """Prompts of this process that were sent, that were found in the cache, and that the service would not answer."""
         self._refusal = ""
+        self._told = False
+        """Whether the log says of this call that an attempt failed."""
         self._lock = threading.Lock()
         # urllib would send the key on to wherever a redirect points.
         self._open = urllib.request.build_opener(_NoRedirect).open
@@ -164,6 +166,7 @@ class Endpoint:
         found: list[Reply] = []
         errors: list[Exception] = []
         stop = threading.Event()
+        self._told = False
 
         def one(prompt: str | Prompt) -> Reply:
             try:
@@ -266,7 +269,9 @@ class Endpoint:
             except (OSError, http.client.HTTPException, ValueError, RecursionError) as failure:
                 why = self._clean(f"{config.url}: {_words(failure)}")
             if attempt < config.retries and not stop.is_set():
-                if not attempt:
+                with self._lock:
+                    told, self._told = self._told, True
+                if not told:
                     log.warning("%s; up to %d attempts follow", why, config.retries)
                 doubled = config.pause * 2**attempt * random.uniform(0.75, 1.25)
                 # "Retry-After: 0", or a date that is past, names no time: all attempts would be made at once.

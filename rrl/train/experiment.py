@@ -320,7 +320,10 @@ def run(config: Mapping[str, Any], workdir: str | pathlib.Path) -> Outcome:
         value_model=loaded.value_model,
         ready=ready,
     )
-    report(settings, loaded, outcome, workdir, say)
+    if (
+        outcome.step or outcome.stopped != "signal"
+    ):  # stopped before the first update, there is nothing to report
+        report(settings, loaded, outcome, workdir, say)
     if outcome.stopped == "signal":
         say(f"stopped after step {outcome.step} of {settings.train.steps}; the same command continues")
     return outcome
