@@ -85,7 +85,7 @@ def expansion_rewards(
 ) -> dict[str, float]:
     """Eq. 5 and its zeroing rules (B.2).
 
-    A gold document that is hit twice counts once, in R_MH and in R_AP, base queries first. R_JH is earned by a stop signal
+    A gold document that is hit twice counts once, in R_MH and in R_AP, base queries first (in R_AP those of its ranks). R_JH is earned by a stop signal
     once all gold is there, found before or by this very expansion.
 
     Args:
@@ -103,15 +103,18 @@ def expansion_rewards(
     """
     wanted, before = {title_key(t) for t in gold}, {title_key(t) for t in known}
     seen: set[str] = set()
+    ranked: set[str] = set()
     hits: list[list[bool]] = []
     new: list[int] = []
-    for titles in (base, predicted):
+    for titles, top in ((base, weights.top_base), (predicted, weights.top_predicted)):
         row, count = [], 0
-        for key in map(title_key, titles):
-            hit = key in wanted and key not in seen
-            count += hit and key not in before
-            row.append(hit and (weights.pay_known or key not in before))
+        for rank, key in enumerate(map(title_key, titles)):
+            gains = key in wanted and (weights.pay_known or key not in before)
+            count += key in wanted and key not in seen | before
+            row.append(gains and key not in ranked)
             seen.add(key)
+            if rank < top:
+                ranked.add(key)
         hits.append(row)
         new.append(count)
     complete = wanted <= before | seen

@@ -68,6 +68,9 @@ def test_a_gold_document_hit_twice_counts_once():
     twice = paid(ASKS, ["A", "A"], ["A"])
     assert twice["multi_hit"] == 1
     assert twice["precision"] == pytest.approx(1 / 4)
+    # SPEC.md 6: once, not never: the fifth base query has no rank of the four
+    late = paid(ASKS, ["x", "y", "z", "w", "A"], ["A"])
+    assert (late["multi_hit"], late["precision"]) == (1, pytest.approx(1 / 4))
 
 
 def test_average_precision_looks_at_the_first_t_queries():
