@@ -102,7 +102,7 @@ def test_an_answer_is_right_where_it_covers_the_gold_one():
 
 
 def test_a_question_without_gold_passages_is_refused():
-    with pytest.raises(UserError, match=r"question 'q' names no gold passages.*judge\.kind=model"):
+    with pytest.raises(UserError, match=r"question 'q' names no gold passages.*judge=FOLDER"):
         Oracle().grade([Sufficiency(Question("q", "Who?", ("x",)), told())])
 
 

@@ -184,13 +184,16 @@ def test_a_run_whose_service_breaks_down_goes_on_and_ends_as_one_that_never_stop
     assert cold_start.run(made, tmp_path / "broken") == whole  # a finished run only reports
 
 
-def test_sigterm_ends_a_run_after_its_block(strong, tmp_path):
+def test_sigterm_ends_a_run_within_its_block_and_the_same_command_makes_what_none_would(strong, tmp_path):
+    whole = cold_start.run(settings(strong, tmp_path / "other"), tmp_path / "whole")
     strong.before = lambda text: os.kill(os.getpid(), signal.SIGTERM)
     made = settings(strong, tmp_path / "cache")
     assert cold_start.run(made, tmp_path / "run") is None
-    assert len(list((tmp_path / "run" / "blocks").iterdir())) == 1
+    assert not list((tmp_path / "run" / "blocks").iterdir())
     strong.before = lambda text: None
-    assert cold_start.run(made, tmp_path / "run").trajectories == 40
+    assert cold_start.run(made, tmp_path / "run").trajectories == whole.trajectories == 40
+    pairs = [(tmp_path / name / "pairs.jsonl").read_bytes() for name in ("run", "whole")]
+    assert pairs[0] == pairs[1]
 
 
 def test_a_workdir_of_other_settings_is_refused(strong, tmp_path):
