@@ -85,8 +85,8 @@ def expansion_rewards(
 ) -> dict[str, float]:
     """Eq. 5 and its zeroing rules (B.2).
 
-    A gold document that is hit twice counts once, in R_MH and in R_AP, base queries first (in R_AP those of its ranks). R_JH is earned by a stop signal
-    once all gold is there, found before or by this very expansion.
+    A gold document that is hit twice counts once, in R_MH and in R_AP, base queries first (in R_AP those of its ranks). R_JH is
+    earned by a stop signal once all gold is there, found before or by this very expansion.
 
     Args:
       proposal: what was written.
