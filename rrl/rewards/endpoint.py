@@ -85,9 +85,8 @@ class EndpointConfig:
             raise UserError(
                 f"url={self.url!r} must begin with http:// or https://, such as http://127.0.0.1:8000/v1"
             )
-        if (
-            "@" in self.url.split("/")[2] or "?" in self.url or "#" in self.url
-        ):  # not shown: it holds a password or a key
+        # Not shown: it holds a password or a key.
+        if "@" in self.url.split("/")[2] or "?" in self.url or "#" in self.url:
             raise UserError(
                 "url must hold no name, password, query (?) or fragment (#), for it stands in messages and logs; put the key "
                 f"into the environment variable {KEY_VARIABLE}, or name another with key_variable"

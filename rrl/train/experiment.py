@@ -320,9 +320,8 @@ def run(config: Mapping[str, Any], workdir: str | pathlib.Path) -> Outcome:
         value_model=loaded.value_model,
         ready=ready,
     )
-    if (
-        outcome.step or outcome.stopped != "signal"
-    ):  # stopped before the first update, there is nothing to report
+    # Stopped before the first update, there is nothing to report.
+    if outcome.step or outcome.stopped != "signal":
         report(settings, loaded, outcome, workdir, say)
     if outcome.stopped == "signal":
         say(f"stopped after step {outcome.step} of {settings.train.steps}; the same command continues")

@@ -143,9 +143,8 @@ def train(
                     "minutes": record.seconds / 60,
                 } | memory_used()
                 _show(step, metrics, sampled, record)
-                if (
-                    task.held_out and not record.before and not stop
-                ):  # a first update is what a user waits for
+                # After the first update, which is what a user waits for.
+                if task.held_out and not record.before and not stop:
                     with record.progress.paused():
                         record.before, _ = measure(0)
                 record.writer.write(step, metrics)
@@ -165,9 +164,8 @@ def train(
                         last = measure(step)
                 if step % config.checkpoint_every == 0 or step == config.steps:
                     record.save(step)
-        except (
-            Unavailable
-        ):  # a judge or reader: what was learned is kept, and the step under way is sampled again
+        except Unavailable:
+            # Of a judge or reader: what was learned is kept, and the step under way is sampled again.
             curriculum.restore(curriculum_state)
             record.save(step)
             if not stop:
