@@ -19,7 +19,7 @@ from rrl.errors import UserError
 from rrl.models.attention_backends import Backend, packed_attention
 from rrl.models.cache import KVCache
 from rrl.models.config import DecoderConfig
-from rrl.models.products import product, sum_products
+from rrl.models.products import mean_square, product, sum_products
 from rrl.models.rope import rotate, rotation
 from rrl.parallel.mesh import ROW_AXES
 from rrl.parallel.rules import constrain
@@ -280,7 +280,7 @@ def _norm_forward(
     x: Float[Array, "... D"], scale: Float[Array, "D"], eps: float
 ) -> tuple[Float[Array, "... D"], tuple[Array, ...]]:
     wide = x.astype(jnp.float32)
-    inverse = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+    inverse = jax.lax.rsqrt(mean_square(wide) + eps)
     return (wide * inverse * scale.astype(jnp.float32)).astype(x.dtype), (x, inverse, scale)
 
 

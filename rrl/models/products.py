@@ -10,6 +10,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+ALIKE = 4096
+"""From so many numbers on, XLA on CPU sums each row of them in the same order; fewer in another."""
+
 
 def sum_products(x: Float[Array, "... D"], y: Float[Array, "... D"]) -> Float[Array, "... 1"]:
     """Sums of x * y over the last axis, both of one dtype."""
@@ -18,6 +21,21 @@ def sum_products(x: Float[Array, "... D"], y: Float[Array, "... D"]) -> Float[Ar
         return z @ jnp.ones((z.shape[-1], 1), z.dtype)
 
     return jax.lax.platform_dependent(x * y, cpu=by_ones, default=lambda z: z.sum(axis=-1, keepdims=True))
+
+
+def mean_square(x: Float[Array, "... D"]) -> Float[Array, "... 1"]:
+    """Means of x * x over the last axis; on a CPU their bits don't depend on how many there are."""
+
+    def mean(x: Float[Array, "... D"]) -> Float[Array, "... 1"]:
+        return jnp.mean(x * x, axis=-1, keepdims=True)
+
+    def padded(x: Float[Array, "... D"]) -> Float[Array, "... 1"]:
+        flat = jnp.pad(x.reshape(-1, x.shape[-1]), ((0, -(-(ALIKE - x.size) // x.shape[-1])), (0, 0)))
+        return mean(flat)[: x.size // x.shape[-1]].reshape(*x.shape[:-1], 1)
+
+    if x.size >= ALIKE:
+        return mean(x)
+    return jax.lax.platform_dependent(x, cpu=padded, default=mean)
 
 
 @jax.custom_vjp

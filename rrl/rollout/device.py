@@ -3,6 +3,8 @@
 Pure functions over `Rows` and a KV cache; the jitted loop and the host-driven reference loop share them.
 """
 
+import functools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -132,23 +134,25 @@ def decode_until(
     context: int,
     enough: int,
     patience: int | Int[Array, ""],
-    at_once: int,
+    widths: Sequence[int],
     group: int = 0,
 ) -> tuple[Rows, KVCache, Int[Array, ""]]:
     """Decodes until `enough` rows wait, or some have waited or been held for `patience` steps (0: not at all), or no row runs.
 
-    A step takes `at_once` rows, the same number on each device that has rows. Returns also how many steps it took.
+    A step takes as many rows as the narrowest of `widths` that has room for all that run, or the widest, which is their
+    first, where none has; the same number on each device that has rows. Returns also how many steps it took.
     """
 
-    def going(state: tuple[Rows, KVCache, Array]) -> Array:
+    def going(state: tuple[Rows, KVCache, Array], most: int) -> Array:
         rows, _, steps = state
         waiting = jnp.sum(rows.status == WAIT)
         nobody = jnp.all((rows.status != WAIT) & (rows.status != HELD)) & (patience > 0)
-        return jnp.any(rows.status == RUN) & (nobody | ((waiting < enough) & (steps < patience)))
+        more = jnp.sum(rows.status == RUN) > most
+        return more & (nobody | ((waiting < enough) & (steps < patience)))
 
-    def step(state: tuple[Rows, KVCache, Array]) -> tuple[Rows, KVCache, Array]:
+    def step(state: tuple[Rows, KVCache, Array], width: int) -> tuple[Rows, KVCache, Array]:
         rows, cache, steps = state
-        which = None if at_once == len(rows.status) else least_far(rows, at_once)
+        which = None if width == len(rows.status) else least_far(rows, width)
         of = rows if which is None else _taken(rows, which)
         running = of.status == RUN
         slots = jnp.where(running, of.position, context)
@@ -157,7 +161,13 @@ def decode_until(
         )
         return emit(rows, model.unembed(hidden[:, 0]), running, sampler, context, which), cache, steps + 1
 
-    return jax.lax.while_loop(going, step, (rows, cache, jnp.int32(0)))
+    # One after the other: nothing begins to run meanwhile, and a choice within one loop would copy the cache.
+    state = rows, cache, jnp.int32(0)
+    for width, narrower in zip(widths, (*widths[1:], 0), strict=True):
+        state = jax.lax.while_loop(
+            functools.partial(going, most=narrower), functools.partial(step, width=width), state
+        )
+    return state
 
 
 def least_far(rows: Rows, count: int) -> Int[Array, "count"]:

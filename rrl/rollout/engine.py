@@ -329,6 +329,8 @@ class Engine:
         stops = hosts[0].stops
         signature = (environment.turn_tokens, stops.first_accept, reference)
         if signature not in self._built:
+            if not self._built:
+                self.programs.narrow(params)
             build = self.programs.reference_loop if reference else self.programs.episode_loop
             self._built[signature] = build(environment.turn_tokens, stops.first_accept)
         key, table = self._everywhere((key, stops.table))

@@ -4,6 +4,7 @@ They know sizes, a model's graph and a function that answers, but no tokenizer, 
 also be compiled ahead of time for devices that are not there (`rrl.train.plan`).
 """
 
+import concurrent.futures
 import dataclasses
 import functools
 from collections.abc import Callable
@@ -18,13 +19,13 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Bool, Int, Key, PyTree
 
 from rrl.errors import UserError, at_least
-from rrl.models.cache import KVCache
+from rrl.models.cache import BLOCK, KVCache
 from rrl.models.config import DecoderConfig
 from rrl.models.decoder import Decoder, computed
 from rrl.parallel.mesh import ROW_AXES, data_shards
 from rrl.parallel.runtime import cores_here
 from rrl.rollout.device import Rows, Sampler, decode_until, feed
-from rrl.rollout.exchange import HEADER, LEAVE, OFF, WAIT, Feed, Limits
+from rrl.rollout.exchange import HEADER, LEAVE, OFF, RUN, WAIT, Feed, Limits
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,6 +87,10 @@ DECODED_TOGETHER = 16
 
 ROWS_OF_A_LOOP = 16
 """A loop of fewer rows is not worth its core."""
+
+NARROWED, ROWS_AT_LEAST = 32, 8
+"""Beside decode steps of so many rows there are some of half of them, and of half of these, as long as these are a multiple of so
+many."""
 
 DECODE, PREFILL = "decode_rows", "prefill_rows"
 """Names of the loop's two halves in a compiled program."""
@@ -156,6 +161,8 @@ class Programs:
             query_tokens=encoder.query_tokens if encoder else 0,
             patience=config.patience,
         )
+        self.widths: tuple[int, ...] = (self.decode_rows,)
+        """Rows that a decode step may take, most first."""
         self.groups = (DECODED_TOGETHER, 1) if self.on_cpu and mesh.size == 1 else (0, 0)
 
     def episode_loop(self, turn_tokens: int, first_accept: int) -> Callable:
@@ -234,6 +241,65 @@ class Programs:
 
         return drive
 
+    def narrow(self, params: PyTree) -> None:
+        """Lets decode steps take fewer rows while few run, on one CPU, where a step takes time by the row.
+
+        Only so many at a time as give each row the bits that it has among all, or its tokens would depend on how fast searches
+        are: from some shapes on, XLA cuts a product up in another way. So this is tried; call it before the loops are built.
+        """
+        if not self.groups[0] or self.decode_rows < NARROWED:
+            return
+        params = computed(params, nnx.merge(self.graph, params).dtype)
+        widths = [self.decode_rows]
+        while not widths[-1] % (2 * ROWS_AT_LEAST):
+            widths.append(widths[-1] // 2)
+        with concurrent.futures.ThreadPoolExecutor(cores_here(), "rrl-widths") as pool:
+            wrote = list(pool.map(lambda width: self._wrote(params, width), widths))
+        alike = [
+            all(np.array_equal(few[:width], every[:width]) for few, every in zip(some, wrote[0], strict=True))
+            for width, some in zip(widths, wrote, strict=True)
+        ]
+        self.widths = tuple(width for width, same in zip(widths, alike, strict=True) if same)
+
+    def _wrote(self, params: PyTree, width: int) -> tuple[np.ndarray, ...]:
+        """What the first `width` rows write in a few steps that take no others: ids and both log-probabilities. Their past is
+        made up, the same for every width."""
+        count, turn, past = self.decode_rows, 3, min(2 * BLOCK, self.config.context)
+        cache = KVCache.create(
+            self.decoder_config, count, past, nnx.merge(self.graph, params).dtype, slots_last=self.on_cpu
+        )
+        draw = np.random.default_rng(0)
+        keys, values = (draw.standard_normal(part.shape, np.float32) for part in (cache.k, cache.v))
+        cache = dataclasses.replace(
+            cache, k=jnp.asarray(keys, cache.k.dtype), v=jnp.asarray(values, cache.v.dtype)
+        )
+        rows = Rows.create(count, turn)._replace(
+            status=jnp.where(np.arange(count) < width, RUN, OFF),
+            position=jnp.asarray(draw.integers(0, past - turn, count), jnp.int32),
+            pending=jnp.asarray(draw.integers(0, self.decoder_config.vocab_size, count), jnp.int32),
+            request=jnp.arange(count, dtype=jnp.int32),
+            limit=jnp.full(count, turn, jnp.int32),
+            temperature=jnp.ones(count, jnp.float32),
+        )
+        table = jnp.zeros((1, self.decoder_config.vocab_size), jnp.int32)
+
+        @jax.jit
+        def wrote(params: PyTree, rows: Rows, cache: KVCache, key: Key) -> tuple[jax.Array, ...]:
+            done, *_ = decode_until(
+                nnx.merge(self.graph, params),
+                rows,
+                cache,
+                self._sampler(key, table, first_accept=1),
+                context=past,
+                enough=count,
+                patience=turn,
+                widths=(width,),
+                group=self.groups[0],
+            )
+            return done.ids, done.logps, done.sampled_logps
+
+        return tuple(np.asarray(part) for part in wrote(params, rows, cache, jax.random.key(0)))
+
     def _start(self, model: Decoder, turn_tokens: int) -> tuple[Rows, KVCache, jax.Array]:
         rows = Rows.create(self.rows, turn_tokens)
         cache = KVCache.create(
@@ -268,7 +334,7 @@ class Programs:
             context=self.config.context,
             enough=self.limits.feeds * self.shards,
             patience=patience,
-            at_once=self.decode_rows,
+            widths=self.widths,
             group=self.groups[0],
         )
 

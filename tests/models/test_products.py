@@ -9,7 +9,7 @@ from flax import nnx
 from rrl.models import decoder as decoders
 from rrl.models.config import DecoderConfig
 from rrl.models.decoder import Decoder, rms_norm
-from rrl.models.products import product, sum_products
+from rrl.models.products import mean_square, product, sum_products
 from rrl.parallel.mesh import make_mesh
 from rrl.parallel.rules import shard
 from rrl.train.hlo import collectives
@@ -43,6 +43,20 @@ def test_sums_equal_the_plain_ones():
     x, y = draw(2, 3, 5, 700), draw(2, 3, 5, 700, seed=1)
     close([sum_products(x, y)], [np.sum(np.float64(x) * y, axis=-1, keepdims=True)], 1e-6)
     assert sum_products(x[0, 0, 0], y[0, 0, 0]).shape == (1,)
+
+
+@pytest.mark.usefixtures("platform")
+def test_mean_squares_equal_the_plain_ones():
+    for x in (draw(3, 5, 70), draw(70), draw(2, 40, 100)):
+        close([mean_square(x)], [np.mean(np.float64(x) ** 2, axis=-1, keepdims=True)], 1e-6)
+    assert mean_square(draw(0, 70)).shape == (0, 1)
+
+
+@pytest.mark.parametrize("width", [32, 100, 128, 896])
+def test_a_mean_square_has_the_same_bits_among_few_as_among_many(width):
+    x, mean = draw(256, 1, width), jax.jit(mean_square)
+    for count in (1, 2, 7, 8, 16, 33, 100):
+        np.testing.assert_array_equal(mean(x[:count]), mean(x)[:count])
 
 
 @pytest.mark.usefixtures("platform")

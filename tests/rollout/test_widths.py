@@ -1,0 +1,59 @@
+"""Decode steps that take fewer rows while few run: the same bits, or none are taken."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+from rrl.models.decoder import Decoder
+from rrl.rollout.engine import Engine, EngineConfig
+from rrl.rollout.protocol import SingleTurn
+from tests.rollout.world import make_world
+
+KEY = jax.random.key(3)
+CONFIG = EngineConfig(rows=32, context=192, feeds=8, feed_tokens=64, loops=1, top_p=0.95)
+
+
+@pytest.fixture(scope="module")
+def world():
+    decoder, tokenizer, _, requests = make_world()
+    lengths = [dataclasses.replace(request, turn_tokens=4 + 2 * request.seed) for request in requests]
+    return decoder, tokenizer, lengths
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("spare_rows", [0, 8])
+def test_a_row_has_the_same_bits_among_few_as_among_all(world, spare_rows, monkeypatch):
+    decoder, tokenizer, requests = world
+    config = dataclasses.replace(CONFIG, spare_rows=spare_rows)
+    narrow, wide = (Engine(decoder, tokenizer, config) for _ in range(2))
+    monkeypatch.setattr(wide.programs, "narrow", lambda params: None)
+    params, environment = nnx.state(decoder), SingleTurn(turn_tokens=48)
+    found, whole = (engine.run(params, requests, environment, KEY) for engine in (narrow, wide))
+    assert narrow.programs.widths[:2] == (32, 16) and wide.programs.widths == (32,)
+    assert narrow.stats.row_steps == wide.stats.row_steps
+    for one, other in zip(found, whole, strict=True):
+        for name in ("tokens", "logps", "sampled_logps"):
+            np.testing.assert_array_equal(getattr(one, name), getattr(other, name))
+
+
+def test_where_bits_depend_on_the_number_of_rows_all_are_taken(world, monkeypatch):
+    decoder, tokenizer, _ = world
+    unembed = Decoder.unembed
+
+    def depends(model, hidden):
+        return unembed(model, hidden) * (1 + 1e-6 * (len(hidden) == 16))
+
+    monkeypatch.setattr(Decoder, "unembed", depends)
+    engine = Engine(decoder, tokenizer, CONFIG)
+    engine.programs.narrow(nnx.state(decoder))
+    assert 16 not in engine.programs.widths and engine.programs.widths[0] == 32
+
+
+def test_few_rows_and_several_devices_have_one_width(world):
+    decoder, tokenizer, _ = world
+    engine = Engine(decoder, tokenizer, dataclasses.replace(CONFIG, rows=16))
+    engine.programs.narrow(nnx.state(decoder))
+    assert engine.programs.widths == (16,)
