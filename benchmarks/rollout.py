@@ -132,7 +132,8 @@ class Turns:
 
 
 def episodes(args: argparse.Namespace) -> list[Row]:
-    """Search episodes, against two ways that prefill the whole history at every turn: this engine's own, and Tunix's."""
+    """Search episodes, against loops that read the whole history again at every turn: Search-R1's over Hugging Face's generate,
+    Tunix's over its Sampler, and one over this engine."""
     rows, batch = [], args.batch // 4
     for searches in (2, 4):
         live, again = Turns(searches), Turns(searches, again=True)
@@ -148,26 +149,35 @@ def episodes(args: argparse.Namespace) -> list[Row]:
         )
         asked = model().requests(batch, live.prompt)
         tokens = batch * (searches + 1) * live.turn_tokens
+        own = "this engine, all read again at every turn"
         sides = {
             "ours": model().timed(model().engine(config), asked, live, tokens),
-            "all history prefilled again": model().timed(model().engine(config), asked, again, tokens),
+            own: model().timed(model().engine(config), asked, again, tokens),
         }
         with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
-            if imports(args.tunix_python, "tunix"):
-                save_decoder(folder, model().decoder)
-                sizes = str(batch), str(histories[-1]), str(live.turn_tokens)
-                peer = Peer(args.tunix_python, "tunix_sampler.py", folder, *sizes)
-                stack.callback(peer.close)
-                line = " ".join(["turns", *map(str, histories)])
-                name = f"Tunix Sampler at every turn ({peer.says['versions']})"
-                sides[name] = lambda peer=peer, line=line: peer.ask(line)["seconds"]  # type: ignore[misc]
+            save_decoder(folder, model().decoder, model().tokenizer)
+            for name, python, module, script in (
+                ("HF generate", args.hf_python, "torch", "hf_generate.py"),
+                ("Tunix Sampler", args.tunix_python, "tunix", "tunix_sampler.py"),
+            ):
+                if imports(python, module):
+                    sizes = str(batch), str(histories[-1]), str(live.turn_tokens)
+                    peer = Peer(python, script, folder, *sizes)
+                    stack.callback(peer.close)
+                    line = " ".join(["turns", *map(str, histories)])
+                    sides[f"{name} at every turn ({peer.says['versions']})"] = (
+                        lambda peer=peer, line=line: peer.ask(line)["seconds"]  # type: ignore[misc]
+                    )
             found = alternate(sides, args.rounds)
+        # With decoding that takes no time at all.
+        most = sum(histories) / (live.prompt + searches * live.observation_tokens)
         rows += [
             Row(
                 f"episodes of {searches} searches (64 written, 384 read a turn), batch {batch}, seconds",
                 f"{found['ours']:.2f}",
                 f"{side} {value:.2f}",
-                f"{value / found['ours']:.2f}x",
+                f"{value / found['ours']:.2f}x"
+                + (f" (at most {most:.1f}x: tokens read)" if side == own else ""),
                 "4x at 4 turns, growing" if searches == 4 else "",
             )
             for side, value in found.items()
