@@ -85,7 +85,7 @@ NO_NUMBERS = ("search_seconds", "stall_seconds", "spare_rows")
 DECODED_TOGETHER = 16
 """On one CPU, so many rows read their past together (`Decoder.extend`), and each prefilled piece its own; elsewhere all."""
 
-ROWS_OF_A_LOOP = 16
+ROWS_OF_A_LOOP = 8
 """A loop of fewer rows is not worth its core."""
 
 NARROWED, ROWS_AT_LEAST = 32, 8
