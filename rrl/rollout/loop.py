@@ -150,7 +150,8 @@ class Programs:
                 "vocab_size; 0 is off"
             )
         self.on_cpu = mesh.devices.flat[0].platform == "cpu"
-        self.loops = _loops(config, self.on_cpu and mesh.size == 1)
+        self.one_cpu = self.on_cpu and mesh.size == 1
+        self.loops = _loops(config, self.one_cpu)
         self.decode_rows = config.rows // self.loops
         self.rows = self.decode_rows + -(-config.spare_rows // self.loops)
         self.limits = Limits(
@@ -163,13 +164,15 @@ class Programs:
         )
         self.widths: tuple[int, ...] = (self.decode_rows,)
         """Rows that a decode step may take, most first."""
-        self.groups = (DECODED_TOGETHER, 1) if self.on_cpu and mesh.size == 1 else (0, 0)
+        self.groups = (DECODED_TOGETHER, 1) if self.one_cpu else (0, 0)
+        options = _options(self.loops) if self.one_cpu else {}
+        self._jit = functools.partial(jax.jit, compiler_options=options)
 
     def episode_loop(self, turn_tokens: int, first_accept: int) -> Callable:
         """The jitted program (params, encoder state, key, stop table, number of the loop) -> decode steps; the host has the
         episodes."""
 
-        @jax.jit
+        @self._jit
         def episode_loop(
             params: PyTree, encoder_state: PyTree, key: Key, table: jax.Array, loop: jax.Array
         ) -> jax.Array:
@@ -199,14 +202,14 @@ class Programs:
     def reference_loop(self, turn_tokens: int, first_accept: int) -> Callable:
         """The same, driven from the host step by step."""
 
-        @functools.partial(jax.jit, donate_argnums=2)
+        @functools.partial(self._jit, donate_argnums=2)
         def decode_step(
             params: PyTree, rows: Rows, cache: KVCache, key: Key, table: jax.Array, patience: jax.Array
         ) -> tuple:
             sampler = self._sampler(key, table, first_accept)
             return self._decode(nnx.merge(self.graph, params), rows, cache, sampler, patience)
 
-        @functools.partial(jax.jit, donate_argnums=2)
+        @functools.partial(self._jit, donate_argnums=2)
         def feed_step(
             params: PyTree,
             rows: Rows,
@@ -216,7 +219,7 @@ class Programs:
         ) -> tuple:
             return self._feed(nnx.merge(self.graph, params), rows, cache, feeds, marks)
 
-        embed = jax.jit(self._embed)
+        embed = self._jit(self._embed)
         per_shard = self.limits.rows
 
         def drive(params: PyTree, encoder_state: PyTree, key: Key, table: jax.Array, loop: int) -> jax.Array:
@@ -247,7 +250,7 @@ class Programs:
         Only so many at a time as give each row the bits that it has among all, or its tokens would depend on how fast searches
         are: from some shapes on, XLA cuts a product up in another way. So this is tried; call it before the loops are built.
         """
-        if not self.groups[0] or self.decode_rows < NARROWED:
+        if not self.one_cpu or self.decode_rows < NARROWED:
             return
         params = computed(params, nnx.merge(self.graph, params).dtype)
         widths = [self.decode_rows]
@@ -283,7 +286,7 @@ class Programs:
         )
         table = jnp.zeros((1, self.decoder_config.vocab_size), jnp.int32)
 
-        @jax.jit
+        @self._jit
         def wrote(params: PyTree, rows: Rows, cache: KVCache, key: Key) -> tuple[jax.Array, ...]:
             done, *_ = decode_until(
                 nnx.merge(self.graph, params),
@@ -431,3 +434,20 @@ def _loops(config: EngineConfig, one_cpu: bool) -> int:
         return config.loops
     most = min(cores, max(1, config.rows // ROWS_OF_A_LOOP))
     return next(count for count in range(most, 0, -1) if config.rows % count == 0)
+
+
+@functools.cache
+def _options(loops: int) -> dict[str, bool]:
+    """How XLA compiles for one CPU: operations come one after another, and where there are several loops, each keeps to its core.
+    To hand small operations to other threads takes longer than they do. An option that this XLA does not know is left out."""
+    wanted = {"xla_cpu_enable_concurrency_optimized_scheduler": False}
+    if loops > 1:
+        wanted["xla_cpu_multi_thread_eigen"] = False
+    known = {}
+    for name, value in wanted.items():
+        try:
+            jax.jit(jnp.negative, compiler_options={name: value}).lower(0.0).compile()
+        except jax.errors.JaxRuntimeError:
+            continue
+        known[name] = value
+    return known
