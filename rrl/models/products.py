@@ -24,7 +24,7 @@ def sum_products(x: Float[Array, "... D"], y: Float[Array, "... D"]) -> Float[Ar
 
 
 def mean_square(x: Float[Array, "... D"]) -> Float[Array, "... 1"]:
-    """Means of x * x over the last axis; on a CPU their bits don't depend on how many there are."""
+    """Means of x * x over the last axis; on one CPU their bits don't depend on how many there are."""
 
     def mean(x: Float[Array, "... D"]) -> Float[Array, "... 1"]:
         return jnp.mean(x * x, axis=-1, keepdims=True)

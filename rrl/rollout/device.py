@@ -143,12 +143,12 @@ def decode_until(
     first, where none has; the same number on each device that has rows. Returns also how many steps it took.
     """
 
-    def going(state: tuple[Rows, KVCache, Array], most: int) -> Array:
+    def going(state: tuple[Rows, KVCache, Array], narrower: int) -> Array:
         rows, _, steps = state
         waiting = jnp.sum(rows.status == WAIT)
         nobody = jnp.all((rows.status != WAIT) & (rows.status != HELD)) & (patience > 0)
-        more = jnp.sum(rows.status == RUN) > most
-        return more & (nobody | ((waiting < enough) & (steps < patience)))
+        too_many = jnp.sum(rows.status == RUN) > narrower
+        return too_many & (nobody | ((waiting < enough) & (steps < patience)))
 
     def step(state: tuple[Rows, KVCache, Array], width: int) -> tuple[Rows, KVCache, Array]:
         rows, cache, steps = state
@@ -165,7 +165,7 @@ def decode_until(
     state = rows, cache, jnp.int32(0)
     for width, narrower in zip(widths, (*widths[1:], 0), strict=True):
         state = jax.lax.while_loop(
-            functools.partial(going, most=narrower), functools.partial(step, width=width), state
+            functools.partial(going, narrower=narrower), functools.partial(step, width=width), state
         )
     return state
 

@@ -21,7 +21,7 @@ from jaxtyping import Array, Bool, Int, Key, PyTree
 from rrl.errors import UserError, at_least
 from rrl.models.cache import BLOCK, KVCache
 from rrl.models.config import DecoderConfig
-from rrl.models.decoder import Decoder, computed
+from rrl.models.decoder import LORA_B, Decoder, computed
 from rrl.parallel.mesh import ROW_AXES, data_shards
 from rrl.parallel.runtime import cores_here
 from rrl.rollout.device import Rows, Sampler, decode_until, feed
@@ -47,8 +47,9 @@ class EngineConfig:
     patience: int = 8
     """Decode steps that a paused row waits at most while others run; one whose query is being encoded waits for none."""
     loops: int = 0
-    """On one CPU: episode loops that share the rows and the requests, each on a core of its own; 0: one a core. Other devices
-    have one. The last bits of a log-probability depend on how many rows are computed together, and so on this."""
+    """On one CPU: episode loops that share the rows and the requests, each on a core of its own; 0: one a core, of eight rows at
+    least. Other devices have one. The last bits of a log-probability depend on how many rows are computed together, and so on
+    this."""
     top_k: int = 3
     """Passages a search returns."""
     top_p: float = 1.0
@@ -88,9 +89,11 @@ DECODED_TOGETHER = 16
 ROWS_OF_A_LOOP = 8
 """A loop of fewer rows is not worth its core."""
 
-NARROWED, ROWS_AT_LEAST = 32, 8
-"""Beside decode steps of so many rows there are some of half of them, and of half of these, as long as these are a multiple of so
-many."""
+NARROWED, MULTIPLE = 32, 8
+"""A loop of so many rows tries steps of half as many, a quarter and so on, each a multiple of the second number."""
+
+OPTIONS = {"xla_cpu_enable_concurrency_optimized_scheduler": False}
+"""Of XLA, for one CPU."""
 
 DECODE, PREFILL = "decode_rows", "prefill_rows"
 """Names of the loop's two halves in a compiled program."""
@@ -252,9 +255,9 @@ class Programs:
         """
         if not self.one_cpu or self.decode_rows < NARROWED:
             return
-        params = computed(params, nnx.merge(self.graph, params).dtype)
+        params = _adapted(computed(params, nnx.merge(self.graph, params).dtype))
         widths = [self.decode_rows]
-        while not widths[-1] % (2 * ROWS_AT_LEAST):
+        while not widths[-1] % (2 * MULTIPLE):
             widths.append(widths[-1] // 2)
         with concurrent.futures.ThreadPoolExecutor(cores_here(), "rrl-widths") as pool:
             wrote = list(pool.map(lambda width: self._wrote(params, width), widths))
@@ -267,7 +270,7 @@ class Programs:
     def _wrote(self, params: PyTree, width: int) -> tuple[np.ndarray, ...]:
         """What the first `width` rows write in a few steps that take no others: ids and both log-probabilities. Their past is
         made up, the same for every width."""
-        count, turn, past = self.decode_rows, 3, min(2 * BLOCK, self.config.context)
+        count, turn, past = self.rows, 3, min(2 * BLOCK, self.config.context)
         cache = KVCache.create(
             self.decoder_config, count, past, nnx.merge(self.graph, params).dtype, slots_last=self.on_cpu
         )
@@ -278,7 +281,7 @@ class Programs:
         )
         rows = Rows.create(count, turn)._replace(
             status=jnp.where(np.arange(count) < width, RUN, OFF),
-            position=jnp.asarray(draw.integers(0, past - turn, count), jnp.int32),
+            position=jnp.asarray(draw.integers(0, max(1, past - turn), count), jnp.int32),
             pending=jnp.asarray(draw.integers(0, self.decoder_config.vocab_size, count), jnp.int32),
             request=jnp.arange(count, dtype=jnp.int32),
             limit=jnp.full(count, turn, jnp.int32),
@@ -301,7 +304,8 @@ class Programs:
             )
             return done.ids, done.logps, done.sampled_logps
 
-        return tuple(np.asarray(part) for part in wrote(params, rows, cache, jax.random.key(0)))
+        with jax.set_mesh(self.mesh):
+            return tuple(np.asarray(part) for part in wrote(params, rows, cache, jax.random.key(0)))
 
     def _start(self, model: Decoder, turn_tokens: int) -> tuple[Rows, KVCache, jax.Array]:
         rows = Rows.create(self.rows, turn_tokens)
@@ -436,11 +440,24 @@ def _loops(config: EngineConfig, one_cpu: bool) -> int:
     return next(count for count in range(most, 0, -1) if config.rows % count == 0)
 
 
+def _adapted(params: PyTree) -> PyTree:
+    """The parameters, with adapters that do something: those that have learned nothing yet are zero."""
+    draw = np.random.default_rng(0)
+    flat = {
+        path: leaf.replace(jnp.asarray(draw.normal(0, 0.02, leaf.shape), leaf[...].dtype))
+        if str(path[-1]).endswith(LORA_B)
+        else leaf
+        for path, leaf in nnx.to_flat_state(params)
+    }
+    return nnx.from_flat_state(flat)
+
+
 @functools.cache
 def _options(loops: int) -> dict[str, bool]:
     """How XLA compiles for one CPU: operations come one after another, and where there are several loops, each keeps to its core.
-    To hand small operations to other threads takes longer than they do. An option that this XLA does not know is left out."""
-    wanted = {"xla_cpu_enable_concurrency_optimized_scheduler": False}
+    To hand small operations to other threads takes longer than they do. Cores beyond the loops stay idle: bits are to be the same
+    however many there are. An option that this XLA does not know is left out."""
+    wanted = dict(OPTIONS)
     if loops > 1:
         wanted["xla_cpu_multi_thread_eigen"] = False
     known = {}

@@ -94,6 +94,7 @@ class RLConfig:
 MAY_DIFFER = (
     "checkpoint_every",
     "run.rollout.patience",
+    "run.reader_rollout.patience",
     *(f"guard.{field.name}" for field in dataclasses.fields(GuardConfig)),
 )
 """Fields that a continued run may change: they do not touch its numbers."""

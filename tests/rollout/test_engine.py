@@ -180,7 +180,7 @@ def test_loops_divide_the_rows_and_are_for_one_cpu(world):
             Engine(decoder, tokenizer, dataclasses.replace(CONFIG, loops=loops))
     mesh = make_mesh(2, 1, 1, devices=jax.devices()[:2])
     assert Engine(decoder, tokenizer, dataclasses.replace(CONFIG, loops=3), mesh=mesh).programs.loops == 1
-    assert Engine(decoder, tokenizer, dataclasses.replace(CONFIG, rows=48)).programs.loops == min(3, cores)
+    assert Engine(decoder, tokenizer, dataclasses.replace(CONFIG, rows=24)).programs.loops == min(3, cores)
 
 
 @pytest.mark.parametrize("shape", [(8, 1, 1), (2, 2, 2), (4, 1, 2)])

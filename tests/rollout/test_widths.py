@@ -8,7 +8,11 @@ import pytest
 from flax import nnx
 
 from rrl.models.decoder import Decoder
+from rrl.models.lora import LoraConfig, add_lora
+from rrl.parallel.mesh import make_mesh
+from rrl.rollout import loop
 from rrl.rollout.engine import Engine, EngineConfig
+from rrl.rollout.loop import _adapted
 from rrl.rollout.protocol import SingleTurn
 from tests.rollout.world import make_world
 
@@ -54,6 +58,27 @@ def test_where_bits_depend_on_the_number_of_rows_all_are_taken(world, monkeypatc
 
 def test_few_rows_and_several_devices_have_one_width(world):
     decoder, tokenizer, _ = world
-    engine = Engine(decoder, tokenizer, dataclasses.replace(CONFIG, rows=16))
-    engine.programs.narrow(nnx.state(decoder))
-    assert engine.programs.widths == (16,)
+    few = Engine(decoder, tokenizer, dataclasses.replace(CONFIG, rows=16))
+    many = Engine(decoder, tokenizer, CONFIG, mesh=make_mesh(2, devices=jax.devices()[:2]))
+    for engine, rows in ((few, 16), (many, 32)):
+        engine.programs.narrow(nnx.state(decoder))
+        assert engine.programs.widths == (rows,)
+
+
+def test_adapters_that_are_zero_are_tried_as_if_they_were_not(world):
+    decoder = nnx.clone(world[0])
+    add_lora(decoder, LoraConfig(rank=2), rngs=nnx.Rngs(0))
+    adapted = dict(nnx.to_flat_state(_adapted(nnx.state(decoder))))
+    for path, leaf in nnx.to_flat_state(nnx.state(decoder)):
+        if path[-1].endswith("_lora_b"):
+            assert not leaf[...].any() and adapted[path][...].all()
+        else:
+            np.testing.assert_array_equal(leaf[...], adapted[path][...])
+
+
+def test_an_option_that_xla_does_not_know_is_left_out(monkeypatch):
+    monkeypatch.setattr(loop, "OPTIONS", {"xla_cpu_no_such_option": False, **loop.OPTIONS})
+    loop._options.cache_clear()
+    one, two = loop._options(1), loop._options(2)
+    loop._options.cache_clear()
+    assert set(one) < set(two) <= {*loop.OPTIONS, "xla_cpu_multi_thread_eigen"} - {"xla_cpu_no_such_option"}
