@@ -292,7 +292,7 @@ def training(args: argparse.Namespace) -> list[Row]:
     found = []
     for batch in (args.batch, args.batch // 2):
         config = EngineConfig(rows=batch, context=1024, feeds=16, feed_tokens=256, top_k=2, top_p=0.95)
-        more = dataclasses.replace(config, spare_rows=batch // 2, patience=16)
+        more = dataclasses.replace(config, spare_rows=batch // 2)
         made = Engine(decoder, tokenizer, more, retriever=retriever)
         alone = FixedLengths(decoder, tokenizer).engine(config)
         rates = _training_rates(args.rounds, nnx.state(decoder), made, alone, recipe, questions)

@@ -84,7 +84,6 @@ def get_config(arg: str = "") -> ConfigDict:
         "context": 1024 if tiny else 16384,
         "feeds": 16,
         "feed_tokens": 256 if tiny else 2048,
-        "patience": 16 if tiny else 8,
         "loops": 2 if tiny else 0,
         "top_k": 2 if tiny else 5,
         "top_p": 0.95,

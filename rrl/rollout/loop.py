@@ -45,7 +45,8 @@ class EngineConfig:
     feed_tokens: int = 256
     """Tokens prefilled together, per data shard: pieces of 32 of as many texts as have room (one piece, where it is less)."""
     patience: int = 8
-    """Decode steps that a paused row waits at most while others run; one whose query is being encoded waits for none."""
+    """Decode steps that a paused row waits at most while others run, twice as many where spare rows write in its place; one whose
+    query is being encoded waits for none."""
     loops: int = 0
     """On one CPU: episode loops that share the rows and the requests, each on a core of its own; 0: one a core, of eight rows at
     least. Other devices have one. The last bits of a log-probability depend on how many rows are computed together, and so on
@@ -163,7 +164,7 @@ class Programs:
             feeds=min(config.feeds, self.decode_rows // self.shards),
             feed_tokens=config.feed_tokens,
             query_tokens=encoder.query_tokens if encoder else 0,
-            patience=config.patience,
+            patience=config.patience * (2 if config.spare_rows else 1),
         )
         self.widths: tuple[int, ...] = (self.decode_rows,)
         """Rows that a decode step may take, most first."""
@@ -197,7 +198,7 @@ class Programs:
                 embeddings = self._embed(encoder_state, answer.queries, answer.asked, embeddings)
                 return rows, cache, embeddings, answer.patience, steps + more
 
-            start = (*self._start(model, turn_tokens), jnp.int32(self.config.patience), jnp.int32(0))
+            start = (*self._start(model, turn_tokens), jnp.int32(self.limits.patience), jnp.int32(0))
             return jax.lax.while_loop(going, body, start)[-1]
 
         return episode_loop
@@ -227,7 +228,7 @@ class Programs:
 
         def drive(params: PyTree, encoder_state: PyTree, key: Key, table: jax.Array, loop: int) -> jax.Array:
             rows, cache, embeddings = self._start(nnx.merge(self.graph, params), turn_tokens)
-            patience, steps = jnp.int32(self.config.patience), jnp.int32(0)
+            patience, steps = jnp.int32(self.limits.patience), jnp.int32(0)
             while np.any(np.asarray(rows.status) != OFF) and patience != LEAVE:
                 rows, cache, more = decode_step(params, rows, cache, key, table, patience)
                 steps += more

@@ -91,10 +91,5 @@ class RLConfig:
         return self.steps - round(self.average_last * self.steps)
 
 
-MAY_DIFFER = (
-    "checkpoint_every",
-    "run.rollout.patience",
-    "run.reader_rollout.patience",
-    *(f"guard.{field.name}" for field in dataclasses.fields(GuardConfig)),
-)
+MAY_DIFFER = ("checkpoint_every", *(f"guard.{field.name}" for field in dataclasses.fields(GuardConfig)))
 """Fields that a continued run may change: they do not touch its numbers."""
