@@ -207,16 +207,16 @@ def feed(
     marks: Int[Array, "R"],
     *,
     context: int,
-    together: int,
+    together: Sequence[int],
     copies: int,
     group: int = 0,
 ) -> tuple[Rows, KVCache]:
     """Does what the host sent (`rrl.rollout.exchange.Feed`): copies prefixes, prefills tokens, begins turns, marks rows.
 
-    Row numbers are global, R is no row. Of a shard's P pieces at most `copies` copy a prefix; those with tokens come first,
-    and are prefilled `together` at a time, a divisor of P. (A choice among programs for different numbers of pieces would
-    copy the cache.) What begins a turn is left pending, so that its logits come from decoding whether its past was
-    prefilled here or copied.
+    Row numbers are global, R is no row. Of a shard's P pieces at most `copies` copy a prefix; those with tokens come first.
+    Of them are prefilled `together` at a time: as many as the first of these, as long as there are, then the second, and so on;
+    the last are made up with pieces that have none. Each divides the one before it, and the first P. What begins a turn is left
+    pending, so that its logits come from decoding whether its past was prefilled here or copied.
     """
     count, shards = rows.status.shape[0], feeds.shape[0]
     entry = Feed(*(feeds[..., i].reshape(-1) for i in range(HEADER)))
@@ -225,16 +225,25 @@ def feed(
     cache = cache.copy_rows(copied.source, copied.row, copied.copied, copied.kept)
     busy = jnp.max(jnp.sum(feeds[..., Feed._fields.index("length")] > 0, axis=1))
 
-    def prefill(turn: Array, cache: KVCache) -> KVCache:
-        part = jax.lax.dynamic_slice_in_dim(feeds, turn * together, together, axis=1)
-        part = part.reshape(shards * together, -1)
+    def prefill(state: tuple[Array, KVCache], count: int) -> tuple[Array, KVCache]:
+        done, cache = state
+        part = jax.lax.dynamic_slice_in_dim(feeds, done, count, axis=1).reshape(shards * count, -1)
         row, start, length = (part[:, i] for i in range(3))
         tokens = part[:, HEADER:]
         offsets = jnp.arange(tokens.shape[1])[None, :]
         slots = jnp.where(offsets < length[:, None], start[:, None] + offsets, context)
-        return model.extend(tokens, positions=slots, cache=cache, rows=row, group=group)[1]
+        return done + count, model.extend(tokens, positions=slots, cache=cache, rows=row, group=group)[1]
 
-    cache = jax.lax.fori_loop(0, (busy + together - 1) // together, prefill, cache)
+    # One after the other: a choice among them would copy the cache.
+    state = jnp.int32(0), cache
+    for pieces in together:
+        least = 1 if pieces == together[-1] else pieces
+        state = jax.lax.while_loop(
+            lambda state, least=least: busy - state[0] >= least,
+            functools.partial(prefill, count=pieces),
+            state,
+        )
+    cache = state[1]
     target = jnp.where(entry.begin > 0, entry.row, count)
 
     def put(old: Array, new: Array | int) -> Array:

@@ -388,12 +388,15 @@ class Engine:
 
         return jax.tree.map(put, tree)
 
-    def _answer(self, shard: Any, active: Any, *report: Any) -> np.ndarray:
+    def _answer(self, words: Any) -> np.ndarray:
         """The callback: NumPy in, NumPy out."""
-        *turn, embeddings = (np.asarray(part) for part in report)
-        turns = Turns(*turn)
+        words = np.asarray(words)
+        place, active = words[:2]
+        limits, encoder = self.programs.limits, self.programs.encoder
+        dim = encoder.dim if encoder else 0
+        turns, vectors = Turns.unpacked(words[2:], limits.rows, limits.feeds * dim)
         others = int(active) - int(np.count_nonzero(turns.status <= WAIT))
-        return self._hosts[int(shard)].exchange(turns, embeddings, others)
+        return self._hosts[place].exchange(turns, vectors.reshape(limits.feeds, dim), others)
 
     def _progress(self) -> int:
         return sum(host.exchanges for host in self._hosts)

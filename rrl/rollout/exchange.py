@@ -107,3 +107,22 @@ class Turns:
     logps: Float[np.ndarray, "R A"]
     sampled_logps: Float[np.ndarray, "R A"]
     length: Int[np.ndarray, "R"]
+
+    @classmethod
+    def unpacked(
+        cls, words: Int[np.ndarray, "words"], rows: int, embedded: int
+    ) -> "tuple[Turns, Float[np.ndarray, 'embedded']]":
+        """The fields of all rows, one after the other and floats by their bits, and the `embedded` numbers behind them. (As one
+        array, since each that a callback is handed costs the host more than what it does with it.)"""
+        turn = ((len(words) - embedded) // rows - 3) // 3
+        sizes = np.array([1, 1, turn, turn, turn, 1]) * rows
+        status, stop, ids, logps, sampled, length, vectors = np.split(words, np.cumsum(sizes))
+        turns = cls(
+            status,
+            stop,
+            ids.reshape(rows, turn),
+            logps.view(np.float32).reshape(rows, turn),
+            sampled.view(np.float32).reshape(rows, turn),
+            length,
+        )
+        return turns, vectors.view(np.float32)

@@ -7,7 +7,8 @@ also be compiled ahead of time for devices that are not there (`rrl.train.plan`)
 import concurrent.futures
 import dataclasses
 import functools
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -16,7 +17,7 @@ import numpy as np
 from flax import nnx
 from jax.experimental import io_callback
 from jax.sharding import Mesh, PartitionSpec
-from jaxtyping import Array, Bool, Int, Key, PyTree
+from jaxtyping import Array, Int, Key, PyTree
 
 from rrl.errors import UserError, at_least
 from rrl.models.cache import BLOCK, KVCache
@@ -87,11 +88,15 @@ NO_NUMBERS = ("search_seconds", "stall_seconds", "spare_rows")
 DECODED_TOGETHER = 16
 """On one CPU, so many rows read their past together (`Decoder.extend`), and each prefilled piece its own; elsewhere all."""
 
+ENCODED_TOGETHER = 4
+"""On one CPU, so many queries are encoded at a time; elsewhere all that an exchange may bring."""
+
 ROWS_OF_A_LOOP = 8
 """A loop of fewer rows is not worth its core."""
 
-NARROWED, MULTIPLE = 32, 8
-"""A loop of so many rows tries steps of half as many, a quarter and so on, each a multiple of the second number."""
+NARROWED, MULTIPLE, PIECES = 16, 8, 2
+"""A loop of so many rows tries steps of half as many, a quarter and so on, each a multiple of the second number, and likewise
+fewer pieces to prefill, the third at least: XLA leaves out the loop over a single one, and then sums in another way."""
 
 OPTIONS = {"xla_cpu_enable_concurrency_optimized_scheduler": False}
 """Of XLA, for one CPU."""
@@ -99,9 +104,9 @@ OPTIONS = {"xla_cpu_enable_concurrency_optimized_scheduler": False}
 DECODE, PREFILL = "decode_rows", "prefill_rows"
 """Names of the loop's two halves in a compiled program."""
 
-Answer = Callable[..., np.ndarray]
-"""(loop * shards + data shard, rows of all shards that run or wait, status, stop, ids, logps, sampled_logps, length,
-embeddings) -> what `Host.exchange` returns, for its rows."""
+Answer = Callable[[Int[np.ndarray, "words"]], Int[np.ndarray, "words"]]
+"""loop * shards + data shard, rows of all shards that run or wait, and what `Turns.unpacked` takes, all in one array -> what
+`Host.exchange` returns, for its rows."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,8 +125,8 @@ class _Answers(NamedTuple):
     feeds: Int[Array, "shards P words"]
     queries: Int[Array, "shards*P Q"]
     marks: Int[Array, "R"]
-    asked: Bool[Array, ""]
-    """Whether there are queries."""
+    asked: Int[Array, ""]
+    """How many queries there are, where there are most."""
     patience: Int[Array, ""]
     """LEAVE where any of them met an error."""
 
@@ -168,6 +173,8 @@ class Programs:
         )
         self.widths: tuple[int, ...] = (self.decode_rows,)
         """Rows that a decode step may take, most first."""
+        self.together: tuple[int, ...] = (self.limits.together,)
+        """Pieces that may be prefilled together, most first."""
         self.groups = (DECODED_TOGETHER, 1) if self.one_cpu else (0, 0)
         options = _options(self.loops) if self.one_cpu else {}
         self._jit = functools.partial(jax.jit, compiler_options=options)
@@ -224,7 +231,6 @@ class Programs:
             return self._feed(nnx.merge(self.graph, params), rows, cache, feeds, marks)
 
         embed = self._jit(self._embed)
-        per_shard = self.limits.rows
 
         def drive(params: PyTree, encoder_state: PyTree, key: Key, table: jax.Array, loop: int) -> jax.Array:
             rows, cache, embeddings = self._start(nnx.merge(self.graph, params), turn_tokens)
@@ -232,14 +238,13 @@ class Programs:
             while np.any(np.asarray(rows.status) != OFF) and patience != LEAVE:
                 rows, cache, more = decode_step(params, rows, cache, key, table, patience)
                 steps += more
-                report = [np.asarray(part) for part in _report(rows, embeddings)]
-                active = np.count_nonzero(report[0] <= WAIT)
-                words = []
+                active, words = jnp.sum(rows.status <= WAIT), []
                 for shard in range(self.shards):
-                    turn = [part[shard * per_shard : (shard + 1) * per_shard] for part in report[:-1]]
-                    count = self.limits.feeds
-                    answers = report[-1][shard * count : (shard + 1) * count]
-                    words.append(self.answer(loop * self.shards + shard, active, *turn, answers))
+                    own = jax.tree.map(
+                        lambda part, shard=shard: jnp.split(part, self.shards)[shard], (rows, embeddings)
+                    )
+                    report = _report(jnp.int32(loop * self.shards + shard), active, *own)
+                    words.append(self.answer(np.asarray(report)))
                 answer = self._unpack(jnp.asarray(np.stack(words)))
                 rows, cache = feed_step(params, rows, cache, answer.feeds, answer.marks)
                 embeddings = embed(encoder_state, answer.queries, answer.asked, embeddings)
@@ -249,7 +254,8 @@ class Programs:
         return drive
 
     def narrow(self, params: PyTree) -> None:
-        """Lets decode steps take fewer rows while few run, on one CPU, where a step takes time by the row.
+        """Lets decode steps take fewer rows while few run, and prefills fewer pieces where few are left, on one CPU, where both
+        take time by the row.
 
         Only so many at a time as give each row the bits that it has among all, or its tokens would depend on how fast searches
         are: from some shapes on, XLA cuts a product up in another way. So this is tried; call it before the loops are built.
@@ -257,29 +263,20 @@ class Programs:
         if not self.one_cpu or self.decode_rows < NARROWED:
             return
         params = _adapted(computed(params, nnx.merge(self.graph, params).dtype))
-        widths = [self.decode_rows]
+        widths, together = [self.decode_rows], [self.limits.together]
         while not widths[-1] % (2 * MULTIPLE):
             widths.append(widths[-1] // 2)
+        while together[-1] > PIECES and not together[-1] % 2:
+            together.append(together[-1] // 2)
         with concurrent.futures.ThreadPoolExecutor(cores_here(), "rrl-widths") as pool:
-            wrote = list(pool.map(lambda width: self._wrote(params, width), widths))
-        alike = [
-            all(np.array_equal(few[:width], every[:width]) for few, every in zip(some, wrote[0], strict=True))
-            for width, some in zip(widths, wrote, strict=True)
-        ]
-        self.widths = tuple(width for width, same in zip(widths, alike, strict=True) if same)
+            wrote = pool.map(functools.partial(self._wrote, params), widths) if widths[1:] else ()
+            read = pool.map(functools.partial(self._read, params), together) if together[1:] else ()
+        self.widths, self.together = _alike(widths, list(wrote)), _alike(together, list(read))
 
     def _wrote(self, params: PyTree, width: int) -> tuple[np.ndarray, ...]:
-        """What the first `width` rows write in a few steps that take no others: ids and both log-probabilities. Their past is
-        made up, the same for every width."""
+        """What the first `width` rows write in a few steps that take no others: ids and both log-probabilities."""
         count, turn, past = self.rows, 3, min(2 * BLOCK, self.config.context)
-        cache = KVCache.create(
-            self.decoder_config, count, past, nnx.merge(self.graph, params).dtype, slots_last=self.on_cpu
-        )
-        draw = np.random.default_rng(0)
-        keys, values = (draw.standard_normal(part.shape, np.float32) for part in (cache.k, cache.v))
-        cache = dataclasses.replace(
-            cache, k=jnp.asarray(keys, cache.k.dtype), v=jnp.asarray(values, cache.v.dtype)
-        )
+        cache, draw = self._made_up(params, past), np.random.default_rng(0)
         rows = Rows.create(count, turn)._replace(
             status=jnp.where(np.arange(count) < width, RUN, OFF),
             position=jnp.asarray(draw.integers(0, max(1, past - turn), count), jnp.int32),
@@ -306,7 +303,51 @@ class Programs:
             return done.ids, done.logps, done.sampled_logps
 
         with jax.set_mesh(self.mesh):
-            return tuple(np.asarray(part) for part in wrote(params, rows, cache, jax.random.key(0)))
+            return tuple(np.asarray(part)[:width] for part in wrote(params, rows, cache, jax.random.key(0)))
+
+    def _read(self, params: PyTree, count: int) -> tuple[np.ndarray, ...]:
+        """Keys and values after as many pieces as are prefilled together at most have been prefilled `count` at a time."""
+        pieces, size, past = self.limits.together, self.limits.piece, min(2 * BLOCK, self.config.context)
+        draw = np.random.default_rng(0)
+        number = np.arange(pieces)
+        # Two of them at least are one row's, one behind the other.
+        others = min(self.rows, pieces - 1)
+        row = number % others
+        start = draw.integers(0, max(1, past - 2 * size), self.rows)[row] + size * (number // others)
+        entries = Feed(row, start, size, *[np.zeros_like(row)] * (HEADER - 3))
+        words = np.stack(np.broadcast_arrays(*entries), axis=-1)
+        tokens = draw.integers(0, self.decoder_config.vocab_size, (pieces, size))
+        feeds = np.concatenate([words, tokens], axis=-1)[None].astype(np.int32)
+        rows, marks = Rows.create(self.rows, 1), np.zeros(self.rows, np.int32)
+
+        @self._jit
+        def read(params: PyTree, rows: Rows, cache: KVCache, feeds: jax.Array, marks: jax.Array) -> KVCache:
+            model = nnx.merge(self.graph, params)
+            return feed(
+                model,
+                rows,
+                cache,
+                feeds,
+                marks,
+                context=past,
+                together=(count,),
+                copies=1,
+                group=self.groups[1],
+            )[1]
+
+        with jax.set_mesh(self.mesh):
+            cache = read(params, rows, self._made_up(params, past), jnp.asarray(feeds), jnp.asarray(marks))
+        return np.asarray(cache.k), np.asarray(cache.v)
+
+    def _made_up(self, params: PyTree, slots: int) -> KVCache:
+        """A cache full of numbers, the same whenever it is asked for."""
+        dtype = nnx.merge(self.graph, params).dtype
+        cache = KVCache.create(self.decoder_config, self.rows, slots, dtype, slots_last=self.on_cpu)
+        draw = np.random.default_rng(0)
+        k, v = (
+            jnp.asarray(draw.standard_normal(part.shape, np.float32), dtype) for part in (cache.k, cache.v)
+        )
+        return dataclasses.replace(cache, k=k, v=v)
 
     def _start(self, model: Decoder, turn_tokens: int) -> tuple[Rows, KVCache, jax.Array]:
         rows = Rows.create(self.rows, turn_tokens)
@@ -356,7 +397,7 @@ class Programs:
             feeds,
             marks,
             context=self.config.context,
-            together=self.limits.together,
+            together=self.together,
             copies=self.limits.copies,
             group=self.groups[1],
         )
@@ -364,15 +405,23 @@ class Programs:
     def _embed(
         self, encoder_state: PyTree, queries: jax.Array, asked: jax.Array, before: jax.Array
     ) -> jax.Array:
-        """Embeddings of the queries, where there are any; otherwise what was there `before`."""
+        """Embeddings of the queries, of which there are `asked`; otherwise what was there `before`."""
         if (query_encoder := self.encoder) is None:
             return before
+        encoder = nnx.merge(query_encoder.graph, encoder_state)
 
-        def embed() -> jax.Array:
-            encoder = nnx.merge(query_encoder.graph, encoder_state)
+        def embed(queries: jax.Array) -> jax.Array:
             return encoder.embed(queries, queries != query_encoder.pad_token_id)
 
-        return jax.lax.cond(asked, embed, lambda: before)
+        if not self.one_cpu:
+            return jax.lax.cond(asked > 0, lambda: embed(queries), lambda: before)
+        some = math.gcd(len(queries), ENCODED_TOGETHER)
+
+        def embed_some(turn: jax.Array, embeddings: jax.Array) -> jax.Array:
+            found = embed(jax.lax.dynamic_slice_in_dim(queries, turn * some, some))
+            return jax.lax.dynamic_update_slice_in_dim(embeddings, found, turn * some, axis=0)
+
+        return jax.lax.fori_loop(0, (asked + some - 1) // some, embed_some, before)
 
     def _unpack(self, words: jax.Array) -> "_Answers":
         """Splits the hosts' answers [shards, words]; rows get their global numbers."""
@@ -390,7 +439,7 @@ class Programs:
             feeds,
             queries.reshape(self.shards * limits.feeds, limits.query_tokens),
             marks=words[:, feed_words + query_words : -2].reshape(-1),
-            asked=jnp.any(words[:, -2] > 0),
+            asked=jnp.max(words[:, -2]),
             patience=jnp.min(words[:, -1]),
         )
 
@@ -398,31 +447,36 @@ class Programs:
         """Calls every data shard's host once; tensor ranks other than 0 get the answer by a sum."""
         width = self.limits.words
 
-        def per_device(loop: jax.Array, active: jax.Array, *report: jax.Array) -> jax.Array:
-            shard = loop * self.shards + jax.lax.axis_index(ROW_AXES)
+        def per_device(loop: jax.Array, active: jax.Array, rows: Rows, embeddings: jax.Array) -> jax.Array:
+            report = _report(loop * self.shards + jax.lax.axis_index(ROW_AXES), active, rows, embeddings)
 
             def ask() -> jax.Array:
                 shape = jax.ShapeDtypeStruct((width,), jnp.int32)
-                return io_callback(self.answer, shape, shard, active, *report, ordered=False)
+                return io_callback(self.answer, shape, report, ordered=False)
 
             first = jax.lax.axis_index("tensor") == 0
             words = jax.lax.cond(first, ask, lambda: jnp.zeros(width, jnp.int32))
             return jax.lax.psum(words, "tensor")[None]
 
         spec = PartitionSpec(ROW_AXES)
-        report = _report(rows, embeddings)
         mapped = jax.shard_map(
             per_device,
             mesh=self.mesh,
-            in_specs=(PartitionSpec(), PartitionSpec(), *(spec,) * len(report)),
+            in_specs=(PartitionSpec(), PartitionSpec(), spec, spec),
             out_specs=spec,
             check_vma=False,
         )
-        return mapped(loop, jnp.sum(rows.status <= WAIT), *report)
+        return mapped(loop, jnp.sum(rows.status <= WAIT), rows, embeddings)
 
 
-def _report(rows: Rows, embeddings: jax.Array) -> tuple[jax.Array, ...]:
-    return (rows.status, rows.stop, rows.ids, rows.logps, rows.sampled_logps, rows.length, embeddings)
+def _report(place: jax.Array, active: jax.Array, rows: Rows, embeddings: jax.Array) -> Int[Array, "words"]:
+    """What a data shard's host is told (see `Answer`)."""
+    floats = (
+        jax.lax.bitcast_convert_type(part, jnp.int32) for part in (rows.logps, rows.sampled_logps, embeddings)
+    )
+    logps, sampled, vectors = floats
+    parts = (place, active, rows.status, rows.stop, rows.ids, logps, sampled, rows.length, vectors)
+    return jnp.concatenate([part.reshape(-1) for part in parts])
 
 
 def _loops(config: EngineConfig, one_cpu: bool) -> int:
@@ -439,6 +493,15 @@ def _loops(config: EngineConfig, one_cpu: bool) -> int:
         return config.loops
     most = min(cores, max(1, config.rows // ROWS_OF_A_LOOP))
     return next(count for count in range(most, 0, -1) if config.rows % count == 0)
+
+
+def _alike(sizes: Sequence[int], made: Sequence[tuple[np.ndarray, ...]]) -> tuple[int, ...]:
+    """Those sizes that made what the first made, or the beginning of it; the first alone where none made anything."""
+    same = [
+        all(np.array_equal(few, every[: len(few)]) for few, every in zip(some, made[0], strict=True))
+        for some in made
+    ]
+    return tuple(size for size, alike in zip(sizes, same or [True], strict=False) if alike)
 
 
 def _adapted(params: PyTree) -> PyTree:
