@@ -4,12 +4,16 @@ Softmax is in float32. Query heads N = K * G share K key heads; time and group a
 dimension, so that each (row, kv head) is one plain matrix product.
 """
 
+import functools
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-Groups = tuple[Int[Array, "G P/G"], Int[Array, "G"]]
-"""Which of P entries read a cache together, and how many blocks of it."""
+Groups = tuple[Int[Array, "G P/G"] | None, Int[Array, "G N"]]
+"""Which of P entries read a cache together, and how many blocks of it each needs, most first; None: all do, in their order, as
+many as the longest needs (N = 1)."""
 SMALLEST_BLOCK = 32
 MOST_BLOCKS = 8
 """Queries are handled in blocks in training; a block looks only at keys up to its own end, which saves nearly half of the
@@ -113,56 +117,66 @@ def cache_attention(
     positions: Int[Array, "P T"],
     rows: Int[Array, "P"] | None,
     groups: Groups,
+    readers: Sequence[int],
     *,
     slots_last: bool = False,
 ) -> Float[Array, "P T N H"]:
     """Each query attends to a layer's slots up to its own position; q must be scaled already, k is [..., H, slot] with
     `slots_last`.
 
-    Reads blocks one after another, with a running softmax (Milakov & Gimelshein 2018), `groups` of the P entries at a time:
-    which entries, and how many blocks they need (`rrl.models.cache.KVCache.groups`). A block beyond a query's position adds
-    exact zeros, so the result does not depend on how many blocks are read: a row's bits are the same whatever its
-    neighbours are.
+    Reads blocks one after another, with a running softmax (Milakov & Gimelshein 2018), a group of the P entries at a time
+    (`rrl.models.cache.KVCache.groups`): at first all `readers[0]` of it; once no more than `readers[1]` need another block,
+    so many, and so on. A block beyond a query's position adds exact zeros, so the result does not depend on how many blocks
+    are read: a row's bits are the same whatever its neighbours are, if they are for each number of readers.
     """
     time, heads, width = q.shape[1:]
     kv_heads, slots = v.shape[3:5]
     products = "PKTGH,PKHS->PKTGS" if slots_last else "PKTGH,PKSH->PKTGS"
     grouped = jnp.swapaxes(q.reshape(-1, time, kv_heads, heads // kv_heads, width), 1, 2)
+    order, needed = groups
 
-    def of_group(entries: Array, blocks: Array) -> Float[Array, "P/G K T G H"]:
-        everyone = entries.shape[0] == q.shape[0]
-        some, until = (grouped, positions) if everyone else (grouped[entries], positions[entries])
-        if rows is None:
-            held = slice(None) if everyone else entries
+    def of_group(entries: Array | None, needed: Array) -> Float[Array, "P/G K T G H"]:
+        sizes: tuple[int, ...]
+        if entries is None:
+            queries, until, held, sizes = grouped, positions, rows, (len(q),)
         else:
-            held = rows if everyone else rows[entries]
+            held = entries if rows is None else rows[entries]
+            queries, until, sizes = grouped[entries], positions[entries], tuple(readers)
 
-        def one_block(index: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-            peak, total, mixed = carry
-            keys, values = (part[layer, index, held].astype(q.dtype) for part in (k, v))
-            scores = jnp.einsum(products, some, keys, preferred_element_type=jnp.float32)
-            seen = index * slots + jnp.arange(slots) <= until[..., None]
+        def one_block(state: tuple[Array, ...], count: int) -> tuple[Array, ...]:
+            index, peak, total, mixed = state
+            which = slice(None) if held is None else held[:count]
+            keys, values = (part[layer, index, which].astype(q.dtype) for part in (k, v))
+            scores = jnp.einsum(products, queries[:count], keys, preferred_element_type=jnp.float32)
+            seen = index * slots + jnp.arange(slots) <= until[:count, :, None]
             scores = jnp.where(seen[:, None, :, None, :], scores, jnp.finfo(jnp.float32).min)
             higher = jnp.maximum(peak, scores.max(axis=-1, keepdims=True))
             weights, shrink = jnp.exp(scores - higher), jnp.exp(peak - higher)
             added = jnp.einsum(
                 "PKTGS,PKSH->PKTGH", weights.astype(values.dtype), values, preferred_element_type=jnp.float32
             )
-            return higher, total * shrink + weights.sum(axis=-1, keepdims=True), mixed * shrink + added
+            total = total * shrink + weights.sum(axis=-1, keepdims=True)
+            return index + 1, higher, total, mixed * shrink + added
 
-        shape = some.shape[:-1]
-        start = (
-            jnp.full((*shape, 1), jnp.finfo(jnp.float32).min),
-            jnp.zeros((*shape, 1), jnp.float32),
-            jnp.zeros((*shape, width), jnp.float32),
-        )
-        _, total, mixed = jax.lax.fori_loop(0, blocks, one_block, start)
+        shape = queries.shape[:-1]
+        peak = jnp.full((*shape, 1), jnp.finfo(jnp.float32).min)
+        sums = jnp.zeros((*shape, 1), jnp.float32), jnp.zeros((*shape, width), jnp.float32)
+        index, state = jnp.int32(0), (peak, *sums)
+        for count, fewer in zip(sizes, (*sizes[1:], 0), strict=True):
+            index, *some = jax.lax.while_loop(
+                lambda state, fewer=fewer: needed[fewer] > state[0],
+                functools.partial(one_block, count=count),
+                (index, *(part[:count] for part in state)),
+            )
+            state = tuple(jnp.concatenate([new, old[count:]]) for new, old in zip(some, state, strict=True))
+        _, total, mixed = state
         return (mixed / jnp.maximum(total, 1.0)).astype(q.dtype)
 
-    order, blocks = groups
-    if len(order) == 1:
-        out = of_group(order[0], blocks[0])
+    if order is None:
+        out = of_group(None, needed[0])
+    elif len(order) == 1:
+        out = of_group(order[0], needed[0])[jnp.argsort(order[0])]
     else:
-        out = jax.lax.map(lambda group: of_group(*group), (order, blocks))
-        out = out.reshape(grouped.shape)[jnp.argsort(order.ravel())]
+        out = jax.lax.map(lambda group: of_group(*group), (order, needed)).reshape(grouped.shape)
+        out = out[jnp.argsort(order.ravel())]
     return jnp.swapaxes(out, 1, 2).reshape(q.shape)

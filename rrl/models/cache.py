@@ -4,6 +4,7 @@ Layer and block are the leading axes, so that attention reads one layer's filled
 """
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -63,19 +64,20 @@ class KVCache:
         """R."""
         return self.k.shape[2]
 
-    def groups(self, positions: Int[Array, "P T"], size: int) -> Groups:
-        """The P entries in groups of `size`, and how many blocks hold all slots up to the positions in each (but those >= S).
+    def groups(self, positions: Int[Array, "P T"], readers: Sequence[int] = ()) -> Groups:
+        """The P entries in groups of `readers[0]`, and how many blocks hold all slots up to the positions of each (below S).
 
-        Those that need most blocks come first, so that short entries are not kept waiting by long ones; with 0, or where
-        `size` does not divide P, all are one group in their order. Where rows are split over devices, each groups its own.
+        Those that need most come first, so that short entries are not kept waiting by long ones. Without readers, or where their
+        first does not divide P, or is P and no other follows, all are one group in their order. Where rows are split over
+        devices, each groups its own.
         """
 
         def on_one(positions: Array) -> Groups:
             needed = jnp.max(jnp.where(positions < self.slots, positions // BLOCK + 1, 0), axis=1)
-            if not size or len(needed) % size:
-                return jnp.arange(len(needed))[None], jnp.max(needed)[None]
-            order = jnp.argsort(-needed).reshape(-1, size)
-            return order, jnp.max(needed[order], axis=1)
+            if not readers or len(needed) % readers[0] or tuple(readers) == (len(needed),):
+                return None, jnp.max(needed)[None, None]
+            order = jnp.argsort(-needed).reshape(-1, readers[0])
+            return order, needed[order]
 
         mesh = jax.sharding.get_abstract_mesh()
         if mesh.empty or mesh.size == 1:
@@ -92,6 +94,7 @@ class KVCache:
         positions: Int[Array, "P T"],
         rows: Int[Array, "P"] | None,
         groups: Groups,
+        readers: Sequence[int],
     ) -> tuple[Float[Array, "P T N H"], "KVCache"]:
         """Writes each token's key and value to slot `positions` of its row (those >= S are dropped), then attends to the past.
 
@@ -99,7 +102,7 @@ class KVCache:
         """
         mesh = jax.sharding.get_abstract_mesh()
         if mesh.empty or mesh.size == 1:
-            out, pair = _attended((self.k, self.v), layer, q, k, v, positions, rows, groups, self)
+            out, pair = _attended((self.k, self.v), layer, q, k, v, positions, rows, groups, readers, self)
             return out, dataclasses.replace(self, k=pair[0], v=pair[1])
         held = fit("cache", PartitionSpec(*PLACE), self.k.shape, mesh)
         entries = PartitionSpec(ROW_AXES)
@@ -117,7 +120,7 @@ class KVCache:
             groups: Groups,
         ) -> tuple:
             here = None if rows is None else rows - jax.lax.axis_index(ROW_AXES) * per_device
-            return _attended(pair, layer, q, k, v, at, here, groups, self)
+            return _attended(pair, layer, q, k, v, at, here, groups, readers, self)
 
         mapped = jax.shard_map(
             on_one,
@@ -166,6 +169,7 @@ def _attended(
     positions: Array,
     rows: Array | None,
     groups: Groups,
+    readers: Sequence[int],
     cache: KVCache,
 ) -> tuple[Array, Pair]:
     """`KVCache.attend` on one device, whose part of `cache` the pair is."""
@@ -178,7 +182,8 @@ def _attended(
         return old.at[layer, block, row, *where].set(new.astype(old.dtype), mode="drop")
 
     pair = put(pair[0], of_key, k), put(pair[1], (every, slot), v)
-    return cache_attention(q, *pair, layer, positions, rows, groups, slots_last=cache.slots_last), pair
+    out = cache_attention(q, *pair, layer, positions, rows, groups, readers, slots_last=cache.slots_last)
+    return out, pair
 
 
 def _copied(arrays: Pair, source: Array, target: Array, slots: Array, kept: Array, first: Array) -> Pair:

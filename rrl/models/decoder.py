@@ -6,7 +6,7 @@ does not grow with L. Training (`__call__`) takes a packed batch; generation (`e
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Literal, get_args
 
 import jax
@@ -200,7 +200,7 @@ class Decoder(nnx.Module):
         positions: Int[Array, "P T"],
         cache: KVCache,
         rows: Int[Array, "P"] | None = None,
-        group: int = 0,
+        readers: Sequence[int] = (),
     ) -> tuple[Float[Array, "P T D"], KVCache]:
         """Continues sequences whose past is in the cache: decoding (T = 1) and prefilling (T > 1).
 
@@ -210,13 +210,14 @@ class Decoder(nnx.Module):
             cache: where keys and values of the past are, and of these tokens will be.
             rows: cache row of each of the P rows; None: the p-th is row p, and P = R. Where one stands twice, as two pieces
                 of one text, the later piece sees the earlier.
-            group: so many rows read their past together, no more blocks of it than the longest of them has; 0: all. Many
-                groups do less work, one is one large operation.
+            readers: how many rows read their past together, a group of those with the longest past first; then to how many a
+                group shrinks when the others of it have read theirs. Each number is below the one before it; those of the
+                CPU give the same bits (`rrl.rollout.loop.Programs.narrow`). (): all, as far back as the longest.
 
         Returns:
             Hidden states, and the cache with the new slots written.
         """
-        rotary, groups = rotation(self.config, positions), cache.groups(positions, group)
+        rotary, groups = rotation(self.config, positions), cache.groups(positions, readers)
         graph, stacked = nnx.split(self.layers)
         # One token a row is less than the weights: then these stay where they are, split over fsdp, and the rows go round.
         split = ("data", None, "fsdp") if tokens.shape[1] == 1 else (ROW_AXES, None, None)
@@ -228,7 +229,7 @@ class Decoder(nnx.Module):
 
             def attend(q: Array, k: Array, v: Array) -> Array:
                 nonlocal cache
-                out, cache = cache.attend(index, q, k, v, positions, rows, groups)
+                out, cache = cache.attend(index, q, k, v, positions, rows, groups, readers)
                 return out
 
             x = nnx.merge(graph, state)(x, rotary, attend)

@@ -135,12 +135,13 @@ def decode_until(
     enough: int,
     patience: int | Int[Array, ""],
     widths: Sequence[int],
-    group: int = 0,
+    readers: Sequence[int] = (),
 ) -> tuple[Rows, KVCache, Int[Array, ""]]:
     """Decodes until `enough` rows wait, or some have waited or been held for `patience` steps (0: not at all), or no row runs.
 
     A step takes as many rows as the narrowest of `widths` that has room for all that run, or the widest, which is their
-    first, where none has; the same number on each device that has rows. Returns also how many steps it took.
+    first, where none has; the same number on each device that has rows. Of them `readers` read their past together, those of
+    these numbers that are not more (see `Decoder.extend`). Returns also how many steps it took.
     """
 
     def going(state: tuple[Rows, KVCache, Array], narrower: int) -> Array:
@@ -157,7 +158,11 @@ def decode_until(
         running = of.status == RUN
         slots = jnp.where(running, of.position, context)
         hidden, cache = model.extend(
-            of.pending[:, None], positions=slots[:, None], cache=cache, rows=which, group=group
+            of.pending[:, None],
+            positions=slots[:, None],
+            cache=cache,
+            rows=which,
+            readers=tuple(count for count in readers if count <= width),
         )
         return emit(rows, model.unembed(hidden[:, 0]), running, sampler, context, which), cache, steps + 1
 
@@ -209,7 +214,7 @@ def feed(
     context: int,
     together: Sequence[int],
     copies: int,
-    group: int = 0,
+    readers: Sequence[int] = (),
 ) -> tuple[Rows, KVCache]:
     """Does what the host sent (`rrl.rollout.exchange.Feed`): copies prefixes, prefills tokens, begins turns, marks rows.
 
@@ -232,7 +237,7 @@ def feed(
         tokens = part[:, HEADER:]
         offsets = jnp.arange(tokens.shape[1])[None, :]
         slots = jnp.where(offsets < length[:, None], start[:, None] + offsets, context)
-        return done + count, model.extend(tokens, positions=slots, cache=cache, rows=row, group=group)[1]
+        return done + count, model.extend(tokens, positions=slots, cache=cache, rows=row, readers=readers)[1]
 
     # One after the other: a choice among them would copy the cache.
     state = jnp.int32(0), cache

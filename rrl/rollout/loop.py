@@ -85,9 +85,6 @@ class EngineConfig:
 NO_NUMBERS = ("search_seconds", "stall_seconds", "spare_rows")
 """Fields of an EngineConfig that touch no number, unless a search is given up."""
 
-DECODED_TOGETHER = 16
-"""On one CPU, so many rows read their past together (`Decoder.extend`), and each prefilled piece its own; elsewhere all."""
-
 ENCODED_TOGETHER = 4
 """On one CPU, so many queries are encoded at a time; elsewhere all that an exchange may bring."""
 
@@ -175,7 +172,10 @@ class Programs:
         """Rows that a decode step may take, most first."""
         self.together: tuple[int, ...] = (self.limits.together,)
         """Pieces that may be prefilled together, most first."""
-        self.groups = (DECODED_TOGETHER, 1) if self.one_cpu else (0, 0)
+        self.readers: tuple[int, ...] = ()
+        """Rows that may read a block of their past together in a decode step, most first; (): all, as far back as the longest."""
+        self.alone = (1,) if self.one_cpu else ()
+        """The same of prefilled pieces."""
         options = _options(self.loops) if self.one_cpu else {}
         self._jit = functools.partial(jax.jit, compiler_options=options)
 
@@ -263,23 +263,33 @@ class Programs:
         if not self.one_cpu or self.decode_rows < NARROWED:
             return
         params = _adapted(computed(params, nnx.merge(self.graph, params).dtype))
-        widths, together = [self.decode_rows], [self.limits.together]
-        while not widths[-1] % (2 * MULTIPLE):
-            widths.append(widths[-1] // 2)
-        while together[-1] > PIECES and not together[-1] % 2:
-            together.append(together[-1] // 2)
+        sizes, pieces = [self.decode_rows], [self.limits.together]
+        while not sizes[-1] % (2 * MULTIPLE):
+            sizes.append(sizes[-1] // 2)
+        while pieces[-1] > PIECES and not pieces[-1] % 2:
+            pieces.append(pieces[-1] // 2)
+        steps: list[tuple[int, tuple[int, ...]]] = [(self.decode_rows, ())]
+        steps += [(size, tuple(sizes[place:])) for place, size in enumerate(sizes) if sizes[1:]]
         with concurrent.futures.ThreadPoolExecutor(cores_here(), "rrl-widths") as pool:
-            wrote = pool.map(functools.partial(self._wrote, params), widths) if widths[1:] else ()
-            read = pool.map(functools.partial(self._read, params), together) if together[1:] else ()
-        self.widths, self.together = _alike(widths, list(wrote)), _alike(together, list(read))
+            wrote = pool.map(lambda step: self._wrote(params, *step), steps)
+            read = pool.map(lambda count: self._read(params, count), pieces)
+        same = [step for step, alike in zip(steps, _alike(list(wrote)), strict=True) if alike]
+        self.widths = tuple(dict.fromkeys(width for width, _ in same))
+        self.readers = next((readers for width, readers in same if width == self.decode_rows and readers), ())
+        self.together = tuple(count for count, alike in zip(pieces, _alike(list(read)), strict=True) if alike)
 
-    def _wrote(self, params: PyTree, width: int) -> tuple[np.ndarray, ...]:
-        """What the first `width` rows write in a few steps that take no others: ids and both log-probabilities."""
-        count, turn, past = self.rows, 3, min(2 * BLOCK, self.config.context)
+    def _wrote(self, params: PyTree, width: int, readers: tuple[int, ...]) -> tuple[np.ndarray, ...]:
+        """What the first `width` rows write in a few steps that take no others: ids and both log-probabilities. Half of them need
+        a second block of their past, a quarter a third, and so on."""
+        count, turn, past = self.rows, 3, min(4 * BLOCK, self.config.context)
         cache, draw = self._made_up(params, past), np.random.default_rng(0)
+        number = np.arange(count) + 1
+        blocks = np.log2(number & -number)
         rows = Rows.create(count, turn)._replace(
             status=jnp.where(np.arange(count) < width, RUN, OFF),
-            position=jnp.asarray(draw.integers(0, max(1, past - turn), count), jnp.int32),
+            position=jnp.asarray(
+                np.clip(BLOCK * blocks + draw.integers(0, BLOCK, count), 0, past - turn), jnp.int32
+            ),
             pending=jnp.asarray(draw.integers(0, self.decoder_config.vocab_size, count), jnp.int32),
             request=jnp.arange(count, dtype=jnp.int32),
             limit=jnp.full(count, turn, jnp.int32),
@@ -298,7 +308,7 @@ class Programs:
                 enough=count,
                 patience=turn,
                 widths=(width,),
-                group=self.groups[0],
+                readers=readers,
             )
             return done.ids, done.logps, done.sampled_logps
 
@@ -311,7 +321,7 @@ class Programs:
         draw = np.random.default_rng(0)
         number = np.arange(pieces)
         # Two of them at least are one row's, one behind the other.
-        others = min(self.rows, pieces - 1)
+        others = max(1, min(self.rows, pieces - 1))
         row = number % others
         start = draw.integers(0, max(1, past - 2 * size), self.rows)[row] + size * (number // others)
         entries = Feed(row, start, size, *[np.zeros_like(row)] * (HEADER - 3))
@@ -332,7 +342,7 @@ class Programs:
                 context=past,
                 together=(count,),
                 copies=1,
-                group=self.groups[1],
+                readers=self.alone,
             )[1]
 
         with jax.set_mesh(self.mesh):
@@ -384,7 +394,7 @@ class Programs:
             enough=self.limits.feeds * self.shards,
             patience=patience,
             widths=self.widths,
-            group=self.groups[0],
+            readers=self.readers,
         )
 
     def _feed(
@@ -399,7 +409,7 @@ class Programs:
             context=self.config.context,
             together=self.together,
             copies=self.limits.copies,
-            group=self.groups[1],
+            readers=self.alone,
         )
 
     def _embed(
@@ -495,13 +505,12 @@ def _loops(config: EngineConfig, one_cpu: bool) -> int:
     return next(count for count in range(most, 0, -1) if config.rows % count == 0)
 
 
-def _alike(sizes: Sequence[int], made: Sequence[tuple[np.ndarray, ...]]) -> tuple[int, ...]:
-    """Those sizes that made what the first made, or the beginning of it; the first alone where none made anything."""
-    same = [
+def _alike(made: Sequence[tuple[np.ndarray, ...]]) -> list[bool]:
+    """Which of these are the first, or the beginning of it."""
+    return [
         all(np.array_equal(few, every[: len(few)]) for few, every in zip(some, made[0], strict=True))
         for some in made
     ]
-    return tuple(size for size, alike in zip(sizes, same or [True], strict=False) if alike)
 
 
 def _adapted(params: PyTree) -> PyTree:

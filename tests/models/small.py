@@ -37,9 +37,9 @@ def run(decoder, tokens, positions, segment_ids=None):
     return decoder(tokens, positions=positions, segment_ids=segment_ids)
 
 
-@functools.partial(nnx.jit, static_argnames="group")
-def extend(decoder, tokens, positions, cache, rows=None, group=0):
-    return decoder.extend(tokens, positions=positions, cache=cache, rows=rows, group=group)
+@functools.partial(nnx.jit, static_argnames="readers")
+def extend(decoder, tokens, positions, cache, rows=None, readers=()):
+    return decoder.extend(tokens, positions=positions, cache=cache, rows=rows, readers=readers)
 
 
 @nnx.jit

@@ -127,15 +127,15 @@ def test_keys_may_have_their_slots_last(past):
     np.testing.assert_array_equal(found[0][1].k, found[1][1].k.swapaxes(-1, -2))
 
 
-@pytest.mark.parametrize("group", [1, 2, 3])
-def test_rows_that_read_their_past_in_groups_have_the_bits_of_all_at_once(group):
+@pytest.mark.parametrize("readers", [(1,), (2,), (3,), (3, 1), (6, 3), (6, 4, 2, 1)])
+def test_rows_that_read_their_past_in_groups_have_the_bits_of_all_at_once(readers):
     decoder, past = make(SMALL), 3 * BLOCK
     _, cache = extend(decoder, draw(SMALL, 6, past), places(6, past), KVCache.create(SMALL, 6, past + 8))
     at = jnp.array([40, past, past + 8, BLOCK, 5, 2 * BLOCK - 1])[:, None]  # the third runs no more
     token = draw(SMALL, 6, 1, seed=1)
     for rows in (None, jnp.array([3, 0, 1, 5, 4, 2])):
         whole, one = extend(decoder, token, at, cache, rows)
-        grouped, other = extend(decoder, token, at, cache, rows, group=group)
+        grouped, other = extend(decoder, token, at, cache, rows, readers=readers)
         for first, second in ((whole, grouped), (one.k, other.k), (one.v, other.v)):
             assert jnp.isfinite(second).all()
             if first is whole:
@@ -143,12 +143,14 @@ def test_rows_that_read_their_past_in_groups_have_the_bits_of_all_at_once(group)
             np.testing.assert_array_equal(first, second)
 
 
-def test_groups_take_the_longest_rows_first_and_read_no_further_than_they_are():
+def test_groups_take_the_longest_rows_first_and_know_how_far_each_reads():
     cache = KVCache.create(SMALL, 6, 4 * BLOCK)
     at = jnp.array([40, 3 * BLOCK, 4 * BLOCK, BLOCK, 5, 4 * BLOCK])[:, None]
-    order, blocks = cache.groups(at, 2)
-    assert order.tolist() == [[1, 3], [0, 4], [2, 5]] and blocks.tolist() == [4, 1, 0]
-    assert [part.tolist() for part in cache.groups(at, 4)] == [[[0, 1, 2, 3, 4, 5]], [4]]
+    order, needed = cache.groups(at, (2, 1))
+    assert order.tolist() == [[1, 3], [0, 4], [2, 5]] and needed.tolist() == [[4, 2], [1, 1], [0, 0]]
+    for all_at_once in ((), (4,), (6,)):
+        order, needed = cache.groups(at, all_at_once)
+        assert order is None and needed.tolist() == [[4]]
 
 
 def test_pieces_of_one_text_may_be_prefilled_together():
@@ -156,7 +158,7 @@ def test_pieces_of_one_text_may_be_prefilled_together():
     empty = KVCache.create(SMALL, 3, 40)
     whole, one = extend(decoder, tokens, places(1, 24), empty, jnp.array([1]))
     pieces, other = extend(
-        decoder, tokens.reshape(3, 8), jnp.arange(24).reshape(3, 8), empty, jnp.array([1, 1, 1]), 1
+        decoder, tokens.reshape(3, 8), jnp.arange(24).reshape(3, 8), empty, jnp.array([1, 1, 1]), (1,)
     )
     np.testing.assert_allclose(pieces.reshape(whole.shape), whole, **TOLERANCE)
     np.testing.assert_allclose(other.k, one.k, **TOLERANCE)

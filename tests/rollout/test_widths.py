@@ -1,4 +1,4 @@
-"""Decode steps that take fewer rows while few run: the same bits, or none are taken."""
+"""Fewer rows a decode step, fewer that read on, fewer pieces to prefill: the same bits, or none are taken."""
 
 import dataclasses
 
@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from rrl.models import cache
 from rrl.models.decoder import Decoder
 from rrl.models.lora import LoraConfig, add_lora
 from rrl.parallel.mesh import make_mesh
@@ -17,7 +18,7 @@ from rrl.rollout.protocol import SingleTurn
 from tests.rollout.world import make_world
 
 KEY = jax.random.key(3)
-CONFIG = EngineConfig(rows=32, context=192, feeds=8, feed_tokens=64, loops=1, top_p=0.95)
+CONFIG = EngineConfig(rows=32, context=192, feeds=8, feed_tokens=128, loops=1, top_p=0.95)
 
 
 @pytest.fixture(scope="module")
@@ -36,26 +37,43 @@ def test_a_row_has_the_same_bits_among_few_as_among_all(world, spare_rows, monke
     monkeypatch.setattr(wide.programs, "narrow", lambda params: None)
     params, environment = nnx.state(decoder), SingleTurn(turn_tokens=48)
     found, whole = (engine.run(params, requests, environment, KEY) for engine in (narrow, wide))
-    assert wide.programs.widths == (32,)
-    if narrow.programs.widths == (32,):
-        pytest.skip("on this processor no fewer rows have the bits of 32")
+    assert (wide.programs.widths, wide.programs.readers, wide.programs.together) == ((32,), (), (4,))
+    sizes = narrow.programs.widths, narrow.programs.readers, narrow.programs.together
+    if sizes == ((32,), (), (4,)):
+        pytest.skip("on this processor no smaller sizes have the same bits")
     assert narrow.stats.row_steps == wide.stats.row_steps
     for one, other in zip(found, whole, strict=True):
         for name in ("tokens", "logps", "sampled_logps"):
             np.testing.assert_array_equal(getattr(one, name), getattr(other, name))
 
 
-def test_where_bits_depend_on_the_number_of_rows_all_are_taken(world, monkeypatch):
+@pytest.mark.parametrize(
+    ("place", "size", "kept"),
+    [
+        ("extend", 16, ((32, 8), (32, 16, 8), (4, 2))),
+        ("cache_attention", 16, ((32, 8), (), (4, 2))),
+        ("extend", 2, ((32, 16, 8), (32, 16, 8), (4,))),
+    ],
+)
+def test_sizes_on_which_bits_depend_are_not_taken(world, monkeypatch, place, size, kept):
     decoder, tokenizer, _ = world
-    unembed = Decoder.unembed
+    owner = Decoder if place == "extend" else cache
+    right = getattr(owner, place)
 
-    def depends(model, hidden):
-        return unembed(model, hidden) * (1 + 1e-6 * (len(hidden) == 16))
+    def depends(model, tokens, **others):
+        return right(model, tokens * (len(tokens) != size), **others)
 
-    monkeypatch.setattr(Decoder, "unembed", depends)
+    def attention(q, *others, **named):
+        readers = others[6]
+        return right(q, *others, **named) * (1 + 1e-5 * (size in readers))
+
+    monkeypatch.setattr(owner, place, depends if place == "extend" else attention)
     engine = Engine(decoder, tokenizer, CONFIG)
     engine.programs.narrow(nnx.state(decoder))
-    assert 16 not in engine.programs.widths and engine.programs.widths[0] == 32
+    found = engine.programs.widths, engine.programs.readers, engine.programs.together
+    for some, most in zip(found, kept, strict=True):  # a processor may leave out others of its own
+        assert set(some) <= set(most)
+    assert found[0][0] == 32 and found[2][0] == 4
 
 
 def test_few_rows_and_several_devices_have_one_width(world):
