@@ -147,7 +147,7 @@ class Engine:
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """Text of token ids, from their bytes; special tokens are left out."""
-        return b"".join(self.bytes[int(i)] for i in ids).decode(errors="replace")
+        return b"".join(map(self.bytes.__getitem__, np.asarray(ids).tolist())).decode(errors="replace")
 
     def run(
         self,
@@ -195,6 +195,8 @@ class Engine:
         ]
         for host in hosts:
             host.on_finish = finish
+        while sum(host.fill(1) for host in hosts):  # by turns, so that no loop gets all that are long
+            pass
         found = self._drive(hosts, finished, params, environment, key, reference)
         return [found[index] for index in range(len(requests))]
 

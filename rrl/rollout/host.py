@@ -124,7 +124,6 @@ class Host:
         self.error: BaseException | None = None
         self.over = threading.Event()
         """Set by an error: hosts that share it end with the one that met it."""
-        self._fill()
 
     def exchange(
         self, turns: Turns, embeddings: Float[np.ndarray, "P E"], others: int = 0
@@ -138,7 +137,7 @@ class Host:
                 self._read(turns)
                 self._search(turns, embeddings, others)
                 self.stage = "packing what the rows are fed"
-                self._fill()
+                self.fill()
                 words = self._pack()
                 self.stage = "waiting for the device"
                 return words
@@ -237,19 +236,24 @@ class Host:
         self.rows[row] = None
         self.on_finish(self.indices[row], live.trajectory(reason))
 
-    def _fill(self) -> None:
-        """Rows that are free take the next requests."""
+    def fill(self, most: int | None = None) -> int:
+        """Rows that are free take the next requests, of `most` further groups; returns of how many."""
+        taken = 0
         for row, live in enumerate(self.rows):
             if live is not None:
                 continue
             if not self.queue:
+                if taken == most:
+                    break
                 try:
                     self.queue.extend(self.groups.popleft())
                 except IndexError:  # another host may have taken the last
-                    return
+                    break
+                taken += 1
             self.indices[row], request = self.queue.popleft()
             self.rows[row] = Live(request, self.decode(request.prompt))
             self._open(row, request.prompt)
+        return taken
 
     def _open(self, row: int, prompt: Int[np.ndarray, "T"]) -> None:
         self.todo[row] = _Todo(np.asarray(prompt, np.int32), 0)

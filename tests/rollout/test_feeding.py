@@ -21,7 +21,7 @@ NONE = np.zeros((0, 0), np.float32)
 def host(*prompts, share_prompts=False):
     """A host whose rows wait for these prompts."""
     requests = [Request(Question(str(i), "", ()), np.asarray(p, np.int32), i) for i, p in enumerate(prompts)]
-    return Host(
+    made = Host(
         collections.deque([list(enumerate(requests))]),
         SingleTurn(turn_tokens=4),
         compile_sets([()], [b"a"] * 500),
@@ -32,6 +32,8 @@ def host(*prompts, share_prompts=False):
         vocab_size=500,
         share_prompts=share_prompts,
     )
+    made.fill()
+    return made
 
 
 def pieces(made):
