@@ -95,14 +95,18 @@ class KVCache:
         rows: Int[Array, "P"] | None,
         groups: Groups,
         readers: Sequence[int],
+        reads: bool = True,
     ) -> tuple[Float[Array, "P T N H"], "KVCache"]:
-        """Writes each token's key and value to slot `positions` of its row (those >= S are dropped), then attends to the past.
+        """Writes each token's key and value to slot `positions` of its row (those >= S are dropped), then attends to the past,
+        unless `reads` is False: then q comes back.
 
         Where rows are split over devices, the P entries are too, and each concerns a row of its own device.
         """
         mesh = jax.sharding.get_abstract_mesh()
         if mesh.empty or mesh.size == 1:
-            out, pair = _attended((self.k, self.v), layer, q, k, v, positions, rows, groups, readers, self)
+            out, pair = _attended(
+                (self.k, self.v), layer, q, k, v, positions, rows, groups, readers, self, reads
+            )
             return out, dataclasses.replace(self, k=pair[0], v=pair[1])
         held = fit("cache", PartitionSpec(*PLACE), self.k.shape, mesh)
         entries = PartitionSpec(ROW_AXES)
@@ -120,7 +124,7 @@ class KVCache:
             groups: Groups,
         ) -> tuple:
             here = None if rows is None else rows - jax.lax.axis_index(ROW_AXES) * per_device
-            return _attended(pair, layer, q, k, v, at, here, groups, readers, self)
+            return _attended(pair, layer, q, k, v, at, here, groups, readers, self, reads)
 
         mapped = jax.shard_map(
             on_one,
@@ -171,6 +175,7 @@ def _attended(
     groups: Groups,
     readers: Sequence[int],
     cache: KVCache,
+    reads: bool,
 ) -> tuple[Array, Pair]:
     """`KVCache.attend` on one device, whose part of `cache` the pair is."""
     block = jnp.where(positions < cache.slots, positions // BLOCK, pair[0].shape[1])
@@ -182,6 +187,8 @@ def _attended(
         return old.at[layer, block, row, *where].set(new.astype(old.dtype), mode="drop")
 
     pair = put(pair[0], of_key, k), put(pair[1], (every, slot), v)
+    if not reads:
+        return q, pair
     out = cache_attention(q, *pair, layer, positions, rows, groups, readers, slots_last=cache.slots_last)
     return out, pair
 

@@ -1,7 +1,7 @@
 """The decoder: one class for Qwen2, Qwen3 and Llama, as a Flax NNX module.
 
 Two paths share one layer, and scan over layers stacked on a leading axis L, so that programs are compiled in a time that
-does not grow with L. Training (`__call__`) takes a packed batch; generation (`extend`) carries a KVCache through the scan.
+does not grow with L. Training (`__call__`) takes a packed batch; generation (`extend`, `prefill`) carries a KVCache through.
 """
 
 import functools
@@ -202,7 +202,7 @@ class Decoder(nnx.Module):
         rows: Int[Array, "P"] | None = None,
         readers: Sequence[int] = (),
     ) -> tuple[Float[Array, "P T D"], KVCache]:
-        """Continues sequences whose past is in the cache: decoding (T = 1) and prefilling (T > 1).
+        """Continues sequences whose past is in the cache.
 
         Args:
             tokens: the next tokens of P rows.
@@ -217,28 +217,63 @@ class Decoder(nnx.Module):
         Returns:
             Hidden states, and the cache with the new slots written.
         """
+        start, one_layer, stacked = self._layer_by_layer(tokens, positions, cache, rows, readers)
+        layers = jnp.arange(self.config.layers), stacked
+        (x, cache), _ = jax.lax.scan(lambda carry, own: (one_layer(carry, *own), None), start, layers)
+        return rms_norm(x, self.norm[...], self.config.rms_eps), cache
+
+    def prefill(
+        self,
+        tokens: Int[Array, "P T"],
+        *,
+        positions: Int[Array, "P T"],
+        cache: KVCache,
+        rows: Int[Array, "P"] | None = None,
+        readers: Sequence[int] = (),
+    ) -> KVCache:
+        """The cache that `extend` returns. Nobody asks what follows these tokens, so that the last layer only writes its keys and
+        values."""
+        start, one_layer, stacked = self._layer_by_layer(tokens, positions, cache, rows, readers)
+
+        def of_layer(index: Array | int) -> nnx.State:
+            return jax.tree.map(
+                lambda every: jax.lax.dynamic_index_in_dim(every, index, keepdims=False), stacked
+            )
+
+        last = self.config.layers - 1
+        carry = jax.lax.fori_loop(
+            0, last, lambda index, carry: one_layer(carry, index, of_layer(index)), start
+        )
+        return one_layer(carry, jnp.int32(last), of_layer(last), reads=False)[1]
+
+    def _layer_by_layer(
+        self,
+        tokens: Array,
+        positions: Array,
+        cache: KVCache,
+        rows: Array | None,
+        readers: Sequence[int],
+    ) -> tuple[tuple[Hidden, KVCache], Callable, nnx.State]:
+        """What goes into the first layer, the layer as a function (carry, its number, its weights) -> carry, and all weights."""
         rotary, groups = rotation(self.config, positions), cache.groups(positions, readers)
         graph, stacked = nnx.split(self.layers)
         # One token a row is less than the weights: then these stay where they are, split over fsdp, and the rows go round.
         split = ("data", None, "fsdp") if tokens.shape[1] == 1 else (ROW_AXES, None, None)
 
         def one_layer(
-            carry: tuple[Hidden, KVCache], own: tuple[Array, nnx.State]
-        ) -> tuple[tuple[Hidden, KVCache], None]:
-            (x, cache), (index, state) = carry, own
+            carry: tuple[Hidden, KVCache], index: Array, state: nnx.State, reads: bool = True
+        ) -> tuple[Hidden, KVCache]:
+            x, cache = carry
 
             def attend(q: Array, k: Array, v: Array) -> Array:
                 nonlocal cache
-                out, cache = cache.attend(index, q, k, v, positions, rows, groups, readers)
+                out, cache = cache.attend(index, q, k, v, positions, rows, groups, readers, reads)
                 return out
 
             x = nnx.merge(graph, state)(x, rotary, attend)
-            return (constrain(x, *split), cache), None
+            return constrain(x, *split), cache
 
-        start = constrain(self._embed(tokens), *split), cache
-        layers = jnp.arange(self.config.layers), stacked
-        (x, cache), _ = jax.lax.scan(one_layer, start, layers)
-        return rms_norm(x, self.norm[...], self.config.rms_eps), cache
+        return (constrain(self._embed(tokens), *split), cache), one_layer, stacked
 
     def unembed(self, hidden: Float[Array, "... D"]) -> Float[Array, "... V"]:
         """Logits, float32."""

@@ -237,7 +237,7 @@ def feed(
         tokens = part[:, HEADER:]
         offsets = jnp.arange(tokens.shape[1])[None, :]
         slots = jnp.where(offsets < length[:, None], start[:, None] + offsets, context)
-        return done + count, model.extend(tokens, positions=slots, cache=cache, rows=row, readers=readers)[1]
+        return done + count, model.prefill(tokens, positions=slots, cache=cache, rows=row, readers=readers)
 
     # One after the other: a choice among them would copy the cache.
     state = jnp.int32(0), cache

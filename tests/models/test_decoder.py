@@ -127,6 +127,19 @@ def test_keys_may_have_their_slots_last(past):
     np.testing.assert_array_equal(found[0][1].k, found[1][1].k.swapaxes(-1, -2))
 
 
+@pytest.mark.parametrize("readers", [(), (1,)])
+def test_prefilling_leaves_the_cache_that_extending_does(readers):
+    decoder, at, rows = make(SMALL), jnp.arange(24).reshape(3, 8), jnp.array([1, 1, 0])
+    empty = KVCache.create(SMALL, 3, 40)
+    _, extended = extend(decoder, draw(SMALL, 3, 8), at, empty, rows, readers)
+    prefilled = nnx.jit(
+        lambda decoder, tokens: decoder.prefill(tokens, positions=at, cache=empty, rows=rows, readers=readers)
+    )(decoder, draw(SMALL, 3, 8))
+    for one, other in ((extended.k, prefilled.k), (extended.v, prefilled.v)):
+        assert one.any()
+        np.testing.assert_allclose(one, other, **TOLERANCE)
+
+
 @pytest.mark.parametrize("readers", [(1,), (2,), (3,), (3, 1), (6, 3), (6, 4, 2, 1)])
 def test_rows_that_read_their_past_in_groups_have_the_bits_of_all_at_once(readers):
     decoder, past = make(SMALL), 3 * BLOCK
