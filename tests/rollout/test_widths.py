@@ -51,13 +51,13 @@ def test_a_row_has_the_same_bits_among_few_as_among_all(world, spare_rows, monke
     ("place", "size", "kept"),
     [
         ("extend", 16, ((32, 8), (32, 16, 8), (4, 2))),
-        ("cache_attention", 16, ((32, 8), (), (4, 2))),
-        ("extend", 2, ((32, 16, 8), (32, 16, 8), (4,))),
+        pytest.param("cache_attention", 16, ((32, 8), (), (4, 2)), marks=pytest.mark.slow),
+        pytest.param("prefill", 2, ((32, 16, 8), (32, 16, 8), (4,)), marks=pytest.mark.slow),
     ],
 )
 def test_sizes_on_which_bits_depend_are_not_taken(world, monkeypatch, place, size, kept):
     decoder, tokenizer, _ = world
-    owner = Decoder if place == "extend" else cache
+    owner = cache if place == "cache_attention" else Decoder
     right = getattr(owner, place)
 
     def depends(model, tokens, **others):
@@ -67,7 +67,7 @@ def test_sizes_on_which_bits_depend_are_not_taken(world, monkeypatch, place, siz
         readers = others[6]
         return right(q, *others, **named) * (1 + 1e-5 * (size in readers))
 
-    monkeypatch.setattr(owner, place, depends if place == "extend" else attention)
+    monkeypatch.setattr(owner, place, attention if place == "cache_attention" else depends)
     engine = Engine(decoder, tokenizer, CONFIG)
     engine.programs.narrow(nnx.state(decoder))
     found = engine.programs.widths, engine.programs.readers, engine.programs.together
