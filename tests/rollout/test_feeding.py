@@ -65,6 +65,19 @@ def test_a_text_travels_in_pieces_and_its_turn_begins_with_the_last():
     assert made.prefilled == 199 + 99 + 149
 
 
+def test_a_host_takes_as_many_groups_as_it_is_told_and_what_is_left_of_one_comes_first():
+    made = host(np.arange(5))  # one request of three rows
+    requests = [Request(Question(str(i), "", ()), np.arange(5, dtype=np.int32), i) for i in range(1, 8)]
+    made.groups.extend(
+        [list(enumerate(requests[:1])), list(enumerate(requests[1:4])), list(enumerate(requests[4:]))]
+    )
+    assert made.fill(0) == 0 and [live is None for live in made.rows] == [False, True, True]
+    assert made.fill(1) == 1 and made.rows[1].request.seed == 1 and made.rows[2] is None
+    assert made.fill(1) == 1 and made.rows[2].request.seed == 2 and len(made.groups) == 1
+    made.rows[0] = None
+    assert made.fill(1) == 0 and made.rows[0].request.seed == 3 and len(made.groups) == 1
+
+
 def test_no_more_rows_copy_a_prefix_than_the_device_takes():
     prompt = np.arange(70)
     made = host(prompt, prompt, prompt, share_prompts=True)
