@@ -212,7 +212,7 @@ class Decoder(nnx.Module):
                 of one text, the later piece sees the earlier.
             readers: how many rows read their past together, a group of those with the longest past first; then to how many a
                 group shrinks when the others of it have read theirs. Each number is below the one before it; those of the
-                CPU give the same bits (`rrl.rollout.loop.Programs.narrow`). (): all, as far back as the longest.
+                CPU give the same bits (`rrl.rollout.sizes`). (): all, as far back as the longest.
 
         Returns:
             Hidden states, and the cache with the new slots written.

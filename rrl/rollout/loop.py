@@ -4,11 +4,10 @@ They know sizes, a model's graph and a function that answers, but no tokenizer, 
 also be compiled ahead of time for devices that are not there (`rrl.train.plan`).
 """
 
-import concurrent.futures
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -20,13 +19,14 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Int, Key, PyTree
 
 from rrl.errors import UserError, at_least
-from rrl.models.cache import BLOCK, KVCache
+from rrl.models.cache import KVCache
 from rrl.models.config import DecoderConfig
-from rrl.models.decoder import LORA_B, Decoder, computed
+from rrl.models.decoder import Decoder, computed
 from rrl.parallel.mesh import ROW_AXES, data_shards
 from rrl.parallel.runtime import cores_here
 from rrl.rollout.device import Rows, Sampler, decode_until, feed
-from rrl.rollout.exchange import HEADER, LEAVE, OFF, RUN, WAIT, Feed, Limits
+from rrl.rollout.exchange import HEADER, LEAVE, OFF, WAIT, Feed, Limits
+from rrl.rollout.sizes import NARROWED, same_bits
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,10 +90,6 @@ ENCODED_TOGETHER = 4
 
 ROWS_OF_A_LOOP = 8
 """A loop of fewer rows is not worth its core."""
-
-NARROWED, MULTIPLE, PIECES = 16, 8, 2
-"""A loop of so many rows tries steps of half as many, a quarter and so on, each a multiple of the second number, and likewise
-fewer pieces to prefill, the third at least: XLA leaves out the loop over a single one, and then sums in another way."""
 
 OPTIONS = {"xla_cpu_enable_concurrency_optimized_scheduler": False}
 """Of XLA, for one CPU."""
@@ -177,19 +173,19 @@ class Programs:
         self.alone = (1,) if self.one_cpu else ()
         """The same of prefilled pieces."""
         options = _options(self.loops) if self.one_cpu else {}
-        self._jit = functools.partial(jax.jit, compiler_options=options)
+        self.jit = functools.partial(jax.jit, compiler_options=options)
 
     def episode_loop(self, turn_tokens: int, first_accept: int) -> Callable:
         """The jitted program (params, encoder state, key, stop table, number of the loop) -> decode steps; the host has the
         episodes."""
 
-        @self._jit
+        @self.jit
         def episode_loop(
             params: PyTree, encoder_state: PyTree, key: Key, table: jax.Array, loop: jax.Array
         ) -> jax.Array:
             params = computed(params, nnx.merge(self.graph, params).dtype)
             model = nnx.merge(self.graph, params)
-            sampler = self._sampler(key, table, first_accept)
+            sampler = self.sampler(key, table, first_accept)
 
             def going(state: tuple) -> jax.Array:
                 return jnp.any(state[0].status != OFF) & (state[3] != LEAVE)
@@ -213,14 +209,14 @@ class Programs:
     def reference_loop(self, turn_tokens: int, first_accept: int) -> Callable:
         """The same, driven from the host step by step."""
 
-        @functools.partial(self._jit, donate_argnums=2)
+        @functools.partial(self.jit, donate_argnums=2)
         def decode_step(
             params: PyTree, rows: Rows, cache: KVCache, key: Key, table: jax.Array, patience: jax.Array
         ) -> tuple:
-            sampler = self._sampler(key, table, first_accept)
+            sampler = self.sampler(key, table, first_accept)
             return self._decode(nnx.merge(self.graph, params), rows, cache, sampler, patience)
 
-        @functools.partial(self._jit, donate_argnums=2)
+        @functools.partial(self.jit, donate_argnums=2)
         def feed_step(
             params: PyTree,
             rows: Rows,
@@ -230,7 +226,7 @@ class Programs:
         ) -> tuple:
             return self._feed(nnx.merge(self.graph, params), rows, cache, feeds, marks)
 
-        embed = self._jit(self._embed)
+        embed = self.jit(self._embed)
 
         def drive(params: PyTree, encoder_state: PyTree, key: Key, table: jax.Array, loop: int) -> jax.Array:
             rows, cache, embeddings = self._start(nnx.merge(self.graph, params), turn_tokens)
@@ -255,109 +251,9 @@ class Programs:
 
     def narrow(self, params: PyTree) -> None:
         """Lets decode steps take fewer rows while few run, and prefills fewer pieces where few are left, on one CPU, where both
-        take time by the row.
-
-        Only so many at a time as give each row the bits that it has among all, or its tokens would depend on how fast searches
-        are: from some shapes on, XLA cuts a product up in another way. So this is tried; call it before the loops are built.
-        """
-        if not self.one_cpu or self.decode_rows < NARROWED:
-            return
-        params = _adapted(computed(params, nnx.merge(self.graph, params).dtype))
-        sizes, pieces = [self.decode_rows], [self.limits.together]
-        while not sizes[-1] % (2 * MULTIPLE):
-            sizes.append(sizes[-1] // 2)
-        while pieces[-1] > PIECES and not pieces[-1] % 2:
-            pieces.append(pieces[-1] // 2)
-        steps: list[tuple[int, tuple[int, ...]]] = [(self.decode_rows, ())]
-        steps += [(size, tuple(sizes[place:])) for place, size in enumerate(sizes) if sizes[1:]]
-        with concurrent.futures.ThreadPoolExecutor(cores_here(), "rrl-widths") as pool:
-            wrote = pool.map(lambda step: self._wrote(params, *step), steps)
-            read = pool.map(lambda count: self._read(params, count), pieces)
-        same = [step for step, alike in zip(steps, _alike(list(wrote)), strict=True) if alike]
-        self.widths = tuple(dict.fromkeys(width for width, _ in same))
-        self.readers = next((readers for width, readers in same if width == self.decode_rows and readers), ())
-        self.together = tuple(count for count, alike in zip(pieces, _alike(list(read)), strict=True) if alike)
-
-    def _wrote(self, params: PyTree, width: int, readers: tuple[int, ...]) -> tuple[np.ndarray, ...]:
-        """What the first `width` rows write in a few steps that take no others: ids and both log-probabilities. Half of them need
-        a second block of their past, a quarter a third, and so on."""
-        count, turn, past = self.rows, 3, min(4 * BLOCK, self.config.context)
-        cache, draw = self._made_up(params, past), np.random.default_rng(0)
-        number = np.arange(count) + 1
-        blocks = np.log2(number & -number)
-        rows = Rows.create(count, turn)._replace(
-            status=jnp.where(np.arange(count) < width, RUN, OFF),
-            position=jnp.asarray(
-                np.clip(BLOCK * blocks + draw.integers(0, BLOCK, count), 0, past - turn), jnp.int32
-            ),
-            pending=jnp.asarray(draw.integers(0, self.decoder_config.vocab_size, count), jnp.int32),
-            request=jnp.arange(count, dtype=jnp.int32),
-            limit=jnp.full(count, turn, jnp.int32),
-            temperature=jnp.ones(count, jnp.float32),
-        )
-        table = jnp.zeros((1, self.decoder_config.vocab_size), jnp.int32)
-
-        @self._jit
-        def wrote(params: PyTree, rows: Rows, cache: KVCache, key: Key) -> tuple[jax.Array, ...]:
-            done, *_ = decode_until(
-                nnx.merge(self.graph, params),
-                rows,
-                cache,
-                self._sampler(key, table, first_accept=1),
-                context=past,
-                enough=count,
-                patience=turn,
-                widths=(width,),
-                readers=readers,
-            )
-            return done.ids, done.logps, done.sampled_logps
-
-        with jax.set_mesh(self.mesh):
-            return tuple(np.asarray(part)[:width] for part in wrote(params, rows, cache, jax.random.key(0)))
-
-    def _read(self, params: PyTree, count: int) -> tuple[np.ndarray, ...]:
-        """Keys and values after as many pieces as are prefilled together at most have been prefilled `count` at a time."""
-        pieces, size, past = self.limits.together, self.limits.piece, min(2 * BLOCK, self.config.context)
-        draw = np.random.default_rng(0)
-        number = np.arange(pieces)
-        # Two of them at least are one row's, one behind the other.
-        others = max(1, min(self.rows, pieces - 1))
-        row = number % others
-        start = draw.integers(0, max(1, past - 2 * size), self.rows)[row] + size * (number // others)
-        entries = Feed(row, start, size, *[np.zeros_like(row)] * (HEADER - 3))
-        words = np.stack(np.broadcast_arrays(*entries), axis=-1)
-        tokens = draw.integers(0, self.decoder_config.vocab_size, (pieces, size))
-        feeds = np.concatenate([words, tokens], axis=-1)[None].astype(np.int32)
-        rows, marks = Rows.create(self.rows, 1), np.zeros(self.rows, np.int32)
-
-        @self._jit
-        def read(params: PyTree, rows: Rows, cache: KVCache, feeds: jax.Array, marks: jax.Array) -> KVCache:
-            model = nnx.merge(self.graph, params)
-            return feed(
-                model,
-                rows,
-                cache,
-                feeds,
-                marks,
-                context=past,
-                together=(count,),
-                copies=1,
-                readers=self.alone,
-            )[1]
-
-        with jax.set_mesh(self.mesh):
-            cache = read(params, rows, self._made_up(params, past), jnp.asarray(feeds), jnp.asarray(marks))
-        return np.asarray(cache.k), np.asarray(cache.v)
-
-    def _made_up(self, params: PyTree, slots: int) -> KVCache:
-        """A cache full of numbers, the same whenever it is asked for."""
-        dtype = nnx.merge(self.graph, params).dtype
-        cache = KVCache.create(self.decoder_config, self.rows, slots, dtype, slots_last=self.on_cpu)
-        draw = np.random.default_rng(0)
-        k, v = (
-            jnp.asarray(draw.standard_normal(part.shape, np.float32), dtype) for part in (cache.k, cache.v)
-        )
-        return dataclasses.replace(cache, k=k, v=v)
+        take time by the row (`rrl.rollout.sizes`); call it before the loops are built."""
+        if self.one_cpu and self.decode_rows >= NARROWED:
+            self.widths, self.readers, self.together = same_bits(self, params)
 
     def _start(self, model: Decoder, turn_tokens: int) -> tuple[Rows, KVCache, jax.Array]:
         rows = Rows.create(self.rows, turn_tokens)
@@ -379,7 +275,7 @@ class Programs:
         """
         return params if self.mesh.size == 1 else jax.lax.optimization_barrier((params, feeds))[0]
 
-    def _sampler(self, key: Key, table: jax.Array, first_accept: int) -> Sampler:
+    def sampler(self, key: Key, table: jax.Array, first_accept: int) -> Sampler:
         return Sampler(key, table, self.eos, first_accept, self.config.top_p, self.config.sample_top_k)
 
     def _decode(
@@ -503,26 +399,6 @@ def _loops(config: EngineConfig, one_cpu: bool) -> int:
         return config.loops
     most = min(cores, max(1, config.rows // ROWS_OF_A_LOOP))
     return next(count for count in range(most, 0, -1) if config.rows % count == 0)
-
-
-def _alike(made: Sequence[tuple[np.ndarray, ...]]) -> list[bool]:
-    """Which of these are the first, or the beginning of it."""
-    return [
-        all(np.array_equal(few, every[: len(few)]) for few, every in zip(some, made[0], strict=True))
-        for some in made
-    ]
-
-
-def _adapted(params: PyTree) -> PyTree:
-    """The parameters, with adapters that do something: those that have learned nothing yet are zero."""
-    draw = np.random.default_rng(0)
-    flat = {
-        path: leaf.replace(jnp.asarray(draw.normal(0, 0.02, leaf.shape), leaf[...].dtype))
-        if str(path[-1]).endswith(LORA_B)
-        else leaf
-        for path, leaf in nnx.to_flat_state(params)
-    }
-    return nnx.from_flat_state(flat)
 
 
 @functools.cache

@@ -13,8 +13,8 @@ from rrl.models.lora import LoraConfig, add_lora
 from rrl.parallel.mesh import make_mesh
 from rrl.rollout import loop
 from rrl.rollout.engine import Engine, EngineConfig
-from rrl.rollout.loop import _adapted
 from rrl.rollout.protocol import SingleTurn
+from rrl.rollout.sizes import _adapted
 from tests.rollout.world import make_world
 
 KEY = jax.random.key(3)
