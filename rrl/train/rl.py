@@ -143,11 +143,11 @@ def train(
                     "minutes": record.seconds / 60,
                 } | memory_used()
                 _show(step, metrics, sampled, record)
+                record.writer.write(step, metrics)
                 # After the first update, which is what a user waits for.
                 if task.held_out and not record.before and not stop:
                     with record.progress.paused():
                         record.before, _ = measure(0)
-                record.writer.write(step, metrics)
                 last = None
                 if seen := record.guard.look(step, metrics):
                     reason = seen

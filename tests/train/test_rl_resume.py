@@ -134,6 +134,22 @@ def test_where_a_judge_falls_silent_what_was_learned_is_kept(parts, whole, tmp_p
     jax.tree.map(np.testing.assert_array_equal, params, whole[2])
 
 
+def test_where_a_judge_falls_silent_in_the_first_evaluation_the_update_before_it_is_written_down(
+    parts, whole, tmp_path, monkeypatch
+):
+    def silent(*args, **kwargs):
+        raise Unavailable("no answer")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rl, "evaluate", silent)
+        with pytest.raises(Unavailable):
+            run(parts, tmp_path, CONFIG)
+    assert saved_steps(tmp_path)[-1] == 1
+    _, params = run(parts, tmp_path, CONFIG)
+    assert steps_of(tmp_path) == EVERY_LINE
+    jax.tree.map(np.testing.assert_array_equal, params, whole[2])
+
+
 def test_a_finished_run_only_reports_again(parts, whole):
     workdir, first, params = whole
     written = (workdir / "metrics.jsonl").read_text()
