@@ -21,7 +21,7 @@ class MetricsWriter:
     Of several processes, which share the workdir and have the same metrics, the first writes.
 
     Attributes:
-      past: the lines up to step S, in every process.
+      past: the lines up to step S as they were written, in every process.
     """
 
     def __init__(
@@ -31,9 +31,7 @@ class MetricsWriter:
         folder = pathlib.Path(workdir)
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / "metrics.jsonl"
-        self.past = (
-            [line for line in read_metrics(path) if line["step"] <= resume_step] if path.exists() else []
-        )
+        self.past = [line for line in _lines_of(path) if line["step"] <= resume_step] if path.exists() else []
         self._file = self._board = None
         if jax.process_index() == 0:
             # A kill between two writes must not lose the past.
@@ -72,13 +70,18 @@ class MetricsWriter:
 
 def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     """The lines of a metrics file by step; a last line that a kill cut short is ignored."""
+    return sorted(_lines_of(path), key=lambda line: line["step"])
+
+
+def _lines_of(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """The lines as they were written: step 0, the start's evaluation, comes after step 1."""
     lines = []
     for text in pathlib.Path(path).read_text(encoding="utf-8").splitlines():
         try:
             lines.append(json.loads(text))
         except json.JSONDecodeError:
             break
-    return sorted(lines, key=lambda line: line["step"])
+    return lines
 
 
 def _plain(value: Any) -> Any:

@@ -15,6 +15,16 @@ def test_a_resumed_run_drops_what_came_after_its_checkpoint(tmp_path):
     assert [line["step"] for line in lines] == [1, 2, 3, 4] and lines[-1]["loss"] == 40.0
 
 
+def test_opening_again_changes_nothing(tmp_path):
+    with MetricsWriter(tmp_path, tensorboard=False) as writer:
+        for step in (1, 0, 2):
+            writer.write(step, {"loss": float(step)})
+    before = (tmp_path / "metrics.jsonl").read_bytes()
+    MetricsWriter(tmp_path, resume_step=2, tensorboard=False).close()
+    assert (tmp_path / "metrics.jsonl").read_bytes() == before
+    assert [line["step"] for line in read_metrics(tmp_path / "metrics.jsonl")] == [0, 1, 2]
+
+
 def test_of_several_processes_the_first_writes_and_all_know_the_past(tmp_path, monkeypatch):
     with MetricsWriter(tmp_path, tensorboard=False) as writer:
         for step in range(1, 4):
