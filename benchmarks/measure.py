@@ -62,6 +62,8 @@ class Peer:
     def __init__(self, python: str, script: str, *arguments: str) -> None:
         file = pathlib.Path(__file__).parent / "peers" / script
         environment = os.environ | {"OMP_NUM_THREADS": str(len(os.sched_getaffinity(0)))}
+        # Set by `prepare_host` for our callbacks; a pool so wide slows a peer.
+        environment.pop("NPROC", None)
         self._process = subprocess.Popen(
             [python, str(file), *arguments],
             stdin=subprocess.PIPE,

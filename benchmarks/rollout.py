@@ -269,7 +269,7 @@ def mixed(args: argparse.Namespace) -> list[Row]:
     most = draws.sum() / (max(free_at) * args.batch)
     made = model().engine(config)
     run = model().timed(made, asked, SingleTurn(turn_tokens=200), int(draws.sum()))
-    found = alternate({"ours": run}, 1)["ours"]
+    found = alternate({"ours": run}, args.rounds)["ours"]
     return [
         Row(
             f"{len(draws)} requests of 20 to 200 tokens over {args.batch} slots: slots that write",
@@ -307,7 +307,7 @@ def training(args: argparse.Namespace) -> list[Row]:
                 "and all: policy tokens/s",
                 f"{useful:.0f} ({100 * rates['busy']:.0f} % of {batch} write)",
                 f"{rows} decode {raw:.0f}",
-                f"{100 * useful / raw:.0f} %",
+                f"{100 * rates['useful']:.0f} %",
                 "at least 60 %",
             ),
             Row(
@@ -325,8 +325,9 @@ def training(args: argparse.Namespace) -> list[Row]:
 def _training_rates(
     rounds: int, params: Any, made: Engine, alone: Engine, recipe: Any, questions: Sequence[Question]
 ) -> dict[str, float]:
-    """Medians: policy tokens/s of training episodes, the share of rows that write, tokens prefilled for one written; and
-    tokens/s of decoding alone from short prompts, of decoding at the episodes' positions, and of reading alone."""
+    """Medians: policy tokens/s of training episodes, the share of rows that write, tokens prefilled for one written; tokens/s
+    of decoding alone from short prompts, of decoding at the episodes' positions, and of reading alone; and how much the first is
+    of decoding alone in the same round ("useful")."""
     new, rows = 256, alone.config.rows
     rates = collections.defaultdict[str, list[float]](list)
     positions: list[float] = []
@@ -359,6 +360,7 @@ def _training_rates(
         "reading": lambda: only("reading", model().requests(2 * rows, 256), 1),
     }
     alternate(sides, rounds)
+    rates["useful"] = list(np.divide(rates["episodes"], rates["decoding"]))
     return {name: float(np.median(values[1:])) for name, values in rates.items()}
 
 
