@@ -307,7 +307,7 @@ def training(args: argparse.Namespace) -> list[Row]:
                 "and all: policy tokens/s",
                 f"{useful:.0f} ({100 * rates['busy']:.0f} % of {batch} write)",
                 f"{rows} decode {raw:.0f}",
-                f"{100 * rates['useful']:.0f} %",
+                f"{100 * useful / raw:.1f} %",
                 "at least 60 %",
             ),
             Row(
@@ -325,9 +325,8 @@ def training(args: argparse.Namespace) -> list[Row]:
 def _training_rates(
     rounds: int, params: Any, made: Engine, alone: Engine, recipe: Any, questions: Sequence[Question]
 ) -> dict[str, float]:
-    """Medians: policy tokens/s of training episodes, the share of rows that write, tokens prefilled for one written; tokens/s
-    of decoding alone from short prompts, of decoding at the episodes' positions, and of reading alone; and how much the first is
-    of decoding alone in the same round ("useful")."""
+    """Medians: policy tokens/s of training episodes, the share of rows that write, tokens prefilled for one written; and
+    tokens/s of decoding alone from short prompts, of decoding at the episodes' positions, and of reading alone."""
     new, rows = 256, alone.config.rows
     rates = collections.defaultdict[str, list[float]](list)
     positions: list[float] = []
@@ -360,7 +359,6 @@ def _training_rates(
         "reading": lambda: only("reading", model().requests(2 * rows, 256), 1),
     }
     alternate(sides, rounds)
-    rates["useful"] = list(np.divide(rates["episodes"], rates["decoding"]))
     return {name: float(np.median(values[1:])) for name, values in rates.items()}
 
 
