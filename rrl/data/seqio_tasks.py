@@ -19,6 +19,7 @@ from rrl.data.mixtures import parts_of, take_part
 from rrl.data.questions import Question, asked, load_questions
 from rrl.data.tokenizer import load_tokenizer
 from rrl.errors import UserError
+from rrl.text.chat import text_ids
 from rrl.text.metrics import score_answers
 from rrl.text.normalize import RRL, Rule, rule_named
 from rrl.text.short_answers import choice_correct
@@ -73,7 +74,7 @@ class TokenizerVocabulary(seqio.Vocabulary):
         return self._size
 
     def _encode(self, s: str) -> list[int]:
-        return self.tokenizer.encode(s, add_special_tokens=False)
+        return text_ids(self.tokenizer, s).tolist()
 
     def _decode(self, ids: Sequence[int]) -> str:
         ids = list(ids)

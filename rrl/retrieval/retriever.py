@@ -205,7 +205,12 @@ class Retriever:
                 self._meter.add(retries=1)
                 time.sleep(patience.pause * 2 ** (attempt - 1))
             try:
-                return within(patience.time_out, lambda: self._index.search(texts, k, vectors))
+                ids, scores = within(patience.time_out, lambda: self._index.search(texts, k, vectors))
+                if not len(ids) == len(scores) == len(texts):
+                    raise ValueError(
+                        f"{len(ids)} rankings with {len(scores)} rows of scores for {len(texts)} queries"
+                    )
+                return ids, scores
             except UserError:
                 raise
             except Exception as error:  # an index may fail in any way, and its caller's batch must go on
@@ -218,7 +223,7 @@ class Retriever:
         self, batch: Sequence[tuple[int, str]], k: int, ranking: Ranking, found: dict[str, Found]
     ) -> None:
         with self._lock:
-            for (_, text), ids, scores in zip(batch, *(part.tolist() for part in ranking)):
+            for (_, text), ids, scores in zip(batch, *(part.tolist() for part in ranking), strict=True):
                 found[text] = tuple((i, s) for i, s in zip(ids, scores) if i != NOTHING)
                 self._cache[text, k] = found[text]
             while len(self._cache) > self._cache_size:

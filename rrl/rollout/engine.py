@@ -12,7 +12,7 @@ import functools
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -36,11 +36,13 @@ from rrl.rollout.exchange import WAIT, Turns
 from rrl.rollout.host import Host
 from rrl.rollout.loop import EngineConfig, Programs, QueryEncoder
 from rrl.rollout.protocol import Environment
-from rrl.rollout.searches import NAP
+from rrl.rollout.searches import NAP, Desk
 from rrl.rollout.trajectory import Trajectory
 from rrl.rollout.watchdog import Watchdog
 from rrl.rollout.workflow import ASKS, Completion, Flows, Workflow
-from rrl.text.chat import chat_ids
+from rrl.text.chat import chat_ids, text_ids
+
+T = TypeVar("T")
 
 KEPT_TEXTS, KEPT_LENGTH = 4096, 4096
 """Texts whose tokens are kept, of at most so many characters: samples of a question read the same passages, and tags are always
@@ -141,7 +143,7 @@ class Engine:
         return self._encoded(text) if len(text) <= KEPT_LENGTH else self._encode(text)
 
     def _encode(self, text: str) -> np.ndarray:
-        ids = np.asarray(self.tokenizer.encode(text, add_special_tokens=False), np.int32)
+        ids = text_ids(self.tokenizer, text)
         ids.setflags(write=False)
         return ids
 
@@ -188,8 +190,9 @@ class Engine:
         prompts, shards = [request.prompt for request in requests], self.programs.shards
         shares = deal(prompts, shards, self.programs.loops)
         queues = [collections.deque([(i, requests[i]) for i in group] for group in share) for share in shares]
+        desk = Desk(self._told)
         hosts = [
-            self._host(queue, environment, stops, retriever)
+            self._host(queue, environment, stops, retriever, desk)
             for _ in range(self.programs.loops)
             for queue in queues
         ]
@@ -235,7 +238,8 @@ class Engine:
             self.programs.shards * self.programs.loops,
         )
         stops = self._compiled([(), *environment.stop_sets])
-        hosts = [self._host(collections.deque(), environment, stops, retriever) for _ in range(count)]
+        desk = Desk(self._told)
+        hosts = [self._host(collections.deque(), environment, stops, retriever, desk) for _ in range(count)]
         results: dict[int, Any] = {}
         alone = threading.Lock()
 
@@ -243,9 +247,11 @@ class Engine:
             with alone:
                 on_finish(number, result)
 
-        for place, host in self._own(hosts):
-            Flows(numbered[place::count], host, environment, results, finish).start()
-        found = self._drive(hosts, results, params, environment, key, reference)
+        starts = [
+            (host, Flows(numbered[place::count], host, environment, results, finish).start)
+            for place, host in self._own(hosts)
+        ]
+        found = self._drive(hosts, results, params, environment, key, reference, starts)
         return [found[number] for number in numbers]
 
     # -- the host ----------------------------------------------------------------------------------------------------
@@ -256,6 +262,7 @@ class Engine:
         environment: Environment,
         stops: StopSets,
         retriever: Retriever | None,
+        desk: Desk,
     ) -> Host:
         return Host(
             requests,
@@ -270,7 +277,7 @@ class Engine:
             top_k=self.config.top_k,
             search_seconds=self.config.search_seconds,
             share_prompts=self.config.share_prompts,
-            told=self._told,
+            desk=desk,
             nap=NAP / self.programs.shards,  # while one naps the others stand still
         )
 
@@ -316,18 +323,48 @@ class Engine:
         environment: Environment,
         key: Key,
         reference: bool,
+        starts: Sequence[tuple[Host, Callable[[], None]]] = (),
     ) -> dict[int, Any]:
         """Runs the loop until every host has switched its rows off; fills `stats`.
 
-        Hosts that are another process's are asked there; what all of them have put into `found` is returned.
-        Raises what a host met.
+        `starts` are done before. Hosts that are another process's are asked there; what all of them have put into `found` is
+        returned. Raises what a host met.
         """
         if reference and jax.process_count() > 1:
             raise UserError("the reference loop runs in one process only; leave reference=True out")
-        start = time.perf_counter()
-        self._hosts, over = hosts, threading.Event()
+        began, over = time.perf_counter(), threading.Event()
+        self._hosts = hosts
         for host in hosts:
             host.over = over
+        with Watchdog(self.config.stall_seconds, self._progress, self._stages):
+            for host, start in starts:
+                if not over.is_set():
+                    host.begin(start)
+            _gathered(hosts, None)  # where one has failed, no process begins the loop
+            steps = self._run(hosts, params, environment, key, reference, over)
+            counts = [(host.searches.seconds, host.written, host.prefilled, host.failed) for host in hosts]
+            parts = _gathered(hosts, (found, counts))
+        searching, written, prefilled, failed = np.sum([counts for _, counts in parts], axis=0).T
+        self.stats = RolloutStats(
+            seconds=time.perf_counter() - began,
+            retrieval_seconds=float(searching.max()),
+            policy_tokens=int(written.sum()),
+            row_steps=steps * self.programs.decode_rows,
+            prefilled_tokens=int(prefilled.sum()),
+            searches_failed=int(failed.sum()),
+        )
+        return {index: value for part, _ in parts for index, value in part.items()}
+
+    def _run(
+        self,
+        hosts: Sequence[Host],
+        params: PyTree,
+        environment: Environment,
+        key: Key,
+        reference: bool,
+        over: threading.Event,
+    ) -> int:
+        """Runs all loops to their end, which `over` brings about; returns their decode steps."""
         stops = hosts[0].stops
         signature = (environment.turn_tokens, stops.first_accept, reference)
         if signature not in self._built:
@@ -346,36 +383,16 @@ class Engine:
             return int(steps)
 
         loops = self.programs.loops
-        with Watchdog(self.config.stall_seconds, self._progress, self._stages):
-            if loops == 1 or reference:
-                steps = [run(loop) for loop in range(loops)]
-            else:
-                with concurrent.futures.ThreadPoolExecutor(loops, "rrl-rollout") as pool:
-                    running = [pool.submit(run, loop) for loop in range(loops)]
-                    try:
-                        concurrent.futures.wait(running, return_when=concurrent.futures.FIRST_EXCEPTION)
-                        steps = [loop.result() for loop in running]
-                    except BaseException:  # Ctrl-C, or a loop that broke: the others shall end too
-                        over.set()
-                        raise
-        errors = [host.error for host in hosts if host.error is not None]
-        counts = [(host.searches.seconds, host.written, host.prefilled, host.failed) for host in hosts]
-        parts = gather_objects((found, [repr(error) for error in errors], counts))
-        if errors:
-            raise errors[0]
-        for process, (_, words, _) in enumerate(parts):
-            if words:
-                raise RuntimeError(f"the rollout failed in process {process}: {words[0]}")
-        searching, written, prefilled, failed = np.sum([counts for *_, counts in parts], axis=0).T
-        self.stats = RolloutStats(
-            seconds=time.perf_counter() - start,
-            retrieval_seconds=float(searching.max()),
-            policy_tokens=int(written.sum()),
-            row_steps=sum(steps) * self.programs.decode_rows,
-            prefilled_tokens=int(prefilled.sum()),
-            searches_failed=int(failed.sum()),
-        )
-        return {index: value for part, *_ in parts for index, value in part.items()}
+        if loops == 1 or reference:
+            return sum(run(loop) for loop in range(loops))
+        with concurrent.futures.ThreadPoolExecutor(loops, "rrl-rollout") as pool:
+            running = [pool.submit(run, loop) for loop in range(loops)]
+            try:
+                concurrent.futures.wait(running, return_when=concurrent.futures.FIRST_EXCEPTION)
+                return sum(loop.result() for loop in running)
+            except BaseException:  # Ctrl-C, or a loop that broke: the others shall end too
+                over.set()
+                raise
 
     def _everywhere(self, tree: PyTree) -> PyTree:
         """The same values on all devices of the mesh; other processes may have some of them."""
@@ -417,6 +434,18 @@ class Engine:
                     f"turn_tokens={request.turn_tokens} of question {request.question.id!r} must be 0 to "
                     f"{environment.turn_tokens}, the environment's"
                 )
+
+
+def _gathered(hosts: Sequence[Host], value: T) -> list[T]:
+    """What each process gives; raises what a host met, or that one of another process met something."""
+    errors = [host.error for host in hosts if host.error is not None]
+    parts = gather_objects((value, [repr(error) for error in errors]))
+    if errors:
+        raise errors[0]
+    for process, (_, words) in enumerate(parts):
+        if words:
+            raise RuntimeError(f"the rollout failed in process {process}: {words[0]}")
+    return [value for value, _ in parts]
 
 
 def deal(prompts: Sequence[Int[np.ndarray, "T"]], shards: int, loops: int = 1) -> list[list[list[int]]]:

@@ -43,7 +43,7 @@ from rrl.rollout.protocol import (
     SearchFor,
     message_ids,
 )
-from rrl.rollout.searches import NAP, Found, Searches
+from rrl.rollout.searches import NAP, Desk, Found, Searches
 from rrl.rollout.trajectory import Search, Trajectory
 from rrl.text.chat import Prompt
 
@@ -82,17 +82,16 @@ class Host:
         search_seconds: float = 60.0,
         share_prompts: bool = True,
         on_finish: Callable[[int, Trajectory], None] = lambda index, trajectory: None,
-        told: set[type] | None = None,
+        desk: Desk | None = None,
         nap: float = NAP,
     ) -> None:
-        """`requests` come in groups of one prompt; several hosts may take theirs from the same. `told` holds the kinds of
-        search error that were logged already, and takes new ones; `nap` is how many seconds the host waits for
-        searches where nothing else is to be done."""
+        """`requests` come in groups of one prompt; several hosts may take theirs from the same. Hosts of one `desk` share their
+        searches; `nap` is how many seconds the host waits for some where nothing else is to be done."""
         self.environment, self.stops = environment, stops
         self.limits = limits
         self.encode, self.decode, self.encode_prompt = encode, decode, encode_prompt
         self.vocab_size, self.nap = vocab_size, nap
-        self.searches = Searches(retriever, top_k, search_seconds, set() if told is None else told)
+        self.searches = Searches(retriever, top_k, search_seconds, desk)
         self.on_finish = on_finish
         self.on_found: Callable[[Asker, Found], None] = lambda key, found: None
         self.groups = requests
@@ -124,6 +123,15 @@ class Host:
         self.error: BaseException | None = None
         self.over = threading.Event()
         """Set by an error: hosts that share it end with the one that met it."""
+
+    def begin(self, start: Callable[[], None]) -> None:
+        """Does what comes before the first exchange; what it raises ends the run as if it had been met there."""
+        self.stage = "beginning"
+        try:
+            start()
+        except BaseException as error:
+            self.error = error
+            self.over.set()
 
     def exchange(
         self, turns: Turns, embeddings: Float[np.ndarray, "P E"], others: int = 0

@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import dataclasses
+import itertools
 import logging
 import threading
 import time
@@ -21,41 +22,72 @@ to be polled."""
 NAP = 0.05
 """Seconds that a host with nothing else to do waits for searches before it lets the device look around."""
 
+ALONE = 0.5
+"""After this share of its time, each query of a batch that is still out is searched by itself as well: one that hangs takes
+nothing from those that were searched with it."""
+
 Found = list[Passage] | None
 """None: the search failed."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(eq=False, slots=True)
 class _Batch:
     """Queries that are searched together."""
 
     queries: list[str]
-    vectors: Float[np.ndarray, "Q E"] | None
     began: float
-    ended: concurrent.futures.Future
+    until: float
+    """When it is given up."""
+    ended: concurrent.futures.Future = dataclasses.field(default_factory=concurrent.futures.Future)
+    """Gets what each query found, or an Exception where the search failed."""
+    seconds: float = 0.0
+    """That it took."""
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class _Flight:
+    """A query that is being searched for."""
+
+    query: str
+    vector: Float[np.ndarray, "1 E"] | None
+    began: float
+    tries: list[_Batch]
+    """The batch that it is part of, and then the one of its own."""
+
+
+class Desk:
+    """What the hosts of one run share: queries that any of them is searching for, and the kinds of error that were told."""
+
+    def __init__(self, told: set[type] | None = None) -> None:
+        self.told = set() if told is None else told
+        self.flying: dict[str, _Flight] = {}
+        self.lock = threading.Lock()
 
 
 class Searches:
-    """The searches of one host: of each query one at a time."""
+    """The searches of one host: of each query one at a time, whichever host of the desk asks."""
 
-    def __init__(self, retriever: Retriever | None, top_k: int, seconds: float, told: set[type]) -> None:
-        """`told` holds the kinds of search error that were logged already, and takes new ones; a search that takes longer
-        than `seconds` is given up."""
-        self.retriever, self.top_k, self.limit, self.told = retriever, top_k, seconds, told
+    def __init__(
+        self, retriever: Retriever | None, top_k: int, seconds: float, desk: Desk | None = None
+    ) -> None:
+        """A search that takes longer than `seconds` is given up."""
+        self.retriever, self.top_k, self.limit, self.desk = retriever, top_k, seconds, desk or Desk()
         self.seconds = 0.0
         """That searches took, those side by side added up."""
-        self._flying: list[_Batch] = []
+        self._flying: list[_Flight] = []
+        self._begun: list[_Batch] = []
+        """That this host started and has not counted yet."""
         self._recalled: list[tuple[str, Found]] = []
         self._typical = 0.0
 
     def __len__(self) -> int:
-        """Batches in flight."""
+        """Queries in flight."""
         return len(self._flying)
 
     @property
     def queries(self) -> list[str]:
         """In flight."""
-        return [query for batch in self._flying for query in batch.queries]
+        return [flight.query for flight in self._flying]
 
     def recall(self, query: str) -> bool:
         """Whether the retriever remembers what it found for it; then `done` gives that, and nothing need be searched."""
@@ -66,58 +98,98 @@ class Searches:
         return True
 
     def submit(self, queries: Sequence[str], vectors: Float[np.ndarray, "Q E"] | None) -> None:
-        """Starts a search of some queries."""
-        batch = self._start(list(queries), None if vectors is None else vectors.copy(), time.perf_counter())
+        """Starts a search of some queries, but for those that are being searched for already: what these find is shared."""
+        fresh, began = list[_Flight](), time.perf_counter()
+        with self.desk.lock:
+            for place, query in enumerate(queries):
+                flight = self.desk.flying.get(query)
+                if flight is None:
+                    vector = None if vectors is None else vectors[place : place + 1].copy()
+                    flight = self.desk.flying[query] = _Flight(query, vector, began, [])
+                    fresh.append(flight)
+                self._flying.append(flight)
+            if fresh:
+                self._start(fresh)
         if self._typical <= GRACE:
-            concurrent.futures.wait([batch.ended], GRACE)
+            concurrent.futures.wait(self._awaited(self._flying[-len(queries) :]), GRACE)
 
-    def _start(self, queries: list[str], vectors: np.ndarray | None, began: float) -> _Batch:
-        batch = _Batch(queries, vectors, began, concurrent.futures.Future())
-        self._flying.append(batch)
+    def _start(self, flights: Sequence[_Flight]) -> None:
+        queries, began = [flight.query for flight in flights], time.perf_counter()
+        batch = _Batch(queries, began, flights[0].began + self.limit)
+        vectors = [flight.vector for flight in flights if flight.vector is not None]
+        joined = np.concatenate(vectors) if vectors else None
+        for flight in flights:
+            flight.tries.append(batch)
+        self._begun.append(batch)
         # A daemon, so that a search that never ends does not keep the program from ending.
-        threading.Thread(target=self._search, args=(batch,), name="rrl-search", daemon=True).start()
-        return batch
+        threading.Thread(target=self._search, args=(batch, joined), name="rrl-search", daemon=True).start()
 
     def done(self, *, wait: float = 0.0) -> list[tuple[str, Found]]:
         """What has ended: query and passages. For `wait` seconds there is nothing else to do.
 
         Raises UserError for what the retriever cannot be asked at all.
         """
-        if wait and self._flying and not self._recalled:
-            futures = [batch.ended for batch in self._flying]
-            concurrent.futures.wait(futures, wait, return_when=concurrent.futures.FIRST_COMPLETED)
-        now = time.perf_counter()
-        over = [batch for batch in self._flying if batch.ended.done() or now - batch.began >= self.limit]
-        found, self._recalled = self._recalled, []
-        for batch in over:
-            self._flying.remove(batch)
-            seconds = now - batch.began
-            passages: Sequence[Found] = [None] * len(batch.queries)
-            if not batch.ended.done():
-                self._tell(batch, TimeoutError(f"no answer in {self.limit:g} s"))
-            elif not isinstance(result := batch.ended.result(), Exception):
-                passages, seconds = result
-            elif len(batch.queries) > 1:  # one of them may be to blame: each by itself, until the same time
-                for place, query in enumerate(batch.queries):
-                    vector = None if batch.vectors is None else batch.vectors[place : place + 1]
-                    self._start([query], vector, batch.began)
-                continue
-            else:
-                self._tell(batch, result)
-            self.seconds += seconds
-            self._typical += 0.3 * (seconds - self._typical)
-            found += zip(batch.queries, passages, strict=True)
+        found = self._collected()
+        if wait and self._flying and not found:
+            first = concurrent.futures.FIRST_COMPLETED
+            concurrent.futures.wait(self._awaited(self._flying), wait, return_when=first)
+            found = self._collected()
         return found
 
-    def _search(self, batch: _Batch) -> None:
-        """In a thread. The policy is told that its search failed, whatever the reason was; the batch goes on."""
+    def _awaited(self, flights: Sequence[_Flight]) -> set[concurrent.futures.Future]:
+        with self.desk.lock:
+            tries = {batch.ended for flight in flights for batch in flight.tries}
+        return {ended for ended in tries if not ended.done()}
+
+    def _collected(self) -> list[tuple[str, Found]]:
+        now, flying = time.perf_counter(), self._flying
+        found, self._recalled, self._flying = self._recalled, [], []
+        with self.desk.lock:
+            for flight in flying:
+                if (result := self._result(flight, now)) is None:
+                    self._flying.append(flight)
+                    continue
+                if self.desk.flying.get(flight.query) is flight:
+                    del self.desk.flying[flight.query]
+                if isinstance(result, Exception):
+                    self._tell(flight.query, result)
+                    result = None
+                found.append((flight.query, result))
+        begun, self._begun = self._begun, []
+        for batch in begun:
+            if not batch.ended.done() and now < batch.until:
+                self._begun.append(batch)
+                continue
+            self.seconds += (seconds := batch.seconds or now - batch.began)
+            self._typical += 0.3 * (seconds - self._typical)
+        return found
+
+    def _result(self, flight: _Flight, now: float) -> list[Passage] | Exception | None:
+        """What it found, or why it failed; None where that is not known yet. One that others were searched with gets a search of
+        its own where theirs fails or takes long."""
+        error: Exception | None = None
+        for batch in flight.tries:
+            if batch.ended.done():
+                result = batch.ended.result()
+                if not isinstance(result, Exception):
+                    return result[batch.queries.index(flight.query)]
+                error = result
+        waited = now - flight.began
+        last = flight.tries[-1]
+        if waited >= self.limit:
+            return error or TimeoutError(f"no answer in {self.limit:g} s")
+        if len(last.queries) == 1:
+            return error if last.ended.done() else None
+        if error or waited >= ALONE * self.limit:
+            self._start([flight])
+        return None
+
+    def _search(self, batch: _Batch, vectors: Float[np.ndarray, "Q E"] | None) -> None:
+        """In a thread. The policy is told that its search failed, whatever the reason was; the others go on."""
         try:
-            if self.retriever is None:
-                batch.ended.set_result(([[] for _ in batch.queries], 0.0))
-                return
-            hits = self.retriever.search(batch.queries, self.top_k, batch.vectors)
-            passages = [[hit.passage for hit in of_one] for of_one in hits]
-            batch.ended.set_result((passages, time.perf_counter() - batch.began))
+            found = self._passages(batch.queries, vectors)
+            batch.seconds = time.perf_counter() - batch.began
+            batch.ended.set_result(found)
         except UserError as error:  # of the settings: no other search would do better
             batch.ended.set_exception(error)
         except Exception as error:
@@ -125,11 +197,25 @@ class Searches:
         except BaseException as error:
             batch.ended.set_exception(error)
 
-    def _tell(self, batch: _Batch, error: Exception) -> None:
-        if type(error) not in self.told:
-            self.told.add(type(error))
+    def _passages(self, queries: list[str], vectors: Float[np.ndarray, "Q E"] | None) -> list[list[Passage]]:
+        if self.retriever is None:
+            return [[] for _ in queries]
+        hits = self.retriever.search(queries, self.top_k, vectors)
+        found = [[hit.passage for hit in of_one] for of_one in hits]
+        if len(found) != len(queries):
+            raise ValueError(
+                f"the retriever answered {len(queries)} queries with {len(found)} lists of passages"
+            )
+        for passage in itertools.chain.from_iterable(found):
+            if not isinstance(passage.title, str) or not isinstance(passage.text, str):
+                raise ValueError(f"title and text must be texts: {passage!r}")
+        return found
+
+    def _tell(self, query: str, error: Exception) -> None:
+        if type(error) not in self.desk.told:
+            self.desk.told.add(type(error))
             logging.getLogger(__name__).warning(
-                "search failed for %s: %r (told once for each kind of error; searches_failed counts them)",
-                ", ".join(map(repr, batch.queries)),
+                "search failed for %r: %r (told once for each kind of error; searches_failed counts them)",
+                query,
                 error,
             )

@@ -54,12 +54,18 @@ def chat_text(tokenizer: PreTrainedTokenizerBase, prompt: str | Prompt, thinking
     return opened + prompt.prefill
 
 
+def text_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> Int[np.ndarray, "T"]:
+    """Token ids of a text as it is, no special tokens added. Half a surrogate pair becomes "?": JSON and Python allow it,
+    but no tokenizer takes it."""
+    legal = text.encode("utf-8", "replace").decode()
+    return np.asarray(tokenizer.encode(legal, add_special_tokens=False), np.int32)
+
+
 def chat_ids(
     tokenizer: PreTrainedTokenizerBase, prompt: str | Prompt, thinking: bool | None = None
 ) -> Int[np.ndarray, "T"]:
     """Token ids of `chat_text`; it raises the same."""
-    text = chat_text(tokenizer, prompt, thinking)
-    return np.asarray(tokenizer.encode(text, add_special_tokens=False), np.int32)
+    return text_ids(tokenizer, chat_text(tokenizer, prompt, thinking))
 
 
 def fitting_ids(
@@ -68,7 +74,7 @@ def fitting_ids(
     """Token ids of a prompt, at most `room` of them: its body is cut at the front, and where that is not enough, all of it."""
     ids = chat_ids(tokenizer, prompt, thinking)
     while len(ids) > room and isinstance(prompt, Prompt) and prompt.body:
-        body = tokenizer.encode(prompt.body, add_special_tokens=False)
+        body = text_ids(tokenizer, prompt.body)
         # What is left may be spelled with another number of tokens: hence the loop.
         rest = str(tokenizer.decode(body[len(ids) - room :]))
         prompt = dataclasses.replace(prompt, body=rest.lstrip("\ufffd"))  # half a character

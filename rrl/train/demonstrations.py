@@ -1,6 +1,7 @@
 """Demonstrations of a recipe as training examples, tokenised piece by piece exactly as the engine would see them."""
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ from rrl.recipes.base import Recipe
 from rrl.recipes.catalogue import make_recipe
 from rrl.retrieval.retriever import Retriever
 from rrl.rollout.protocol import Append, message_ids
-from rrl.text.chat import chat_ids
+from rrl.text.chat import chat_ids, text_ids
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,8 +73,7 @@ def demonstrations(
     def retrieve(query: str) -> list[Passage]:
         return [hit.passage for hit in found[query]]
 
-    def encode(text: str) -> np.ndarray:
-        return np.asarray(tokenizer.encode(text, add_special_tokens=False), np.int32)
+    encode = functools.partial(text_ids, tokenizer)
 
     examples = []
     for item in items:

@@ -55,6 +55,18 @@ def test_an_empty_query_finds_nothing_and_disturbs_no_other(kind: str) -> None:
     assert ids(retriever, [], 1) == []
 
 
+@pytest.mark.parametrize("rows", [(1, 1), (3, 3), (2, 1)])
+def test_an_index_that_answers_with_another_number_of_rows_has_failed(rows: tuple[int, int]) -> None:
+    class Wrong:
+        kind, needs_embeddings = "wrong", False
+
+        def search(self, queries: list[str], k: int, embeddings: None) -> tuple[np.ndarray, np.ndarray]:
+            return np.zeros((rows[0], k), np.int64), np.zeros((rows[1], k), np.float32)
+
+    with pytest.raises(SearchFailed, match=f"{rows[0]} rankings with {rows[1]} rows of scores for 2 queries"):
+        Retriever(CORPUS, Wrong()).search(["a", "b"], 1)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_repeated_and_cached_queries_are_searched_once(kind: str) -> None:
     retriever = opened(kind)

@@ -12,17 +12,19 @@ import pytest
 from flax import nnx
 
 from rrl.data.miniwiki import generate
+from rrl.data.passages import Passage
 from rrl.errors import UserError
 from rrl.models.decoder import Decoder
 from rrl.parallel.mesh import make_mesh
 from rrl.parallel.rules import shard
 from rrl.retrieval.encode import load_text_encoder
 from rrl.retrieval.index import make_retriever
+from rrl.retrieval.retriever import Hit
 from rrl.rl.logprobs import token_logprobs
 from rrl.rollout.engine import Engine, EngineConfig, RolloutStats
 from rrl.rollout.episodes import Request
 from rrl.rollout.host import Host
-from rrl.rollout.protocol import Append, Finish, SearchFor, SingleTurn, Stream
+from rrl.rollout.protocol import Append, Finish, Restart, SearchFor, SingleTurn, Stream
 from rrl.rollout.sampling import truncate
 from rrl.rollout.trajectory import ENVIRONMENT, POLICY, PROMPT
 from rrl.train.pack import pack
@@ -239,6 +241,34 @@ def test_each_row_is_sampled_at_its_own_temperature_among_the_likeliest(world, t
     for row, t in enumerate(trajectories):
         own = np.flatnonzero(t.roles == POLICY)
         np.testing.assert_allclose(t.sampled_logps[own], wanted[row, own - 1], atol=1e-4)
+
+
+class TwoContexts(SingleTurn):
+    """Asks the same again in a context of its own."""
+
+    def react(self, episode, text, stop):
+        return Finish("done") if episode.turn else Restart(np.asarray([5, 6, 7], np.int32))
+
+
+def test_no_two_tokens_of_a_trajectory_share_their_randomness(world, engine):
+    """Among equally likely tokens, what is drawn shows the random number itself."""
+    uniform = jax.tree.map(jnp.zeros_like, nnx.state(world[0]))
+    asked = [Request(request.question, np.asarray([5, 6, 7]), request.seed) for request in world[3][:4]]
+    found = engine.run(uniform, asked, TwoContexts(turn_tokens=40), KEY)
+    drawn = [t.tokens[t.roles == POLICY] for t in found]
+    for tokens in drawn:  # 80 draws of the 300 likeliest give some 70 different ones
+        assert len(tokens) > 60 and len(set(tokens.tolist())) > 0.7 * len(tokens)
+    assert len({tokens.tobytes() for tokens in drawn}) == 4
+
+
+def test_half_a_character_in_a_passage_is_read_as_a_question_mark(world):
+    decoder, tokenizer, _, requests = world
+    retriever = make_retriever([Passage("1", "Half \ud83d", "a passage, \udc00")], "bm25")
+    retriever.search = lambda queries, k, vectors=None: [[Hit(retriever.passages[0], 1.0)] for _ in queries]
+    engine = Engine(decoder, tokenizer, CONFIG, retriever=retriever)
+    found = engine.run(nnx.state(decoder), requests[:3], ENVIRONMENT_, KEY)
+    observed = [text for t in found for role, text in t.segments if role == ENVIRONMENT and "(Title" in text]
+    assert observed and all("Half ?" in text and "a passage, ?" in text for text in observed)
 
 
 def test_a_failing_search_is_told_to_the_policy_counted_and_logged_once(world, caplog):

@@ -134,3 +134,39 @@ def test_a_rollout_that_stands_still_names_the_host_and_its_stage(world, caplog)
     engine = Engine(decoder, tokenizer, dataclasses.replace(CONFIG, loops=1, stall_seconds=0.3))
     engine.run(nnx.state(decoder), requests[:1], Stuck(turn_tokens=4), KEY)
     assert "has not moved for 0.3 s: host 0 reading what the policy wrote, after" in caplog.text
+
+
+class AllSearch(SingleTurn):
+    """Every question searches for the same after one token."""
+
+    def react(self, episode, text, stop):
+        return Finish("done") if episode.searches else SearchFor("the same")
+
+    def observe(self, episode, passages):
+        return Append("found")
+
+
+@pytest.mark.parametrize("sizes", [None, (2, 1, 1)])
+def test_loops_and_data_shards_that_ask_the_same_share_one_search(world, sizes):
+    class UntilAllHaveAsked:
+        needs_embeddings = False
+
+        def __init__(self):
+            self.asked = []
+
+        def search(self, queries, k, vectors=None):
+            self.asked.append(list(queries))
+            until = time.perf_counter() + 20
+            while sum(host.written for host in engine._hosts) < 8 and time.perf_counter() < until:
+                time.sleep(0.01)
+            time.sleep(0.1)
+            return [[] for _ in queries]
+
+    decoder, tokenizer, _, requests = world
+    mesh = None if sizes is None else make_mesh(*sizes, devices=jax.devices()[:2])
+    config = dataclasses.replace(CONFIG, rows=16, feeds=8, loops=2)
+    engine = Engine(decoder, tokenizer, config, retriever=(library := UntilAllHaveAsked()), mesh=mesh)
+    params = nnx.state(decoder) if mesh is None else shard(nnx.state(decoder), mesh)
+    found = engine.run(params, requests[:8], AllSearch(turn_tokens=1), KEY)
+    assert len(engine._hosts) == 2 and all(host.written for host in engine._hosts)
+    assert library.asked == [["the same"]] and all(len(t.searches) == 1 for t in found)

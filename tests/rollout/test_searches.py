@@ -10,7 +10,8 @@ import pytest
 from rrl.data.passages import Passage
 from rrl.errors import UserError
 from rrl.retrieval.index import make_retriever
-from rrl.rollout.searches import Searches
+from rrl.retrieval.retriever import Hit
+from rrl.rollout.searches import Desk, Searches
 
 
 class Slow:
@@ -35,7 +36,7 @@ def collect(searches, count):
 
 def test_a_slow_search_is_left_alone_and_taken_when_it_has_ended():
     slow = Slow()
-    searches = Searches(slow, 3, 60.0, set())
+    searches = Searches(slow, 3, 60.0)
     searches.submit(["a", "b"], None)
     assert searches.done() == [] and searches.queries == ["a", "b"]
     slow.go.set()
@@ -47,7 +48,7 @@ def test_once_searches_were_slow_the_next_is_not_waited_for(monkeypatch):
     waits, wait = [], concurrent.futures.wait
     monkeypatch.setattr(concurrent.futures, "wait", lambda *a, **k: (waits.append(a), wait(*a, **k))[1])
     slow = Slow()
-    searches = Searches(slow, 3, 60.0, set())
+    searches = Searches(slow, 3, 60.0)
     searches.submit(["a"], None)
     time.sleep(0.2)
     slow.go.set()
@@ -61,8 +62,8 @@ def test_once_searches_were_slow_the_next_is_not_waited_for(monkeypatch):
 
 
 def test_a_search_that_hangs_is_given_up_told_once_and_counted(caplog):
-    slow, told = Slow(), set()
-    searches = Searches(slow, 3, 0.1, told)
+    slow = Slow()
+    searches = Searches(slow, 3, 0.1)
     searches.submit(["a"], None)
     searches.submit(["b"], None)
     assert sorted(collect(searches, 2)) == [("a", None), ("b", None)]
@@ -71,7 +72,7 @@ def test_a_search_that_hangs_is_given_up_told_once_and_counted(caplog):
 
 
 def test_without_a_retriever_every_search_finds_nothing():
-    searches = Searches(None, 3, 60.0, set())
+    searches = Searches(None, 3, 60.0)
     searches.submit(["a"], None)
     assert collect(searches, 1) == [("a", [])]
 
@@ -83,7 +84,7 @@ def test_what_is_no_exception_comes_out():
         def search(self, *arguments):
             raise KeyboardInterrupt
 
-    searches = Searches(Ended(), 3, 60.0, set())
+    searches = Searches(Ended(), 3, 60.0)
     searches.submit(["a"], None)
     with pytest.raises(KeyboardInterrupt):
         collect(searches, 1)
@@ -106,7 +107,7 @@ class Refuses:
 
 def test_one_that_fails_takes_nothing_from_those_that_were_searched_with_it(caplog):
     retriever = Refuses("ac", ValueError("no b"))
-    searches = Searches(retriever, 3, 60.0, set())
+    searches = Searches(retriever, 3, 60.0)
     searches.submit(["a", "b", "c"], np.array([[1.0], [2.0], [3.0]]))
     assert sorted(collect(searches, 3)) == [("a", []), ("b", None), ("c", [])]
     together, *alone = retriever.asked
@@ -117,15 +118,71 @@ def test_one_that_fails_takes_nothing_from_those_that_were_searched_with_it(capl
 
 def test_searches_one_by_one_end_when_the_first_try_would_have_ended():
     slow = Slow()
-    searches, began = Searches(slow, 3, 1.0, set()), time.perf_counter()
+    searches, began = Searches(slow, 3, 1.0), time.perf_counter()
     slow.search = lambda *arguments: [time.sleep(0.7), 1 / 0]
     searches.submit(["a", "b"], None)
     assert sorted(collect(searches, 2)) == [("a", None), ("b", None)]
     assert time.perf_counter() - began < 1.35  # 1.4 where each had time of its own
 
 
+class Hangs(Refuses):
+    """Answers nothing at all where it is asked for what is not in `fine` too."""
+
+    def search(self, queries, k, embeddings=None):
+        try:
+            return super().search(queries, k, embeddings)
+        except LookupError:
+            time.sleep(20)
+
+
+def test_one_that_hangs_takes_nothing_from_those_that_were_searched_with_it(caplog):
+    retriever, began = Hangs("ac", LookupError()), time.perf_counter()
+    searches = Searches(retriever, 3, 1.0)
+    searches.submit(["a", "b", "c"], np.array([[1.0], [2.0], [3.0]]))
+    assert sorted(collect(searches, 2)) == [("a", []), ("c", [])]
+    assert time.perf_counter() - began < 0.9 and searches.queries == ["b"]
+    assert collect(searches, 1) == [("b", None)]
+    assert time.perf_counter() - began < 1.5 and 1.4 < searches.seconds < 2
+    assert "search failed for 'b': TimeoutError('no answer in 1 s')" in caplog.text
+    assert sorted(retriever.asked[1:]) == [(["a"], [[1.0]]), (["b"], [[2.0]]), (["c"], [[3.0]])]
+
+
+def test_what_one_host_searches_for_no_other_of_its_desk_does():
+    slow, desk = Slow(), Desk()
+    slow.asked = []
+    slow.search = lambda queries, *_: [slow.asked.append(queries), slow.go.wait(10)] and [[] for _ in queries]
+    one, other = (Searches(slow, 3, 60.0, desk) for _ in range(2))
+    one.submit(["a", "b"], None)
+    other.submit(["b", "c"], None)
+    other.submit(["a"], None)
+    assert other.queries == ["b", "c", "a"] and slow.asked == [["a", "b"], ["c"]]
+    slow.go.set()
+    assert sorted(collect(other, 3)) == [("a", []), ("b", []), ("c", [])]
+    assert sorted(collect(one, 2)) == [("a", []), ("b", [])]
+    one.submit(["a"], None)
+    assert collect(one, 1) == [("a", [])] and slow.asked[2:] == [["a"]] and not desk.flying
+
+
+@pytest.mark.parametrize(
+    ("hits", "told"),
+    [
+        ([], "answered 1 queries with 0 lists"),
+        ([[], []], "answered 1 queries with 2 lists"),
+        ([[Hit(Passage("1", None, "x"), 1.0)]], "title and text must be texts"),
+        ([[Hit(Passage("1", "x", None), 1.0)]], "title and text must be texts"),
+        (None, "NoneType"),
+    ],
+)
+def test_what_is_no_answer_is_a_failed_search(caplog, hits, told):
+    searches = Searches(Slow(), 3, 60.0)
+    searches.retriever.search = lambda queries, *_: hits
+    searches.submit(["a"], None)
+    assert collect(searches, 1) == [("a", None)]
+    assert told in caplog.text
+
+
 def test_what_is_wrong_with_the_settings_is_raised_and_no_failed_search():
-    searches = Searches(Refuses("", UserError("k=0")), 0, 60.0, set())
+    searches = Searches(Refuses("", UserError("k=0")), 0, 60.0)
     searches.submit(["a", "b"], np.zeros((2, 1)))
     with pytest.raises(UserError, match="k=0"):
         collect(searches, 2)
@@ -133,7 +190,7 @@ def test_what_is_wrong_with_the_settings_is_raised_and_no_failed_search():
 
 def test_what_is_remembered_comes_at_once_and_without_a_search():
     retriever = make_retriever([Passage("1", "A", "a word"), Passage("2", "B", "another")], "bm25")
-    searches = Searches(retriever, 1, 60.0, set())
+    searches = Searches(retriever, 1, 60.0)
     assert not searches.recall("word") and searches.done() == []
     first = retriever.search(["word"], 1)[0][0].passage
     assert searches.recall("word") and not len(searches)

@@ -17,7 +17,7 @@ if __name__ == "__main__":
     from rrl.parallel.mesh import make_mesh
     from rrl.parallel.rules import shard
     from rrl.rollout.engine import Engine
-    from rrl.rollout.workflow import Completion
+    from rrl.rollout.workflow import Completion, Generate, PromptTooLong
     from tests.rollout.test_engine import CONFIG, ENVIRONMENT_, KEY, Scripted
     from tests.rollout.test_workflow import hops
     from tests.rollout.world import make_world
@@ -54,6 +54,33 @@ if __name__ == "__main__":
     def told(place, question):
         said["begun"].append(place)
         return (yield from hops(question))
+
+    def faulty(place):
+        if place == 2:  # the third is the second process's
+            raise LookupError("no first ask")
+        yield Generate("a")
+
+    def long(place):
+        yield Generate("a " * 200 if place == 0 else "a")
+
+    said["never begun"] = []
+    for flow in (faulty, long):
+        try:
+            again.run_workflows(params, [flow(place) for place in range(3)], Completion(turn_tokens=2), KEY)
+        except (LookupError, PromptTooLong, RuntimeError) as error:
+            said["never begun"].append(type(error).__name__ + " " + str(error))
+    said["never begun"].append(max(host.exchanges for host in again._hosts))
+
+    def unpicklable(place):
+        yield []
+        return lambda: place
+
+    try:
+        again.run_workflows(
+            params, [unpicklable(place) for place in range(3)], Completion(turn_tokens=2), KEY
+        )
+    except TypeError as error:
+        said["unpicklable"] = str(error)
 
     flows = [told(place, request.question.text) for place, request in enumerate(requests[:3])]
     thoughts = again.run_workflows(params, flows, Completion((("e",), ("e", "o")), 10), KEY)

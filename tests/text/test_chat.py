@@ -17,6 +17,10 @@ def test_a_text_is_what_the_user_says(tokenizer):
     assert chat_text(tokenizer, "Who?").endswith("<|im_start|>user\nWho?<|im_end|>\n<|im_start|>assistant\n")
 
 
+def test_half_a_character_is_a_question_mark(tokenizer):
+    assert chat_ids(tokenizer, "half \ud83d").tolist() == chat_ids(tokenizer, "half ?").tolist()
+
+
 def test_the_system_speaks_first_and_the_assistants_turn_may_be_opened(tokenizer):
     text = chat_text(tokenizer, Prompt("Who", " did", " it?", system="Be brief.", prefill="<think>"))
     assert text == (

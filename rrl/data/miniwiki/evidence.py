@@ -10,7 +10,7 @@ from rrl.data.examples import Example
 from rrl.data.miniwiki import KINDS, MiniQuestion, MiniWiki
 from rrl.data.miniwiki.context import Shelf
 from rrl.errors import UserError
-from rrl.text.chat import chat_ids
+from rrl.text.chat import chat_ids, text_ids
 
 UNKNOWN = "unknown"
 """What the reader says when the evidence does not answer the question."""
@@ -49,9 +49,9 @@ def reader_examples(
     for item in _endless(wiki, seed, rng):
         evidence, answer = gather_evidence(item, shelf, rng, missing)
         prompt = template.replace("{evidence}", evidence).replace("{query}", item.question.text)
-        asked = chat_ids(tokenizer, prompt) if chat else tokenizer.encode(prompt, add_special_tokens=False)
+        asked = chat_ids(tokenizer, prompt) if chat else text_ids(tokenizer, prompt)
         # The leading space gives a name the tokens it has everywhere else.
-        said = [*tokenizer.encode(f" {answer}", add_special_tokens=False), tokenizer.eos_token_id]
+        said = [*text_ids(tokenizer, f" {answer}"), tokenizer.eos_token_id]
         loss = np.zeros(len(asked) + len(said), bool)
         loss[len(asked) :] = True
         yield Example(np.array([*asked, *said], np.int32), loss)
