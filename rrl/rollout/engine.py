@@ -357,7 +357,7 @@ class Engine:
 
     def _run(
         self,
-        hosts: Sequence[Host],
+        hosts: list[Host],
         params: PyTree,
         environment: Environment,
         key: Key,
@@ -367,7 +367,7 @@ class Engine:
         """Runs all loops to their end, which `over` brings about; returns their decode steps."""
         stops = hosts[0].stops
         signature = (environment.turn_tokens, stops.first_accept, reference)
-        if signature not in self._built:
+        if fresh := signature not in self._built:
             if not self._built:
                 self.programs.narrow(params)
             build = self.programs.reference_loop if reference else self.programs.episode_loop
@@ -385,6 +385,10 @@ class Engine:
         loops = self.programs.loops
         if loops == 1 or reference:
             return sum(run(loop) for loop in range(loops))
+        if fresh:  # other calls wait until the first has ended: it is one that has nothing to do
+            self._hosts = [self._host(collections.deque(), environment, stops, None, Desk())]
+            run(0)
+            self._hosts = hosts
         with concurrent.futures.ThreadPoolExecutor(loops, "rrl-rollout") as pool:
             running = [pool.submit(run, loop) for loop in range(loops)]
             try:

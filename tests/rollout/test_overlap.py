@@ -136,6 +136,19 @@ def test_a_rollout_that_stands_still_names_the_host_and_its_stage(world, caplog)
     assert "has not moved for 0.3 s: host 0 reading what the policy wrote, after" in caplog.text
 
 
+def test_loops_run_side_by_side_the_first_time_too(world):
+    meet = threading.Barrier(2, timeout=20)
+
+    class Meets(SingleTurn):
+        def react(self, episode, text, stop):
+            meet.wait()
+            return Finish("done")
+
+    decoder, tokenizer, _, requests = world
+    engine = Engine(decoder, tokenizer, dataclasses.replace(CONFIG, loops=2))
+    assert len(engine.run(nnx.state(decoder), requests[:2], Meets(turn_tokens=4), KEY)) == 2
+
+
 class AllSearch(SingleTurn):
     """Every question searches for the same after one token."""
 
