@@ -9,6 +9,7 @@ import collections
 import concurrent.futures
 import dataclasses
 import functools
+import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -43,6 +44,8 @@ from rrl.rollout.workflow import ASKS, Completion, Flows, Workflow
 from rrl.text.chat import chat_ids, text_ids
 
 T = TypeVar("T")
+
+log = logging.getLogger(__name__)
 
 KEPT_TEXTS, KEPT_LENGTH = 4096, 4096
 """Texts whose tokens are kept, of at most so many characters: samples of a question read the same passages, and tags are always
@@ -372,6 +375,7 @@ class Engine:
                 self.programs.narrow(params)
             build = self.programs.reference_loop if reference else self.programs.episode_loop
             self._built[signature] = build(environment.turn_tokens, stops.first_accept)
+            log.info("compiling %s, turns of %d tokens", self.programs.sizes(), environment.turn_tokens)
         key, table = self._everywhere((key, stops.table))
         # The reference loop hands arrays to and fro at every step.
         moving = "allow" if reference else "disallow"

@@ -7,7 +7,7 @@ also be compiled ahead of time for devices that are not there (`rrl.train.plan`)
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -19,7 +19,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Int, Key, PyTree
 
 from rrl.errors import UserError, at_least
-from rrl.models.cache import KVCache
+from rrl.models.cache import BLOCK, KVCache
 from rrl.models.config import DecoderConfig
 from rrl.models.decoder import Decoder, computed
 from rrl.parallel.mesh import ROW_AXES, data_shards
@@ -254,6 +254,19 @@ class Programs:
         take time by the row (`rrl.rollout.sizes`); call it before the loops are built."""
         if self.one_cpu and self.decode_rows >= NARROWED:
             self.widths, self.readers, self.together = same_bits(self, params)
+
+    def sizes(self) -> str:
+        """The shapes that a loop computes, in words: nothing else is compiled for it."""
+
+        def each(counts: Sequence[int]) -> str:
+            return ", ".join(map(str, counts))
+
+        limits, readers = self.limits, self.readers or self.widths[:1]
+        return (
+            f"{self.loops} rollout loops of {self.rows} rows x {limits.context} tokens: steps of {each(self.widths)} rows, whose "
+            f"past is read {BLOCK} tokens of {each(readers)} rows at a time; pieces of {limits.piece} tokens, prefilled "
+            f"{each(self.together)} together on each of {self.shards} data shards"
+        )
 
     def _start(self, model: Decoder, turn_tokens: int) -> tuple[Rows, KVCache, jax.Array]:
         rows = Rows.create(self.rows, turn_tokens)

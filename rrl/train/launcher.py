@@ -1,6 +1,7 @@
 """How a launcher starts: flags and a config file in, and for wrong input one clear line and exit code 2."""
 
 import ast
+import logging
 import os
 import pathlib
 import re
@@ -8,7 +9,8 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
-from absl import app, flags, logging
+from absl import app, flags
+from absl import logging as absl_logging
 from ml_collections import config_flags
 
 from rrl.errors import UserError
@@ -38,7 +40,8 @@ def run(main: Callable[[Sequence[str]], None], callbacks: bool = True) -> None:
             _fail(error)
 
     def guarded(argv: Sequence[str]) -> None:
-        logging.set_verbosity(logging.WARNING)  # checkpointing tells every file it touches at INFO
+        absl_logging.set_verbosity(absl_logging.WARNING)  # checkpointing tells every file it touches at INFO
+        logging.getLogger("rrl").setLevel(logging.INFO)
         try:
             main(argv)
         except UserError as error:

@@ -335,7 +335,12 @@ def test_a_second_run_compiles_nothing(world, caplog):
             engine.run(params, asked, ENVIRONMENT_, key)
         return [line for line in caplog.messages if "Finished XLA compilation" in line]
 
-    assert compiled(requests, jax.random.key(0))
+    with caplog.at_level("INFO", "rrl.rollout.engine"):
+        assert compiled(requests, jax.random.key(0))
+    assert (
+        "compiling 1 rollout loops of 8 rows x 192 tokens: steps of 8 rows, whose past is read 128 tokens of 8 rows at a time; "
+        "pieces of 32 tokens, prefilled 1 together on each of 1 data shards, turns of 12 tokens"
+    ) in caplog.messages
     # Other questions, fewer of them, other temperatures and turns: only numbers change.
     others = [
         dataclasses.replace(r, seed=r.seed + 50, temperature=0.3, turn_tokens=7) for r in requests[3:14]
