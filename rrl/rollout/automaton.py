@@ -14,9 +14,6 @@ from jaxtyping import Int
 
 from rrl.errors import UserError
 
-_NO_BYTE = 256
-
-
 @dataclasses.dataclass(frozen=True)
 class StopAutomaton:
     """The compiled stop strings of a protocol for one tokenizer."""
@@ -71,29 +68,36 @@ def compile_stops(strings: Sequence[str], token_bytes: Sequence[bytes]) -> StopA
     """Compiles `strings` for a vocabulary given as the exact bytes of each token id.
 
     The first string to be completed wins; of two that end at the same byte, the longer. Raises UserError for an empty
-    stop string or a repeated one.
+    stop string, a repeated one, or one that no bytes spell.
     """
-    patterns = [string.encode() for string in strings]
+    try:
+        patterns = [string.encode() for string in strings]
+    except UnicodeEncodeError as error:
+        raise UserError(
+            f"the stop string {error.object!r} has half a character, {error.object[error.start]!r}: no text holds it, give "
+            "whole ones"
+        ) from error
     if not all(patterns) or len(set(patterns)) != len(patterns):
         raise UserError(f"stop strings must be non-empty and distinct, found {list(strings)}")
     delta, first_accept = _byte_automaton(patterns)
-    width = max((len(b) for b in token_bytes), default=0)
-    padded = np.full((len(token_bytes), width), _NO_BYTE, np.int32)
-    for token, data in enumerate(token_bytes):
-        padded[token, : len(data)] = np.frombuffer(data, np.uint8)
+    lengths = np.array([len(data) for data in token_bytes], np.int64)
+    order = np.argsort(-lengths, kind="stable")  # each byte is a step of those that have it, which come first
+    text = np.frombuffer(b"".join(token_bytes[token] for token in order), np.uint8)
+    starts = np.cumsum(lengths[order]) - lengths[order]
     states = delta.shape[0]
-    table = np.empty((states, len(token_bytes)), np.int32)
-    for state in range(states):
-        current = np.full(len(token_bytes), state, np.int32)
-        for column in range(width):
-            current = delta[current, padded[:, column]]
-        table[state] = current
+    table = np.repeat(np.arange(states, dtype=np.int32)[:, None], len(token_bytes), axis=1)
+    for place in range(lengths.max(initial=0)):
+        longer = np.count_nonzero(lengths > place)
+        data = text[starts[:longer] + place]
+        for row in table:
+            row[:longer] = delta[row[:longer], data]
+    table[:, order] = table.copy()
     assert first_accept == states - len(patterns)
     return StopAutomaton(tuple(strings), table)
 
 
 def _byte_automaton(patterns: list[bytes]) -> tuple[np.ndarray, int]:
-    """Aho-Corasick as a dense table [states, 257]; accepts are absorbing; column 256 (no byte) stays in place."""
+    """Aho-Corasick as a dense table [states, 256]; accepts are absorbing."""
     children: list[dict[int, int]] = [{}]
     ends: list[int] = [-1]
     for index, pattern in enumerate(patterns):
@@ -123,7 +127,7 @@ def _byte_automaton(patterns: list[bytes]) -> tuple[np.ndarray, int]:
     live = [0] + [node for node in order if ends[node] < 0]
     number = {node: i for i, node in enumerate(live)}
     first_accept = len(live)
-    delta = np.zeros((first_accept + len(patterns), _NO_BYTE + 1), np.int32)
+    delta = np.zeros((first_accept + len(patterns), 256), np.int32)
     goto = np.zeros((len(children), 256), np.int64)
     for node in [0, *order]:
         if node:
@@ -135,7 +139,6 @@ def _byte_automaton(patterns: list[bytes]) -> tuple[np.ndarray, int]:
         for byte in range(256):
             target = goto[node, byte]
             delta[row, byte] = first_accept + ends[target] if ends[target] >= 0 else number[target]
-        delta[row, _NO_BYTE] = row
     for accept in range(first_accept, delta.shape[0]):
         delta[accept] = accept
     return delta, first_accept

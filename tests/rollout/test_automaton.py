@@ -63,9 +63,16 @@ def test_no_stop_strings_never_accept():
     assert np.all(automaton.table == 0)
 
 
-@pytest.mark.parametrize("strings", [[""], ["a", "a"]])
-def test_empty_or_repeated_stop_strings_are_refused(strings):
-    with pytest.raises(UserError, match="stop strings"):
+@pytest.mark.parametrize(
+    ("strings", "words"),
+    [
+        ([""], "stop strings must be non-empty"),
+        (["a", "a"], "stop strings must be non-empty and distinct"),
+        (["a", "b\ud83d"], r"the stop string 'b\\ud83d' has half a character, '\\ud83d'"),
+    ],
+)
+def test_stop_strings_that_are_empty_repeated_or_no_text_are_refused(strings, words):
+    with pytest.raises(UserError, match=words):
         compile_stops(strings, [b"a"])
 
 
