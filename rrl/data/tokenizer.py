@@ -168,7 +168,9 @@ def token_bytes(tokenizer: PreTrainedTokenizerBase) -> list[bytes]:
     for piece, index in pieces.items():
         if index in special:
             continue
-        table[index] = piece.encode() if index in added else to_bytes(piece)
+        # Added to a byte-level vocabulary, a token is text; SentencePiece's decoder makes no difference (Gemma adds runs of ▁).
+        as_it_is = index in added and to_bytes is _byte_level
+        table[index] = piece.encode() if as_it_is else to_bytes(piece)
     return table
 
 
@@ -202,7 +204,11 @@ _BYTES = _character_to_byte()
 
 
 def _byte_level(piece: str) -> bytes:
-    return bytes(_BYTES[character] for character in piece)
+    """A piece with a character beyond the alphabet is text, as for the decoder of `tokenizers`."""
+    try:
+        return bytes(_BYTES[character] for character in piece)
+    except KeyError:
+        return piece.encode()
 
 
 def _sentence_piece(piece: str) -> bytes:

@@ -14,6 +14,7 @@ from jaxtyping import Int
 
 from rrl.errors import UserError
 
+
 @dataclasses.dataclass(frozen=True)
 class StopAutomaton:
     """The compiled stop strings of a protocol for one tokenizer."""

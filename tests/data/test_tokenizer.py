@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from rrl.data.miniwiki import generate
@@ -93,6 +93,39 @@ def test_bytes_of_a_sentence_piece_tokenizer_with_byte_fallback() -> None:
     assert table[:3] == [b"", b"", b""]
     for text in (" ab a", "aé日b"):
         assert b"".join(table[i] for i in llama.encode(text, add_special_tokens=False)) == text.encode()
+
+
+def gemma() -> Tokenizer:
+    """BPE whose normalizer turns spaces into U+2581, and whose decoder turns them back."""
+    raw = Tokenizer(models.BPE({"<unk>": 0, "</s>": 1, "▁": 2, "a": 3, "<0x41>": 4}, [], unk_token="<unk>"))
+    raw.normalizer = normalizers.Replace(" ", "▁")
+    raw.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    return raw
+
+
+def unigram() -> Tokenizer:
+    raw = Tokenizer(models.Unigram([("<unk>", 0.0), ("</s>", 0.0), ("▁", -1.0), ("a", -2.0)], unk_id=0))
+    raw.pre_tokenizer, raw.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    return raw
+
+
+@pytest.mark.parametrize("made", [gemma, unigram])
+def test_tokens_added_to_a_sentence_piece_tokenizer_are_what_its_decoder_shows(made) -> None:
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=made(), unk_token="<unk>", eos_token="</s>")
+    tokenizer.add_tokens(["▁▁", "▁tool▁é", AddedToken("▁raw", normalized=False), "<tag>"])
+    table, vocab = token_bytes(tokenizer), tokenizer.get_vocab()
+    for piece in ("▁▁", "▁tool▁é", "▁raw", "<tag>", *["<0x41>"] * (made is gemma)):
+        ids = [vocab["a"], vocab[piece], vocab["a"]]  # a decoder may strip the first space of a text
+        assert b"".join(table[i] for i in ids).decode() == tokenizer.decode(ids)
+
+
+def test_a_piece_beyond_the_byte_alphabet_is_what_the_byte_level_decoder_shows() -> None:
+    pieces = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "日本", "Ġ日", "x y", "Ġa", "Ã©", "</s>"]
+    raw = Tokenizer(models.BPE({piece: index for index, piece in enumerate(pieces)}, []))
+    raw.decoder = decoders.ByteLevel()
+    table = token_bytes(PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="</s>"))
+    for index, piece in enumerate(pieces[256:-1], start=256):
+        assert table[index].decode() == raw.decode([index]), piece
 
 
 def test_added_tokens_that_are_not_special_keep_their_text() -> None:
