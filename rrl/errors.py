@@ -1,5 +1,6 @@
 """The one exception for wrong input: launchers print it and exit with code 2. And its most frequent reasons."""
 
+import numbers
 from collections.abc import Iterable
 
 
@@ -24,6 +25,15 @@ def at_most(most: float, settings: object, *fields: str, where: str = "") -> Non
         value = getattr(settings, field)
         if not value <= most:
             raise UserError(f"{where}{field}={value} must be at most {most}")
+
+
+def whole(least: float, settings: object, *fields: str, where: str = "") -> None:
+    """Raises UserError for the first of these fields of `settings` that is no whole number; then as `at_least`."""
+    for field in fields:
+        value = getattr(settings, field)
+        if not isinstance(value, numbers.Integral):
+            raise UserError(f"{where}{field}={value!r} must be a whole number")
+    at_least(least, settings, *fields, where=where)
 
 
 def one_of(allowed: Iterable[str], settings: object, *fields: str, where: str = "") -> None:

@@ -25,7 +25,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rrl.data.questions import Question
 from rrl.data.tokenizer import check_tokenizer, token_bytes
-from rrl.errors import UserError
+from rrl.errors import UserError, whole
 from rrl.models.config import DecoderConfig
 from rrl.models.decoder import Decoder
 from rrl.parallel.gather import gather_objects
@@ -36,11 +36,11 @@ from rrl.rollout.episodes import Request, check_tokens
 from rrl.rollout.exchange import WAIT, Turns
 from rrl.rollout.host import Host
 from rrl.rollout.loop import EngineConfig, Programs, QueryEncoder
-from rrl.rollout.protocol import Environment
+from rrl.rollout.protocol import Environment, check_stops
 from rrl.rollout.searches import NAP, Desk
 from rrl.rollout.trajectory import Trajectory
 from rrl.rollout.watchdog import Watchdog
-from rrl.rollout.workflow import ASKS, Completion, Flows, Workflow
+from rrl.rollout.workflow import ASKS, Completion, Flows, Workflow, check_workflows
 from rrl.text.chat import chat_ids, text_ids
 
 T = TypeVar("T")
@@ -138,7 +138,7 @@ class Engine:
         if len(prompt) + 2 > self.config.context:
             raise UserError(
                 f"the prompt of question {question.id!r} has {len(prompt)} tokens, the context holds "
-                f"{self.config.context}: raise rollout.context or shorten the prompt"
+                f"{self.config.context}, two of which are the policy's: raise rollout.context or shorten the prompt"
             )
 
     def encode(self, text: str) -> np.ndarray:
@@ -175,9 +175,9 @@ class Engine:
         the same encoder). `reference` runs the host-driven loop. Where the mesh spans several processes, each calls this with
         the same arguments, answers for its own data shards and gets all trajectories.
 
-        Raises what the environment raised, and UserError for a prompt that does not fit the context, or a retriever over
-        another encoder. Where another process's environment raised, this process leaves the loop too, with a RuntimeError
-        that names that process and the cause.
+        Raises what the environment raised, and UserError for a prompt that does not fit the context, an environment without
+        a token a turn or with stops that cannot be, or a retriever over another encoder. Where another process's environment
+        raised, this process leaves the loop too, with a RuntimeError that names that process and the cause.
         """
         self._check(requests, environment)
         finished: dict[int, Trajectory] = {}
@@ -223,8 +223,9 @@ class Engine:
         `environment` names all stop strings and the most tokens of one generation. `numbers` are the workflows' seeds, all
         of them different; their places unless given. `on_finish` gets each number with what its workflow returned, as in `run`:
         each process begins those of its own data shards. Raises what a workflow raises, and UserError for numbers that are
-        not one for each workflow, there twice or too large.
+        not one for each workflow, there twice or too large, and for a workflow that is no generator or there twice.
         """
+        check_workflows(workflows)
         numbers = range(len(workflows)) if numbers is None else numbers
         if len(numbers) != len(workflows):
             raise UserError(
@@ -435,6 +436,10 @@ class Engine:
         )
 
     def _check(self, requests: Sequence[Request], environment: Environment) -> None:
+        where = f"{type(environment).__name__}."
+        whole(1, environment, "turn_tokens", where=where)
+        whole(0, environment, "observation_tokens", where=where)
+        check_stops(environment.stops, f"{where}stops")
         for request in requests:
             self.check_prompt(request.question, request.prompt)
             if not 0 <= request.turn_tokens <= environment.turn_tokens:

@@ -7,9 +7,12 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from rrl.data.questions import Question
-from rrl.errors import UserError, at_least, at_most
-from rrl.rollout.protocol import Episode
+from rrl.errors import UserError, at_least, at_most, whole
+from rrl.rollout.protocol import Episode, check_stops
 from rrl.rollout.trajectory import ENVIRONMENT, POLICY, PROMPT, Trajectory
+
+HOTTEST = float(np.finfo(np.float32).max)
+"""The highest temperature that the device can hold."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -30,22 +33,30 @@ class Request:
     """The strings that end its turns; None: the environment's."""
 
     def __post_init__(self) -> None:
-        at_least(0, self, "seed", "temperature", "turn_tokens", where="request.")
+        whole(0, self, "seed", "group", "turn_tokens", where="request.")
         at_most(2**31 - 1, self, "seed", where="request.")
-        if not len(self.prompt):
-            raise UserError(f"the prompt of question {self.question.id!r} is empty: give at least one token")
-        if self.stops is not None and not _is_set(self.stops):
-            raise UserError(
-                f"request.stops={self.stops!r} of question {self.question.id!r} must be a tuple of texts, such as ('.',)"
-            )
+        at_least(0, self, "temperature", where="request.")
+        at_most(HOTTEST, self, "temperature", where="request.")
+        check_ids(self.prompt, f"the prompt of question {self.question.id!r}")
+        if self.stops is not None:
+            check_stops(self.stops, f"request.stops of question {self.question.id!r}")
 
 
-def _is_set(stops: object) -> bool:
-    return isinstance(stops, tuple) and all(isinstance(string, str) for string in stops)
+def check_ids(tokens: object, whose: str) -> None:
+    """Raises UserError for what is no row of whole numbers, or an empty one; `whose` it is says the error."""
+    ids = np.asarray(tokens)
+    if ids.ndim != 1 or (ids.size and not np.issubdtype(ids.dtype, np.integer)):
+        found = f"{ids.dtype} of shape {ids.shape}" if ids.ndim else type(tokens).__name__
+        raise UserError(
+            f"{whose} must be one row of token ids, found {found}; rrl.text.chat.chat_ids makes them of a text"
+        )
+    if not ids.size:
+        raise UserError(f"{whose} is empty: give at least one token")
 
 
 def check_tokens(tokens: Int[np.ndarray, "T"], vocab_size: int, whose: str) -> None:
-    """Raises UserError for a token that the model has not; `whose` it is says the error."""
+    """Raises UserError as `check_ids`, and for a token that the model has not."""
+    check_ids(tokens, whose)
     if wrong := [int(token) for token in (np.min(tokens), np.max(tokens)) if not 0 <= token < vocab_size]:
         raise UserError(f"{whose} has token {wrong[0]}; the model's tokens are 0 to {vocab_size - 1}")
 

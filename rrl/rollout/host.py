@@ -235,8 +235,6 @@ class Host:
         prompt, whose = action.prompt, f"the prompt of a Restart of question {live.request.question.id!r}"
         if isinstance(prompt, (str, Prompt)):
             prompt = self.encode_prompt(prompt)
-        if not len(prompt):
-            raise UserError(f"{whose} is empty")
         check_tokens(prompt, self.vocab_size, whose)
         return prompt
 

@@ -18,7 +18,7 @@ from jax.experimental import io_callback
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Int, Key, PyTree
 
-from rrl.errors import UserError, at_least
+from rrl.errors import UserError, at_least, whole
 from rrl.models.cache import BLOCK, KVCache
 from rrl.models.config import DecoderConfig
 from rrl.models.decoder import Decoder, computed
@@ -67,8 +67,9 @@ class EngineConfig:
     """Without a word from the device for so long, the log says what everything is waiting for."""
 
     def __post_init__(self) -> None:
-        at_least(1, self, "rows", "context", "feeds", "feed_tokens", "patience", "top_k")
-        at_least(0, self, "spare_rows", "loops", "sample_top_k", "stall_seconds")
+        whole(1, self, "rows", "context", "feeds", "feed_tokens", "patience", "top_k")
+        whole(0, self, "spare_rows", "loops", "sample_top_k")
+        at_least(0, self, "stall_seconds")
         if not self.search_seconds > 0:
             raise UserError(
                 f"search_seconds={self.search_seconds} must be above 0: each search would be given up"

@@ -10,13 +10,22 @@ from jaxtyping import Int
 
 from rrl.data.passages import Passage, render
 from rrl.data.questions import Question
-from rrl.errors import UserError, at_least, one_of
+from rrl.errors import UserError, one_of, whole
 from rrl.rollout.trajectory import Search
 from rrl.text.chat import Prompt
 from rrl.text.spans import MARKER, Tag, boxes, markers
 
 EOS, TURN_TOKENS, CONTEXT = "<eos>", "<turn tokens>", "<context>"
 """Why a turn paused, when it was not one of the protocol's stop strings."""
+
+
+def check_stops(stops: object, whose: str) -> None:
+    """Raises UserError for what is no tuple of texts, or has EOS, TURN_TOKENS or CONTEXT; `whose` it is says the error."""
+    if not isinstance(stops, tuple) or not all(isinstance(string, str) for string in stops):
+        raise UserError(f"{whose}: {stops!r} must be a tuple of texts, such as ('.',)")
+    for string in (EOS, TURN_TOKENS, CONTEXT):
+        if string in stops:
+            raise UserError(f"{whose}: {string!r} says that a turn paused at no stop string; choose another")
 
 
 @dataclasses.dataclass(slots=True)
@@ -135,8 +144,8 @@ class Stream:
 
     def __post_init__(self) -> None:
         one_of(("end", "cut"), self, "when_full", where="environment.")
-        at_least(0, self, "max_searches", where="environment.")
-        at_least(1, self, "turn_tokens", "observation_tokens", where="environment.")
+        whole(0, self, "max_searches", where="environment.")
+        whole(1, self, "turn_tokens", "observation_tokens", where="environment.")
         written: list[str] = []
         for field in ("search", "observation", "answer"):
             tag = getattr(self, field)
@@ -199,7 +208,8 @@ class SingleTurn:
     observation_tokens: int = 0
 
     def __post_init__(self) -> None:
-        at_least(1, self, "turn_tokens", where="environment.")
+        whole(1, self, "turn_tokens", where="environment.")
+        whole(0, self, "observation_tokens", where="environment.")
 
     @property
     def stops(self) -> tuple[str, ...]:

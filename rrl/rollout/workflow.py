@@ -19,25 +19,42 @@ from jaxtyping import Int
 
 from rrl.data.passages import Passage
 from rrl.data.questions import Question
-from rrl.errors import UserError, at_least
-from rrl.rollout.episodes import Request, check_tokens
+from rrl.errors import UserError, at_least, at_most, whole
+from rrl.rollout.episodes import HOTTEST, Request, check_tokens
 from rrl.rollout.host import Asker, Host
-from rrl.rollout.protocol import CONTEXT, EOS, TURN_TOKENS, Action, Append, Episode, Finish, Restart
+from rrl.rollout.protocol import (
+    CONTEXT,
+    EOS,
+    TURN_TOKENS,
+    Action,
+    Append,
+    Episode,
+    Finish,
+    Restart,
+    check_stops,
+)
 from rrl.rollout.trajectory import POLICY, Trajectory
+from rrl.text.chat import Prompt
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Generate:
-    """Asks for what the policy writes after a prompt."""
+    """Asks for what the policy writes after a prompt. Raises UserError for what cannot be asked."""
 
-    prompt: str | Int[np.ndarray, "T"]
-    """The user's turn of the chat template, or token ids as they are."""
+    prompt: str | Prompt | Int[np.ndarray, "T"]
+    """A text (the user's turn of the chat template), a `Prompt`, or token ids as they are."""
     stops: tuple[str, ...] = ()
     """Strings to stop at: one of the sets that the engine was told of."""
     tokens: int = 0
     """Most tokens; 0: as many as the engine was told."""
     temperature: float = 0.0
     """0 is greedy."""
+
+    def __post_init__(self) -> None:
+        whole(0, self, "tokens", where="generate.")
+        at_least(0, self, "temperature", where="generate.")
+        at_most(HOTTEST, self, "temperature", where="generate.")
+        check_stops(self.stops, "generate.stops")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -70,6 +87,22 @@ class PromptTooLong(UserError):
 
 Ask = Generate | Retrieve
 Workflow = Generator[Ask | Sequence[Ask], Any, Any]
+ENDS = ("eos", "length", "context_limit")
+"""What `Generated.stop` is where it is no stop string."""
+
+
+def check_workflows(workflows: Sequence[Workflow]) -> None:
+    """Raises UserError for what is no generator, and for one that is there twice."""
+    places: dict[int, int] = {}
+    for place, workflow in enumerate(workflows):
+        if not isinstance(workflow, Generator):
+            raise UserError(
+                f"workflows[{place}] is a {type(workflow).__name__}; it must be a generator, what a generator function returns"
+            )
+        if (first := places.setdefault(id(workflow), place)) != place:
+            raise UserError(
+                f"workflows[{first}] and [{place}] are the same generator; call its function once for each"
+            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,9 +115,14 @@ class Completion:
     observation_tokens: int = 0
 
     def __post_init__(self) -> None:
-        at_least(1, self, "turn_tokens", where="completion.")
-        if wrong := [strings for strings in self.stop_sets if not isinstance(strings, tuple)]:
-            raise UserError(f"completion.stop_sets: {wrong[0]!r} must be a tuple of texts, such as ('.',)")
+        whole(1, self, "turn_tokens", where="completion.")
+        whole(0, self, "observation_tokens", where="completion.")
+        for strings in self.stop_sets:
+            check_stops(strings, "completion.stop_sets")
+            if taken := set(strings).intersection(ENDS):
+                raise UserError(
+                    f"completion.stop_sets: {taken.pop()!r} says that a text ended at no stop string; choose another"
+                )
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -170,23 +208,24 @@ class Flows:
             raise UserError(
                 f"workflow {flow} yields a {type(ask).__name__}; it may yield Generate, Retrieve, or lists of them"
             )
-        prompt = self._host.encode_prompt(ask.prompt) if isinstance(ask.prompt, str) else ask.prompt
+        prompt = ask.prompt
+        if isinstance(prompt, (str, Prompt)):
+            prompt = self._host.encode_prompt(prompt)
         if ask.stops and ask.stops not in environment.stop_sets:
             raise UserError(
                 f"workflow {flow} stops at {ask.stops}, which is none of {environment.stop_sets}: name all sets of stop "
                 "strings of a run in its Completion"
             )
-        if not 0 <= ask.tokens <= environment.turn_tokens:
+        if ask.tokens > environment.turn_tokens:
             raise UserError(
                 f"workflow {flow} asks for {ask.tokens} tokens; Completion.turn_tokens={environment.turn_tokens}"
             )
-        if not 0 < len(prompt) <= context - 2:
-            kind = PromptTooLong if len(prompt) else UserError
-            raise kind(
-                f"workflow {flow}: a prompt of {len(prompt)} tokens; the context holds {context}: raise rollout.context "
-                "or shorten it"
-            )
         check_tokens(prompt, self._host.vocab_size, f"the prompt of workflow {flow}")
+        if len(prompt) > context - 2:
+            raise PromptTooLong(
+                f"workflow {flow}: a prompt of {len(prompt)} tokens; the context holds {context}, two of which are the policy's: "
+                "raise rollout.context or shorten it"
+            )
         return prompt
 
     def _generate(self, flow: int, place: int, ask: Generate, prompt: Int[np.ndarray, "T"]) -> None:

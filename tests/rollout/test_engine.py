@@ -314,7 +314,8 @@ def test_the_context_ends_an_episode_and_a_long_prompt_is_refused(world):
     assert len(one.tokens) <= 40
     assert one.ended in ("context_limit", "answer", "turn_limit")
     long = Request(requests[0].question, np.zeros(39, np.int32), 0)
-    with pytest.raises(UserError, match=r"rollout\.context"):
+    words = r"has 39 tokens, the context holds 40, two of which are the policy's: raise rollout\.context"
+    with pytest.raises(UserError, match=words):
         engine.run(nnx.state(decoder), [long], Stream(turn_tokens=4), KEY)
 
 
@@ -390,11 +391,36 @@ def test_a_stop_string_with_a_special_token_is_refused_for_it_would_never_be_see
         ({"sample_top_k": 417}, r"rollout\.sample_top_k=417 must be at most 416, the model's vocab_size"),
         ({"rows": 3}, r"rollout\.rows=3 must be a multiple of data x fsdp = 2 shards"),
         ({"search_seconds": 0}, r"search_seconds=0 must be above 0"),
+        ({"search_seconds": float("nan")}, r"search_seconds=nan must be above 0"),
+        ({"stall_seconds": float("nan")}, r"stall_seconds=nan must be at least 0"),
+        ({"context": float("nan")}, r"context=nan must be a whole number"),
+        ({"rows": 8.0}, r"rows=8\.0 must be a whole number"),
     ],
 )
 def test_sizes_that_cannot_be_are_refused_by_name(world, wrong, words):
     with pytest.raises(UserError, match=words):
         Engine(*world[:2], dataclasses.replace(CONFIG, **wrong), mesh=make_mesh(2, devices=jax.devices()[:2]))
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"turn_tokens": 0}, r"SimpleNamespace\.turn_tokens=0 must be at least 1"),
+        (
+            {"observation_tokens": float("nan")},
+            r"SimpleNamespace\.observation_tokens=nan must be a whole number",
+        ),
+        ({"stops": ["e"]}, r"SimpleNamespace\.stops: \['e'\] must be a tuple of texts"),
+        (
+            {"stops": ("e", "<eos>")},
+            r"SimpleNamespace\.stops: '<eos>' says that a turn paused at no stop string",
+        ),
+    ],
+)
+def test_an_environment_that_cannot_be_is_refused_by_name(world, engine, fields, words):
+    environment = SimpleNamespace(**{"turn_tokens": 1, "observation_tokens": 0, "stops": ()} | fields)
+    with pytest.raises(UserError, match=words):
+        engine.run(nnx.state(world[0]), world[3], environment, KEY)
 
 
 def test_a_retriever_that_the_engine_cannot_embed_for_is_refused(world, engine):

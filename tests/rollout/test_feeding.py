@@ -12,7 +12,7 @@ from rrl.rollout.automaton import compile_sets
 from rrl.rollout.episodes import Request
 from rrl.rollout.exchange import HEADER, LEAVE, PARTS, PIECE, RUN, WAIT, Feed, Limits, Turns
 from rrl.rollout.host import Host
-from rrl.rollout.protocol import Append, Restart, SearchFor, SingleTurn
+from rrl.rollout.protocol import CONTEXT, Append, Restart, SearchFor, SingleTurn
 
 LIMITS = Limits(rows=3, context=400, feeds=2, feed_tokens=2 * PIECE, query_tokens=0)
 NONE = np.zeros((0, 0), np.float32)
@@ -178,7 +178,22 @@ def test_what_does_not_fit_even_so_ends_the_episode_at_the_limit_of_its_context(
         ({"turn_tokens": -1}, r"request\.turn_tokens=-1 must be at least 0"),
         ({"seed": -1}, r"request\.seed=-1 must be at least 0"),
         ({"seed": 2**31}, r"request\.seed=2147483648 must be at most 2147483647"),
-        ({"prompt": np.zeros(0, np.int32)}, r"the prompt of question 'q' is empty"),
+        ({"temperature": float("inf")}, r"request\.temperature=inf must be at most 3\.4"),
+        ({"seed": 1.5}, r"request\.seed=1\.5 must be a whole number"),
+        ({"group": float("nan")}, r"request\.group=nan must be a whole number"),
+        ({"turn_tokens": "1"}, r"request\.turn_tokens='1' must be a whole number"),
+        ({"prompt": np.zeros(0, np.int32)}, r"the prompt of question 'q' is empty: give at least one token"),
+        (
+            {"prompt": "who?"},
+            r"the prompt of question 'q' must be one row of token ids, found str; .*chat_ids",
+        ),
+        (
+            {"prompt": np.ones((1, 3), np.int32)},
+            r"must be one row of token ids, found int32 of shape \(1, 3\)",
+        ),
+        ({"prompt": np.ones(3)}, r"must be one row of token ids, found float64 of shape \(3,\)"),
+        ({"stops": "e"}, r"request\.stops of question 'q': 'e' must be a tuple of texts"),
+        ({"stops": (CONTEXT,)}, r"'<context>' says that a turn paused at no stop string"),
     ],
 )
 def test_what_cannot_be_asked_is_refused_by_name(wrong, words):

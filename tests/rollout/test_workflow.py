@@ -5,10 +5,13 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from rrl.data.questions import Question
 from rrl.errors import UserError
 from rrl.rollout.engine import Engine, EngineConfig
+from rrl.rollout.protocol import CONTEXT, EOS, TURN_TOKENS, Episode
 from rrl.rollout.trajectory import POLICY
-from rrl.rollout.workflow import Completion, Generate, PromptTooLong, Retrieve
+from rrl.rollout.workflow import ENDS, Completion, Generate, PromptTooLong, Retrieve
+from rrl.text.chat import Prompt
 from tests.rollout.world import make_world
 
 KEY = jax.random.key(5)
@@ -112,11 +115,66 @@ def test_workflows_without_a_number_of_their_own_are_refused(engine):
 
 @pytest.mark.parametrize(
     ("fields", "words"),
-    [({"turn_tokens": 0}, "turn_tokens"), ({"stop_sets": (["e"],)}, r"stop_sets: \['e'\] must be a tuple")],
+    [
+        ({"turn_tokens": 0}, "turn_tokens"),
+        ({"observation_tokens": float("nan")}, r"observation_tokens=nan must be a whole number"),
+        ({"stop_sets": (["e"],)}, r"stop_sets: \['e'\] must be a tuple"),
+        ({"stop_sets": ((".", "<eos>"),)}, r"stop_sets: '<eos>' says that a turn paused at no stop string"),
+        ({"stop_sets": (("length",),)}, r"stop_sets: 'length' says that a text ended at no stop string"),
+    ],
 )
-def test_a_completion_of_nothing_or_with_a_list_of_stops_is_refused(fields, words):
+def test_a_completion_that_cannot_be_is_refused(fields, words):
     with pytest.raises(UserError, match=words):
         Completion(**fields)
+
+
+def test_ends_are_what_a_generation_says_that_ended_at_no_stop_string():
+    ended = {
+        Completion().react(Episode(Question("", "", ())), "", pause).reason
+        for pause in (EOS, TURN_TOKENS, CONTEXT)
+    }
+    assert ended == set(ENDS)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"stops": "e"}, r"generate\.stops: 'e' must be a tuple of texts"),
+        ({"stops": ["e"]}, r"generate\.stops: \['e'\] must be a tuple of texts"),
+        ({"tokens": 1.5}, r"generate\.tokens=1\.5 must be a whole number"),
+        ({"tokens": -1}, r"generate\.tokens=-1 must be at least 0"),
+        ({"temperature": float("nan")}, r"generate\.temperature=nan must be at least 0"),
+        ({"temperature": float("inf")}, r"generate\.temperature=inf must be at most"),
+    ],
+)
+def test_a_generation_that_cannot_be_is_refused_where_it_is_made(fields, words):
+    with pytest.raises(UserError, match=words):
+        Generate("a", **fields)
+
+
+def test_a_prompt_in_parts_is_asked_as_its_text_is(engine):
+    run, params, _ = engine
+
+    def flow():
+        text = yield Generate("who was it?")
+        parts = yield Generate(Prompt("who ", "was ", "it?"))
+        bare = yield Generate(Prompt("who", prefill=" is", chat=False))
+        return text.trajectory, parts.trajectory, bare.trajectory
+
+    text, parts, bare = run.run_workflows(params, [flow()], ASKS, KEY)[0]
+    assert parts.tokens.tolist() == text.tokens.tolist()
+    assert bare.segments[0][1] == "who is"
+
+
+def test_workflows_that_are_none_or_there_twice_are_refused(engine):
+    run, params, _ = engine
+    flow = hops("a")
+    for flows, words in (
+        ([hops("a"), flow, flow], r"workflows\[1\] and \[2\] are the same generator"),
+        ([flow, hops], r"workflows\[1\] is a function; it must be a generator"),
+    ):
+        with pytest.raises(UserError, match=words):
+            run.run_workflows(params, flows, ASKS, KEY)
 
 
 def test_a_workflow_may_go_on_after_a_prompt_that_does_not_fit(engine):
@@ -129,7 +187,11 @@ def test_a_workflow_may_go_on_after_a_prompt_that_does_not_fit(engine):
             return str(error), (yield Generate("short", tokens=2)).trajectory.policy_tokens
 
     assert run.run_workflows(params, [flow()], ASKS, KEY) == [
-        ("workflow 0: a prompt of 200 tokens; the context holds 160: raise rollout.context or shorten it", 2)
+        (
+            "workflow 0: a prompt of 200 tokens; the context holds 160, two of which are the policy's: raise rollout.context "
+            "or shorten it",
+            2,
+        )
     ]
 
 
@@ -158,6 +220,11 @@ def test_what_a_workflow_raises_comes_out(engine):
             r"the prompt of workflow 0 has token 9999; the model's tokens are 0 to 415",
         ),
         (Generate(np.array([-5, 2])), r"the prompt of workflow 0 has token -5"),
+        (Generate(np.zeros(0, np.int32)), r"the prompt of workflow 0 is empty: give at least one token"),
+        (Generate(Prompt(chat=False)), r"the prompt of workflow 0 is empty"),
+        (Generate(np.ones((1, 3), np.int32)), r"must be one row of token ids, found int32 of shape \(1, 3\)"),
+        (Generate([1.0, 2.0]), r"must be one row of token ids, found float64 of shape \(2,\)"),
+        (Generate(7), r"must be one row of token ids, found int"),
     ],
 )
 def test_what_cannot_be_done_is_refused_by_name(engine, asked, words):
