@@ -50,6 +50,8 @@ log = logging.getLogger(__name__)
 KEPT_TEXTS, KEPT_LENGTH = 4096, 4096
 """Texts whose tokens are kept, of at most so many characters: samples of a question read the same passages, and tags are always
 the same."""
+KEPT_STOPS = 8
+"""Tables of stop strings that are kept: the next run asks for the same most often, or for some of them."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -127,7 +129,7 @@ class Engine:
         self.stats = RolloutStats()
         self._hosts: list[Host] = []
         self._told: set[type] = set()
-        self._stops: dict[tuple[tuple[str, ...], ...], StopSets] = {}
+        self._stops = collections.deque[StopSets](maxlen=KEPT_STOPS)
         self._built: dict[Any, Callable] = {}
 
     # -- public ------------------------------------------------------------------------------------------------------
@@ -306,18 +308,21 @@ class Engine:
         return retriever
 
     def _compiled(self, sets: Sequence[tuple[str, ...]]) -> StopSets:
-        """The automata of these sets, compiled once; UserError for a string that can never be seen."""
-        wanted = tuple(dict.fromkeys(sets))
-        if wanted not in self._stops:
-            for string in {string for strings in wanted for string in strings}:
-                if hidden := [token for token in self._special if token in string]:
-                    raise UserError(
-                        f"the policy would never be seen to write the stop string {string!r}: {hidden[0]!r} is a special token "
-                        'of the tokenizer, which no text shows. Make it an ordinary one ("special": false in tokenizer.json '
-                        "and tokenizer_config.json), or choose another tag"
-                    )
-            self._stops[wanted] = compile_sets(wanted, self.bytes)
-        return self._stops[wanted]
+        """The automata of these sets, and perhaps of more: a loop that is compiled serves a part of its sets too. UserError for a
+        string that can never be seen."""
+        wanted = dict.fromkeys(sets)
+        for kept in self._stops:
+            if wanted.keys() <= kept.starts.keys():
+                return kept
+        for string in {string for strings in wanted for string in strings}:
+            if hidden := [token for token in self._special if token in string]:
+                raise UserError(
+                    f"the policy would never be seen to write the stop string {string!r}: {hidden[0]!r} is a special token "
+                    'of the tokenizer, which no text shows. Make it an ordinary one ("special": false in tokenizer.json '
+                    "and tokenizer_config.json), or choose another tag"
+                )
+        self._stops.append(compile_sets(tuple(wanted), self.bytes))
+        return self._stops[-1]
 
     def _drive(
         self,

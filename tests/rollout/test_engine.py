@@ -21,7 +21,7 @@ from rrl.retrieval.encode import load_text_encoder
 from rrl.retrieval.index import make_retriever
 from rrl.retrieval.retriever import Hit
 from rrl.rl.logprobs import token_logprobs
-from rrl.rollout.engine import Engine, EngineConfig, RolloutStats
+from rrl.rollout.engine import KEPT_STOPS, Engine, EngineConfig, RolloutStats
 from rrl.rollout.episodes import Request
 from rrl.rollout.host import Host
 from rrl.rollout.protocol import Append, Finish, Restart, SearchFor, SingleTurn, Stream
@@ -337,12 +337,12 @@ def test_a_second_run_compiles_nothing(world, caplog):
         return [line for line in caplog.messages if "Finished XLA compilation" in line]
 
     with caplog.at_level("INFO", "rrl.rollout.engine"):
-        assert compiled(requests, jax.random.key(0))
+        assert compiled([dataclasses.replace(requests[0], stops=("o",)), *requests[1:]], jax.random.key(0))
     assert (
         "compiling 1 rollout loops of 8 rows x 192 tokens: steps of 8 rows, whose past is read 128 tokens of 8 rows at a time; "
         "pieces of 32 tokens, prefilled 1 together on each of 1 data shards, turns of 12 tokens"
     ) in caplog.messages
-    # Other questions, fewer of them, other temperatures and turns: only numbers change.
+    # Other questions, fewer of them, other temperatures and turns, a part of the stops: only numbers change.
     others = [
         dataclasses.replace(r, seed=r.seed + 50, temperature=0.3, turn_tokens=7) for r in requests[3:14]
     ]
@@ -373,6 +373,16 @@ def test_every_end_of_a_text_that_the_model_knows_ends_a_turn(world):
     llama = Decoder(dataclasses.replace(decoder.config, eos_token_id=ends), rngs=nnx.Rngs(0))
     assert Engine(decoder, tokenizer, CONFIG).programs.eos.tolist() == [tokenizer.eos_token_id]
     assert Engine(llama, tokenizer, CONFIG).programs.eos.tolist() == sorted(ends)
+
+
+def test_a_part_of_the_stops_of_another_run_takes_its_table_and_few_are_kept(world):
+    engine = Engine(*world[:2], CONFIG)
+    both = engine._compiled([("e",), ("o",), ()])
+    assert engine._compiled([("o",), ("e",)]) is both
+    tables = [engine._compiled([(letter,)]) for letter in "abcdfgh"]
+    assert engine._compiled([()]) is both and all(table is not both for table in tables)
+    engine._compiled([("i",)])
+    assert len(engine._stops) == KEPT_STOPS and engine._compiled([()]) is not both
 
 
 def test_a_stop_string_with_a_special_token_is_refused_for_it_would_never_be_seen(world):
