@@ -120,6 +120,7 @@ def paused(made):
             r"a Restart of question '0' has token 500; the model's tokens are 0 to 499",
         ),
         (Restart(np.array([1, -7])), r"a Restart of question '0' has token -7"),
+        (Restart(np.ones(2)), r"a Restart of question '0' must be one row of token ids, found float64 of shape"),
         (
             SearchFor(None),
             r"environment Answers searches for None in turn 0 of question '0'; a query is a text",
