@@ -25,7 +25,7 @@ def check_stops(stops: object, whose: str) -> None:
         raise UserError(f"{whose}: {stops!r} must be a tuple of texts, such as ('.',)")
     for string in (EOS, TURN_TOKENS, CONTEXT):
         if string in stops:
-            raise UserError(f"{whose}: {string!r} says that a turn paused at no stop string; choose another")
+            raise UserError(f"{whose}: {string!r} stands for a pause at no stop string; choose another")
 
 
 @dataclasses.dataclass(slots=True)

@@ -121,7 +121,7 @@ class Completion:
             check_stops(strings, "completion.stop_sets")
             if taken := set(strings).intersection(ENDS):
                 raise UserError(
-                    f"completion.stop_sets: {taken.pop()!r} says that a text ended at no stop string; choose another"
+                    f"completion.stop_sets: {taken.pop()!r} stands for an end at no stop string; choose another"
                 )
 
     @property

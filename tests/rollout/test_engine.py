@@ -423,7 +423,7 @@ def test_sizes_that_cannot_be_are_refused_by_name(world, wrong, words):
         ({"stops": ["e"]}, r"SimpleNamespace\.stops: \['e'\] must be a tuple of texts"),
         (
             {"stops": ("e", "<eos>")},
-            r"SimpleNamespace\.stops: '<eos>' says that a turn paused at no stop string",
+            r"SimpleNamespace\.stops: '<eos>' stands for a pause at no stop string",
         ),
     ],
 )

@@ -120,7 +120,10 @@ def paused(made):
             r"a Restart of question '0' has token 500; the model's tokens are 0 to 499",
         ),
         (Restart(np.array([1, -7])), r"a Restart of question '0' has token -7"),
-        (Restart(np.ones(2)), r"a Restart of question '0' must be one row of token ids, found float64 of shape"),
+        (
+            Restart(np.ones(2)),
+            r"a Restart of question '0' must be one row of token ids, found float64 of shape",
+        ),
         (
             SearchFor(None),
             r"environment Answers searches for None in turn 0 of question '0'; a query is a text",
@@ -194,7 +197,7 @@ def test_what_does_not_fit_even_so_ends_the_episode_at_the_limit_of_its_context(
         ),
         ({"prompt": np.ones(3)}, r"must be one row of token ids, found float64 of shape \(3,\)"),
         ({"stops": "e"}, r"request\.stops of question 'q': 'e' must be a tuple of texts"),
-        ({"stops": (CONTEXT,)}, r"'<context>' says that a turn paused at no stop string"),
+        ({"stops": (CONTEXT,)}, r"'<context>' stands for a pause at no stop string"),
     ],
 )
 def test_what_cannot_be_asked_is_refused_by_name(wrong, words):

@@ -119,8 +119,8 @@ def test_workflows_without_a_number_of_their_own_are_refused(engine):
         ({"turn_tokens": 0}, "turn_tokens"),
         ({"observation_tokens": float("nan")}, r"observation_tokens=nan must be a whole number"),
         ({"stop_sets": (["e"],)}, r"stop_sets: \['e'\] must be a tuple"),
-        ({"stop_sets": ((".", "<eos>"),)}, r"stop_sets: '<eos>' says that a turn paused at no stop string"),
-        ({"stop_sets": (("length",),)}, r"stop_sets: 'length' says that a text ended at no stop string"),
+        ({"stop_sets": ((".", "<eos>"),)}, r"stop_sets: '<eos>' stands for a pause at no stop string"),
+        ({"stop_sets": (("length",),)}, r"stop_sets: 'length' stands for an end at no stop string"),
     ],
 )
 def test_a_completion_that_cannot_be_is_refused(fields, words):
