@@ -30,6 +30,10 @@ NARROWED, MULTIPLE, PIECES = 16, 8, 2
 """A loop of so many rows tries steps of half as many, a quarter and so on, each a multiple of the second number, and likewise
 fewer pieces to prefill, the third at least: XLA leaves out the loop over a single one, and then sums in another way."""
 
+TRIED = 32
+"""Tokens that each row writes for it. Where a normaliser is summed in another way, the last bit of some twenty-fifth to tenth of
+the log-probabilities differs: of the 512 of eight rows, some twenty at least."""
+
 
 def same_bits(programs: "Programs", params: PyTree) -> tuple[Sizes, Sizes, Sizes]:
     """Rows that a decode step may take, rows that may read a block of their past together, pieces that may be prefilled together;
@@ -55,9 +59,10 @@ def same_bits(programs: "Programs", params: PyTree) -> tuple[Sizes, Sizes, Sizes
 def _wrote(
     programs: "Programs", params: PyTree, width: int, readers: tuple[int, ...]
 ) -> tuple[np.ndarray, ...]:
-    """What the first `width` rows write in a few steps that take no others: ids and both log-probabilities. Half of them need
+    """What the first `width` rows write in some steps that take no others: ids and both log-probabilities. Half of them need
     a second block of their past, a quarter a third, and so on."""
-    count, turn, past = programs.rows, 3, min(4 * BLOCK, programs.config.context)
+    count, past = programs.rows, min(4 * BLOCK, programs.config.context)
+    turn = min(TRIED, past)
     cache, draw = _made_up(programs, params, past), np.random.default_rng(0)
     number = np.arange(count) + 1
     blocks = np.log2(number & -number)
@@ -69,7 +74,7 @@ def _wrote(
         pending=jnp.asarray(draw.integers(0, programs.decoder_config.vocab_size, count), jnp.int32),
         request=jnp.arange(count, dtype=jnp.int32),
         limit=jnp.full(count, turn, jnp.int32),
-        temperature=jnp.ones(count, jnp.float32),
+        temperature=jnp.linspace(0.5, 1.5, count, dtype=jnp.float32),
     )
     table = jnp.zeros((1, programs.decoder_config.vocab_size), jnp.int32)
 

@@ -3,6 +3,7 @@
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
@@ -11,7 +12,7 @@ from rrl.models import cache
 from rrl.models.decoder import Decoder
 from rrl.models.lora import LoraConfig, add_lora
 from rrl.parallel.mesh import make_mesh
-from rrl.rollout import loop
+from rrl.rollout import device, loop
 from rrl.rollout.engine import Engine, EngineConfig
 from rrl.rollout.protocol import SingleTurn
 from rrl.rollout.sizes import _adapted
@@ -74,6 +75,22 @@ def test_sizes_on_which_bits_depend_are_not_taken(world, monkeypatch, place, siz
     for some, most in zip(found, kept, strict=True):  # a processor may leave out others of its own
         assert set(some) <= set(most)
     assert found[0][0] == 32 and found[2][0] == 4
+
+
+@pytest.mark.slow
+def test_a_last_bit_that_seldom_differs_is_seen(world, monkeypatch):
+    decoder, tokenizer, _ = world
+    sample = device.sample
+
+    def off(logits, *others, **named):
+        ids, full, drawn = sample(logits, *others, **named)
+        seldom = (len(ids) == 8) & (ids % 25 == 0)
+        return ids, jnp.where(seldom, jnp.nextafter(full, -jnp.inf), full), drawn
+
+    monkeypatch.setattr(device, "sample", off)
+    engine = Engine(decoder, tokenizer, CONFIG)
+    engine.programs.narrow(nnx.state(decoder))
+    assert 8 not in engine.programs.widths
 
 
 def test_few_rows_and_several_devices_have_one_width(world):
