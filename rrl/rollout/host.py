@@ -203,13 +203,13 @@ class Host:
     def _append(self, row: int, live: Live, message: Append) -> None:
         room = self.limits.context - live.used
         ids = message_ids(message, self.encode, self.environment.observation_tokens)
-        if len(ids) >= room:
+        if len(ids) + max(1, message.leaves) > room:
             action = self.environment.overflow(live.episode, message, room)
             if not isinstance(action, Append):
                 self._act(row, live, action)
                 return
             ids = message_ids(action, self.encode, self.environment.observation_tokens)
-            if len(ids) >= room:
+            if len(ids) + max(1, action.leaves) > room:
                 self._finish(row, live, "context_limit")
                 return
         # The last sampled token is not in the cache yet.

@@ -58,6 +58,8 @@ class Append:
     suffix: str = ""
     most: int | None = None
     """Most tokens of the three together, for which the body is cut further."""
+    leaves: int = 1
+    """How many tokens of the context the policy is to have after it; a message that leaves fewer does not fit."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -101,8 +103,8 @@ class Environment(Protocol):
         """Answers a search; `passages` is None when it failed. Of queries side by side each has its own, in their order."""
 
     def overflow(self, episode: Episode, message: Append | Restart, room: int) -> Action:
-        """Answers in place of `message`, which does not fit: the context has room for `room` tokens, of which the policy needs
-        one to go on after an Append. What does not fit either ends the episode as "context_limit"."""
+        """Answers in place of `message`, which does not fit: the context has room for `room` tokens, of which an Append leaves
+        the policy some. What does not fit either ends the episode as "context_limit"."""
 
 
 def message_ids(
@@ -139,8 +141,8 @@ class Stream:
     """The markers of the two tags are filled in."""
     failure: str = "The search failed."
     when_full: str = "end"
-    """What an observation does that does not fit the context: "end" ends the episode, "cut" shortens it so that one whole
-    turn still fits, and ends the episode where that leaves no room."""
+    """What an observation does that does not fit the context: "end" (the policy would have no token left) ends the episode,
+    "cut" shortens it so that one whole turn still fits, and ends the episode where its tags alone leave no room for one."""
 
     def __post_init__(self) -> None:
         one_of(("end", "cut"), self, "when_full", where="environment.")
@@ -184,7 +186,8 @@ class Stream:
     def observe(self, episode: Episode, passages: Sequence[Passage] | None) -> Append:
         body = self.failure if passages is None else render(passages)
         opening, closing = markers(self.observation)
-        return Append(f"\n{opening}\n", body, f"\n{closing}\n")
+        leaves = self.turn_tokens if self.when_full == "cut" else 1
+        return Append(f"\n{opening}\n", body, f"\n{closing}\n", leaves=leaves)
 
     def overflow(self, episode: Episode, message: Append | Restart, room: int) -> Action:
         most = room - self.turn_tokens

@@ -357,14 +357,22 @@ def test_an_observation_that_does_not_fit_is_what_the_environment_says(world):
 
     def run(when_full):
         environment = dataclasses.replace(ENVIRONMENT_, when_full=when_full)
-        engine = Engine(decoder, tokenizer, config, retriever=retriever)
-        return engine.run(nnx.state(decoder), requests, environment, KEY)
+        return engine_.run(nnx.state(decoder), requests, environment, KEY)
 
+    engine_ = Engine(decoder, tokenizer, config, retriever=retriever)
     ended, cut = run("end"), run("cut")
     assert {t.ended for t in ended} >= {"context_limit"}
     assert all(len(t.tokens) <= config.context for t in (*ended, *cut))
     assert sum(t.policy_tokens for t in cut) > sum(t.policy_tokens for t in ended)
     assert any(t.segments[-2][1].endswith("</observation>\n") for t in cut if t.roles[-1] == POLICY)
+    closing = engine_.encode("\n</observation>\n")
+    ends = [
+        at + len(closing)
+        for t in cut
+        for at in np.flatnonzero(t.tokens == closing[0])
+        if np.array_equal(t.tokens[at : at + len(closing)], closing)
+    ]
+    assert max(ends) <= config.context - ENVIRONMENT_.turn_tokens < max(len(t.tokens) for t in cut)
 
 
 def test_every_end_of_a_text_that_the_model_knows_ends_a_turn(world):

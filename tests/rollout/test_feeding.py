@@ -206,8 +206,13 @@ def test_what_cannot_be_asked_is_refused_by_name(wrong, words):
         Request(Question("q", "", ()), **fields)
 
 
-@pytest.mark.parametrize(("tokens", "shortened"), [(396, False), (397, True)])
-def test_a_message_leaves_the_policy_one_token_of_the_context(tokens, shortened):
+@pytest.mark.parametrize(
+    ("tokens", "leaves", "shortened"),
+    [(396, 1, False), (397, 1, True), (397, 0, True), (297, 100, False), (298, 100, True)],
+)
+def test_a_message_leaves_the_policy_one_token_of_the_context_or_as_many_as_it_says(
+    tokens, leaves, shortened
+):
     class Watches(Answers):
         def overflow(self, episode, message, room):
             asked.append(room)
@@ -216,7 +221,7 @@ def test_a_message_leaves_the_policy_one_token_of_the_context(tokens, shortened)
     made, asked = host([1, 2]), []
     made.encode = lambda text: np.zeros(len(text), np.int32)
     made.environment = environment = Watches(turn_tokens=4)
-    object.__setattr__(environment, "action", Append("x" * tokens))
+    object.__setattr__(environment, "action", Append("x" * tokens, leaves=leaves))
     pieces(made)
     paused(made)
     assert made.error is None and asked == [397] * shortened
