@@ -16,7 +16,6 @@ from rrl.rollout.engine import Engine, EngineConfig
 from rrl.rollout.episodes import Request
 
 KEY = jax.random.key(0)
-NO_QUESTION = Question("", "", ())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,10 +34,17 @@ class FixedLengths:
     def requests(
         self, count: int, length: int, *, samples: int = 1, temperature: float = 1.0
     ) -> list[Request]:
-        """Prompts of random tokens, `samples` of each: the numbers that benchmarks/peers draw."""
+        """Prompts of random tokens, `samples` of each: the numbers that benchmarks/peers draw. A prompt's question has its
+        number as id."""
         draws = np.random.default_rng(0).integers(1, self.decoder.config.vocab_size, (count, length))
         return [
-            Request(NO_QUESTION, prompt.astype(np.int32), number * samples + sample, number, temperature)
+            Request(
+                Question(str(number), "", ()),
+                prompt.astype(np.int32),
+                number * samples + sample,
+                number,
+                temperature,
+            )
             for number, prompt in enumerate(draws)
             for sample in range(samples)
         ]

@@ -1,5 +1,6 @@
 """Sides that take turns, the median of each, and the file that keeps the rows."""
 
+import argparse
 import dataclasses
 import importlib.metadata
 import json
@@ -16,6 +17,8 @@ from collections.abc import Callable, Mapping
 import jax
 
 RESULTS = pathlib.Path(__file__).parent / "RESULTS.md"
+NOT_MEASURED = "not measured"
+"""What stands in the place of a device, above rows that wait for one."""
 PACKAGES = ("jax", "jaxlib", "flax", "numpy", "transformers", "torch", "google-tunix", "scann", "bm25s")
 
 
@@ -33,19 +36,37 @@ class Row:
         return f"| {self.what} | {self.ours} | {self.peer} | {self.ratio} | {self.wanted} |"
 
 
-def alternate(sides: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, float]:
-    """Runs all sides in turn, `rounds` times, after one round that is not counted; the median of what each returned."""
+def take_turns(sides: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
+    """Runs all sides in turn, once more than `rounds`; what each returned, that of its first time first."""
     found: dict[str, list[float]] = {name: [] for name in sides}
     for turn in range(rounds + 1):
         for name, side in sides.items():
-            value = side()
+            found[name].append(side())
             print(
-                f"  {name}: {value:.3f} s{' (warm-up, with compilation)' if not turn else ''}",
+                f"  {name}: {found[name][-1]:.3f} s{' (warm-up, with compilation)' if not turn else ''}",
                 file=sys.stderr,
             )
-            if turn:
-                found[name].append(value)
-    return {name: statistics.median(values) for name, values in found.items()}
+    return found
+
+
+def medians(found: Mapping[str, list[float]]) -> dict[str, float]:
+    """Of what `take_turns` returned, the first time left out."""
+    return {name: statistics.median(values[1:]) for name, values in found.items()}
+
+
+def warm_up(found: Mapping[str, list[float]]) -> str:
+    """What the first times of `take_turns` took, as a note below the rows."""
+    rounds = len(next(iter(found.values()))) - 1
+    first = ", ".join(f"{name} {values[0]:.1f} s" for name, values in found.items())
+    return (
+        f"Medians of {rounds} rounds, in each of which all sides took their turn; a first round, with compilation, is not "
+        f"counted: {first}."
+    )
+
+
+def alternate(sides: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, float]:
+    """Runs all sides in turn, `rounds` times, after one round that is not counted; the median of what each returned."""
+    return medians(take_turns(sides, rounds))
 
 
 def seconds(function: Callable[[], object]) -> float:
@@ -86,12 +107,31 @@ class Peer:
     def close(self) -> None:
         """Ends it."""
         self._process.kill()
+        self._process.wait()
 
 
 def imports(python: str, module: str) -> bool:
     """Whether a Python has a module."""
     code = f"import importlib.util as u, sys; sys.exit(not u.find_spec({module!r}))"
     return subprocess.run([python, "-c", code], check=False).returncode == 0
+
+
+def start(python: str, module: str, script: str, *arguments: str) -> Peer | str:
+    """The peer that needs `module`; or why there is none, in words that fit a row."""
+    if not imports(python, module):
+        return f"{NOT_MEASURED}: no {module}"
+    peer = Peer(python, script, *arguments)
+    if (theirs := peer.says["device"]) != (ours := jax.default_backend()):
+        peer.close()
+        return f"{NOT_MEASURED}: {module} runs on {theirs} here, ours on {ours}"
+    return peer
+
+
+def command(module: str, parser: argparse.ArgumentParser, used: Mapping[str, object]) -> str:
+    """The command line that gives these options, for who wants to give it again: a Python of one's own is PATH."""
+    given = {name: value for name, value in used.items() if value != parser.get_default(name)}
+    options = [f"--{name}={'PATH' if name.endswith('_python') else value}" for name, value in given.items()]
+    return " ".join([f"python -m {module}", *options])
 
 
 def machine() -> str:
@@ -107,14 +147,27 @@ def machine() -> str:
     return f"{device.platform} ({cores}), Python {platform.python_version()}, {', '.join(versions)}"
 
 
-def write(section: str, command: str, rows: list[Row], notes: list[str]) -> None:
-    """Prints a table and puts it into RESULTS.md, in place of an older one of the same section on the same platform."""
-    title = f"## {section}, {jax.devices()[0].platform}"
+def write(section: str, line: str, rows: list[Row], notes: list[str], *, measured: bool = True) -> None:
+    """Prints a table below the command that made it and puts it into RESULTS.md, in place of an older one of the same
+    section on the same device, or of one that was not measured; one that was not measured takes the place of no other."""
+    device = jax.devices()[0]
+    where = (
+        (device.platform if device.platform == "cpu" else device.device_kind) if measured else NOT_MEASURED
+    )
     head = "| what | ours | peer | ratio | wanted |\n|---|---|---|---|---|"
-    body = "\n".join([title, "", f"`{command}` on {machine()}", "", head, *map(str, rows), ""])
+    body = "\n".join(
+        [f"## {section}, {where}", "", f"`{line}` on {machine()}", "", head, *map(str, rows), ""]
+    )
     body += "".join(f"\n- {note}" for note in notes) + ("\n" if notes else "")
     print(body)
     old = RESULTS.read_text(encoding="utf-8") if RESULTS.exists() else "# Measured\n"
-    found = re.search(rf"^{re.escape(title)}$.*?(?=^## |\Z)", old, re.MULTILINE | re.DOTALL)
+
+    def older(device: str) -> re.Match | None:
+        title = rf"^## {re.escape(section)}, {device}$"
+        return re.search(rf"{title}.*?(?=^## |\Z)", old, re.MULTILINE | re.DOTALL)
+
+    found = older(re.escape(where)) or older(NOT_MEASURED)
+    if not measured and not found and older("[^,\n]*"):
+        return
     new = old.replace(found[0], body + "\n") if found else f"{old.rstrip()}\n\n{body}"
     RESULTS.write_text(new.rstrip() + "\n", encoding="utf-8")

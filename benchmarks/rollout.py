@@ -2,33 +2,35 @@
 [--tunix_python=PYTHON]`; rows go to RESULTS.md.
 
 Every comparison runs both sides in turn, on the same random Qwen2-shaped model, with lengths fixed by forbidding the end of
-sequence. Compilation is in the first round, which is not counted.
+sequence. Compilation is in the first round, which is not counted. On a GPU or TPU a published shape is measured too
+(`benchmarks.accelerator`).
 """
 
 import argparse
 import collections
-import contextlib
 import dataclasses
 import functools
 import heapq
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from benchmarks import accelerator
+from benchmarks.fastest import CACHES, HF, TUNIX, Fastest, peers
 from benchmarks.fixed_lengths import KEY, FixedLengths
-from benchmarks.measure import Peer, Row, alternate, imports, write
+from benchmarks.measure import Row, command, medians, take_turns, warm_up, write
 from rrl.data.miniwiki import KINDS, generate, mixed_questions
 from rrl.data.questions import Question
 from rrl.data.tokenizer import load_tokenizer
 from rrl.models.config import DecoderConfig
 from rrl.models.decoder import Decoder
-from rrl.models.hf import load_language_model, save_decoder
+from rrl.models.hf import load_language_model
 from rrl.models.weights import read_config
 from rrl.recipes.card import read_card
 from rrl.recipes.catalogue import make_recipe
@@ -44,62 +46,62 @@ SHAPE = "assets/miniwiki-policy"
 TRAINING = {"max_searches": 4, "turn_tokens": 128, "observation_tokens": 256, "correction": ""}
 """The environment of configs/rsearch_grpo.py."""
 
+Found = tuple[list[Row], list[str]]
+"""Rows, and notes below them."""
+
 
 @functools.cache
 def model() -> FixedLengths:
-    """A model of the shipped policy's shape, and its tokenizer."""
+    """A model of the shipped policy's shape, and its tokenizer; peers compute in the type of its weights too."""
     config = dataclasses.replace(DecoderConfig.from_hf(read_config(SHAPE)), max_positions=8192)
-    return FixedLengths(Decoder(config, rngs=nnx.Rngs(0)), load_tokenizer(SHAPE))
+    dtype = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
+    decoder = Decoder(config, rngs=nnx.Rngs(0), dtype=dtype, param_dtype=dtype)
+    return FixedLengths(decoder, load_tokenizer(SHAPE))
 
 
-def single_turn(args: argparse.Namespace) -> list[Row]:
+def pythons(args: argparse.Namespace) -> dict[str, str]:
+    """Whose Python is whose."""
+    return {HF: args.hf_python, TUNIX: args.tunix_python}
+
+
+def single_turn(args: argparse.Namespace) -> Found:
     """One turn: drawn, against Hugging Face's generate that draws; greedy, against Tunix's Sampler, which is fastest so."""
     batch, prompt, new = args.batch, 256, 256
     what = f"one turn, batch {batch}, {prompt} prompt and {new} new tokens, tokens/s"
-    wanted = {"HF generate": "1.5x", "Tunix Sampler": "3x"}
+    wanted = {HF: "1.5x", TUNIX: "3x"}
     made = model().engine(EngineConfig(rows=batch, context=prompt + new, feeds=batch, feed_tokens=512))
     environment = SingleTurn(turn_tokens=new)
-    ours = {"HF generate": "ours, drawn", "Tunix Sampler": "ours, greedy"}
+    ours = {HF: "ours, drawn", TUNIX: "ours, greedy"}
     sides = {
         side: model().timed(
             made, model().requests(batch, prompt, temperature=temperature), environment, batch * new
         )
         for side, temperature in (("ours, drawn", 1.0), ("ours, greedy", 0.0))
     }
-    rows, peers = [], {}
-    with tempfile.TemporaryDirectory() as folder:
-        save_decoder(folder, model().decoder, model().tokenizer)
-        for name, (python, module, script) in {
-            "HF generate": (args.hf_python, "torch", "hf_generate.py"),
-            "Tunix Sampler": (args.tunix_python, "tunix", "tunix_sampler.py"),
-        }.items():
-            if not imports(python, module):
-                rows.append(Row(what, "", name, f"not measured: {python} has no {module}", wanted[name]))
-                continue
-            peers[name] = Peer(python, script, folder, str(batch), str(prompt), str(new))
-            sides[name] = lambda peer=peers[name]: peer.ask("sample")["seconds"]  # type: ignore[misc]
+    equal = []
+    with peers(model(), pythons(args), batch, prompt, new) as (found, missing):
+        for peer in found.values():
+            sides |= peer.sides("sample")
+        times = take_turns(sides, args.rounds)
         greedy = made.run(
             nnx.state(model().decoder), model().requests(batch, prompt, temperature=0.0), environment, KEY
         )
-        for name, peer in peers.items():
-            theirs = np.array(peer.ask("greedy")["tokens"])
+        for name, peer in found.items():
+            theirs = np.array(peer.peer.ask("greedy")["tokens"])
             same = np.mean([t.tokens[prompt:] == other for t, other in zip(greedy, theirs, strict=True)])
             what_is_equal = f"the same, greedy: equal tokens of {batch * new}"
-            rows.append(Row(what_is_equal, f"{100 * same:.1f} %", name, "", "100 %"))
-        rates = {side: batch * new / value for side, value in alternate(sides, args.rounds).items()}
-        for peer in peers.values():
-            peer.close()
-    compared = [
-        Row(
-            what,
-            f"{rates[ours[name]]:.0f} ({ours[name].removeprefix('ours, ')})",
-            f"{name} {rates[name]:.0f} ({peer.says['versions']})",
-            f"{rates[ours[name]] / rates[name]:.2f}x",
-            wanted[name],
-        )
-        for name, peer in peers.items()
-    ]
-    return compared + rows
+            equal.append(Row(what_is_equal, f"{100 * same:.1f} %", name, "", "100 %"))
+    took = medians(times)
+
+    def rate(seconds: float) -> str:
+        return f"{batch * new / seconds:.0f}"
+
+    rows = [Row(what, "", name, why, wanted[name]) for name, why in missing.items()]
+    for name, peer in found.items():
+        seconds, words = peer.best(took, rate)
+        own = f"{rate(took[ours[name]])} ({ours[name].removeprefix('ours, ')})"
+        rows.append(Row(what, own, words, f"{seconds / took[ours[name]]:.2f}x", wanted[name]))
+    return rows + equal, [warm_up(times)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,7 +119,9 @@ class Turns:
         return ()
 
     def react(self, episode: Any, text: str, stop: str) -> Any:
-        return SearchFor("query") if episode.turn < self.searches else Finish("done")
+        # Who asks what another asks waits for the same search.
+        query = f"question {episode.question.id}, turn {episode.turn}"
+        return SearchFor(query) if episode.turn < self.searches else Finish("done")
 
     def overflow(self, episode: Any, message: Any, room: int) -> Any:
         return Finish("context_limit")
@@ -127,16 +131,22 @@ class Turns:
             return Append(body="a b " * self.observation_tokens)
         turn = self.turn_tokens + self.observation_tokens
         length = self.prompt + (episode.turn + 1) * turn
-        draw = np.random.default_rng((int(episode.question.id or 0), episode.turn))
+        draw = np.random.default_rng((int(episode.question.id), episode.turn))
         return Restart(draw.integers(0, 1000, length).astype(np.int32))
 
 
-def episodes(args: argparse.Namespace) -> list[Row]:
+KEPT = f"{HF} that keeps its cache, all episodes in step"
+
+
+def episodes(args: argparse.Namespace) -> Found:
     """Search episodes, against loops that read the whole history again at every turn: Search-R1's over Hugging Face's generate,
-    Tunix's over its Sampler, and one over this engine."""
-    rows, batch = [], args.batch // 4
+    Tunix's over its Sampler, and one over this engine; and against one over generate that keeps its cache, which it can as long
+    as all turns and observations are of one length."""
+    rows, notes, batch = [], [], args.batch // 4
     for searches in (2, 4):
         live, again = Turns(searches), Turns(searches, again=True)
+        what = f"episodes of {searches} searches (64 written, 384 read a turn), batch {batch}, seconds"
+        wanted = "4x at 4 turns, growing" if searches == 4 else ""
         histories = [
             live.prompt + turn * (live.turn_tokens + live.observation_tokens) for turn in range(searches + 1)
         ]
@@ -154,39 +164,34 @@ def episodes(args: argparse.Namespace) -> list[Row]:
             "ours": model().timed(model().engine(config), asked, live, tokens),
             own: model().timed(model().engine(config), asked, again, tokens),
         }
-        with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
-            save_decoder(folder, model().decoder, model().tokenizer)
-            for name, python, module, script in (
-                ("HF generate", args.hf_python, "torch", "hf_generate.py"),
-                ("Tunix Sampler", args.tunix_python, "tunix", "tunix_sampler.py"),
-            ):
-                if imports(python, module):
-                    sizes = str(batch), str(histories[-1]), str(live.turn_tokens)
-                    peer = Peer(python, script, folder, *sizes)
-                    stack.callback(peer.close)
-                    line = " ".join(["turns", *map(str, histories)])
-                    sides[f"{name} at every turn ({peer.says['versions']})"] = (
-                        lambda peer=peer, line=line: peer.ask(line)["seconds"]  # type: ignore[misc]
-                    )
-            found = alternate(sides, args.rounds)
+        with peers(model(), pythons(args), batch, histories[-1], live.turn_tokens) as (found, missing):
+            for peer in found.values():
+                sides |= peer.sides("turns", *histories)
+            if HF in found:
+                found[KEPT] = Fastest(KEPT, found[HF].peer, CACHES)
+                sides |= found[KEPT].sides("kept", *histories)
+            times = take_turns(sides, args.rounds)
+        took = medians(times)
         # With decoding that takes no time at all.
         most = sum(histories) / (live.prompt + searches * live.observation_tokens)
+        compared = [(took[own], f"{own} {took[own]:.2f}", f" (at most {most:.1f}x: tokens read)")]
+        compared += [(*peer.best(took, "{:.2f}".format), "") for peer in found.values()]
         rows += [
             Row(
-                f"episodes of {searches} searches (64 written, 384 read a turn), batch {batch}, seconds",
-                f"{found['ours']:.2f}",
-                f"{side} {value:.2f}",
-                f"{value / found['ours']:.2f}x"
-                + (f" (at most {most:.1f}x: tokens read)" if side == own else ""),
-                "4x at 4 turns, growing" if searches == 4 else "",
+                what,
+                f"{took['ours']:.2f}",
+                words,
+                f"{seconds / took['ours']:.2f}x{more}",
+                "" if words.startswith(KEPT) else wanted,
             )
-            for side, value in found.items()
-            if side != "ours"
+            for seconds, words, more in compared
         ]
-    return rows
+        rows += [Row(what, "", name, why, wanted) for name, why in missing.items()]
+        notes.append(f"{searches} searches: {warm_up(times)}")
+    return rows, notes
 
 
-def group(args: argparse.Namespace) -> list[Row]:
+def group(args: argparse.Namespace) -> Found:
     """The prefill of eight samples of a prompt, against one sample's."""
     config = EngineConfig(rows=8, context=1100, feeds=8, feed_tokens=256)
     environment, params = SingleTurn(turn_tokens=1), nnx.state(model().decoder)
@@ -200,18 +205,17 @@ def group(args: argparse.Namespace) -> list[Row]:
                 made.run(params, asked, environment, KEY)
             return (time.perf_counter() - began) / 5
 
-        sides[f"{samples} samples"] = run
-    found = alternate(sides, args.rounds)
-    one, eight = found["1 samples"], found["8 samples"]
-    return [
-        Row(
-            "8 samples of a prompt of 1,024 tokens, one token each, seconds",
-            f"{eight:.3f}",
-            f"1 sample {one:.3f}",
-            f"{eight / one:.2f}x",
-            "at most 1.2x",
-        )
-    ]
+        sides[f"{samples} of a prompt"] = run
+    times = take_turns(sides, args.rounds)
+    one, eight = medians(times).values()
+    row = Row(
+        "8 samples of a prompt of 1,024 tokens, one token each, seconds",
+        f"{eight:.3f}",
+        f"1 sample {one:.3f}",
+        f"{eight / one:.2f}x",
+        "at most 1.2x",
+    )
+    return [row], [warm_up(times)]
 
 
 class Delayed:
@@ -221,15 +225,18 @@ class Delayed:
 
     def __init__(self, delay: float) -> None:
         self.delay = delay
+        self.asked: list[str] = []
 
     def search(self, queries: Sequence[str], k: int, embeddings: Any = None) -> list[list[Any]]:
+        self.asked += queries
         time.sleep(self.delay)
         return [[] for _ in queries]
 
 
-def latency(args: argparse.Namespace) -> list[Row]:
-    """Searches of 50 ms, against searches of no time, with the spare rows that the configs have for waiting."""
-    spare = args.batch // 2
+def latency(args: argparse.Namespace) -> Found:
+    """Searches of 50 ms, against searches of no time, with the spare rows that the configs have for waiting. No two episodes or
+    turns ask the same, so that none waits for another's search."""
+    spare, searches = args.batch // 2, 4
     config = EngineConfig(rows=args.batch, spare_rows=spare, context=1600, feeds=16, feed_tokens=256)
 
     @dataclasses.dataclass(frozen=True)
@@ -238,24 +245,35 @@ def latency(args: argparse.Namespace) -> list[Row]:
 
         stops: tuple[str, ...] = ("e",)  # type: ignore[misc]
 
-    environment, asked = Varied(4, observation_tokens=128), model().requests(8 * args.batch, 128)
-    sides = {
-        f"{1000 * delay:.0f} ms": model().timed(model().engine(config, Delayed(delay)), asked, environment)
-        for delay in (0.0, 0.05)
-    }
-    found = alternate(sides, args.rounds)
-    return [
-        Row(
-            f"{len(asked)} episodes of 4 searches over {args.batch} rows and {spare} spare ones, seconds by search latency",
-            f"50 ms {found['50 ms']:.2f}",
-            f"0 ms {found['0 ms']:.2f}",
-            f"{100 * (found['50 ms'] / found['0 ms'] - 1):+.1f} %",
-            "at most +5 %",
-        )
-    ]
+    environment, asked = Varied(searches, observation_tokens=128), model().requests(8 * args.batch, 128)
+
+    def side(delay: float) -> Callable[[], float]:
+        retriever = Delayed(delay)
+        run = model().timed(model().engine(config, retriever), asked, environment)
+
+        def timed() -> float:
+            retriever.asked.clear()
+            took = run()
+            assert len(set(retriever.asked)) == len(retriever.asked) == searches * len(asked)
+            return took
+
+        return timed
+
+    sides = {f"{1000 * delay:.0f} ms": side(delay) for delay in (0.0, 0.05)}
+    times = take_turns(sides, args.rounds)
+    fast, slow = medians(times).values()
+    row = Row(
+        f"{len(asked)} episodes of {searches} searches over {args.batch} rows and {spare} spare ones, no query twice, seconds by "
+        "search latency",
+        f"50 ms {slow:.2f}",
+        f"0 ms {fast:.2f}",
+        f"{100 * (slow / fast - 1):+.1f} %",
+        "at most +5 %",
+    )
+    return [row], [warm_up(times)]
 
 
-def mixed(args: argparse.Namespace) -> list[Row]:
+def mixed(args: argparse.Namespace) -> Found:
     """How many slots write, where lengths are geometric, ten to one; and how many would if each were refilled at once."""
     config = EngineConfig(rows=args.batch, context=640, feeds=16, feed_tokens=256)
     draws = np.random.default_rng(0).geometric(1 / 100, 16 * args.batch).clip(20, 200)
@@ -269,19 +287,18 @@ def mixed(args: argparse.Namespace) -> list[Row]:
     most = draws.sum() / (max(free_at) * args.batch)
     made = model().engine(config)
     run = model().timed(made, asked, SingleTurn(turn_tokens=200), int(draws.sum()))
-    found = alternate({"ours": run}, args.rounds)["ours"]
-    return [
-        Row(
-            f"{len(draws)} requests of 20 to 200 tokens over {args.batch} slots: slots that write",
-            f"{100 * made.stats.busy:.1f} % ({found:.2f} s)",
-            f"refilled at once, in the same order {100 * most:.1f} %",
-            f"{made.stats.busy / most:.3f}",
-            "at least 85 %",
-        )
-    ]
+    times = take_turns({"ours": run}, args.rounds)
+    row = Row(
+        f"{len(draws)} requests of 20 to 200 tokens over {args.batch} slots: slots that write",
+        f"{100 * made.stats.busy:.1f} % ({medians(times)['ours']:.2f} s)",
+        f"refilled at once, in the same order {100 * most:.1f} %",
+        f"{made.stats.busy / most:.3f}",
+        "at least 85 %",
+    )
+    return [row], [warm_up(times)]
 
 
-def training(args: argparse.Namespace) -> list[Row]:
+def training(args: argparse.Namespace) -> Found:
     """The shipped policy's training rollouts in the built-in world, against decoding alone at the same batch."""
     decoder, tokenizer = load_language_model(SHAPE, "policy")
     card = read_card(SHAPE)
@@ -290,13 +307,14 @@ def training(args: argparse.Namespace) -> list[Row]:
     wiki = generate("train", 1, 1600, 8)
     questions = [item.question for item in mixed_questions(wiki, 100, KINDS, 1)]
     retriever = make_retriever(wiki.passages, "scann", load_text_encoder("assets/miniwiki-encoder"))
-    found = []
+    found, notes = [], []
     for batch in (args.batch, args.batch // 2):
         config = EngineConfig(rows=batch, context=1024, feeds=16, feed_tokens=256, top_k=2, top_p=0.95)
         more = dataclasses.replace(config, spare_rows=batch // 2)
         made = Engine(decoder, tokenizer, more, retriever=retriever)
         alone = FixedLengths(decoder, tokenizer).engine(config)
-        rates = _training_rates(args.rounds, nnx.state(decoder), made, alone, recipe, questions)
+        rates, times = _training_rates(args.rounds, nnx.state(decoder), made, alone, recipe, questions)
+        notes.append(f"{batch} rows: {warm_up(times)}")
         useful, raw = rates["episodes"], rates["decoding"]
         # Were all to write all the time: a token's own time at its position, and that of what is prefilled.
         most = 1 / (raw / rates["decoding there"] + rates["read"] * raw / rates["reading"])
@@ -319,14 +337,15 @@ def training(args: argparse.Namespace) -> list[Row]:
                 "",
             ),
         ]
-    return found
+    return found, notes
 
 
 def _training_rates(
     rounds: int, params: Any, made: Engine, alone: Engine, recipe: Any, questions: Sequence[Question]
-) -> dict[str, float]:
+) -> tuple[dict[str, float], dict[str, list[float]]]:
     """Medians: policy tokens/s of training episodes, the share of rows that write, tokens prefilled for one written; and
-    tokens/s of decoding alone from short prompts, of decoding at the episodes' positions, and of reading alone."""
+    tokens/s of decoding alone from short prompts, of decoding at the episodes' positions, and of reading alone. And the times
+    of all runs."""
     new, rows = 256, alone.config.rows
     rates = collections.defaultdict[str, list[float]](list)
     positions: list[float] = []
@@ -358,17 +377,24 @@ def _training_rates(
         "decoding there": decoding_there,
         "reading": lambda: only("reading", model().requests(2 * rows, 256), 1),
     }
-    alternate(sides, rounds)
-    return {name: float(np.median(values[1:])) for name, values in rates.items()}
+    times = take_turns(sides, rounds)
+    return medians(rates), times
 
 
-SECTIONS: dict[str, Callable[[argparse.Namespace], list[Row]]] = {
+SECTIONS: dict[str, Callable[[argparse.Namespace], Found]] = {
     section.__name__: section for section in (single_turn, episodes, group, latency, mixed, training)
 }
 
+PEERS = ("single_turn", "episodes")
+"""Sections that have other libraries as peers."""
 
 NOTES = {
     "single_turn": ["Tunix recommends vLLM for rollouts in production; its Sampler is what runs without."],
+    "episodes": [
+        "This engine and Hugging Face's generate draw; Tunix's Sampler is greedy, which is faster. Its cache is as long as each "
+        "turn needs. A loop that reads again, or keeps generate's cache, waits for the longest turn of all; here all are of one "
+        "length, which costs such a loop nothing.",
+    ],
     "training": [
         "An episode is prefilled what it reads, but for what another sample of its question has read alike; it looks further "
         "back in its context than the peer does; and rows run out of questions before the last one is done: that is in its "
@@ -377,7 +403,7 @@ NOTES = {
 }
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     """Measures what is asked for."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", choices=SECTIONS)
@@ -385,15 +411,18 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--hf_python", default=sys.executable, help="a Python with torch and transformers")
     parser.add_argument("--tunix_python", default=sys.executable, help="a Python with google-tunix")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     for name, section in SECTIONS.items():
         if args.only in (None, name):
-            write(
-                f"Rollout: {name.replace('_', ' ')}",
-                f"python -m benchmarks.rollout --only={name}",
-                section(args),
-                NOTES.get(name, []),
-            )
+            rows, notes = section(args)
+            used = vars(args) | {"only": name}
+            if name not in PEERS:
+                used = {option: value for option, value in used.items() if not option.endswith("_python")}
+            line = command("benchmarks.rollout", parser, used)
+            write(f"Rollout: {name.replace('_', ' ')}", line, rows, NOTES.get(name, []) + notes)
+    if args.only is None and jax.default_backend() != "cpu":
+        given = {name: vars(args)[name] for name in ("rounds", "hf_python")}
+        accelerator.main([f"--{name}={value}" for name, value in given.items()])
 
 
 if __name__ == "__main__":

@@ -1,13 +1,17 @@
-"""Hugging Face generate: python hf_generate.py FOLDER BATCH PROMPT NEW; a line in, seconds and the tokens out.
+"""Hugging Face generate: python hf_generate.py FOLDER BATCH PROMPT NEW; a line in, seconds out, and the tokens of `greedy`.
 
-The line `turns A B C` runs prompts of each of the lengths A, B, C, ... in turn, with NEW tokens drawn after them, as a loop does
-that reads the whole history again at every turn; PROMPT is the longest.
+The line `sample CACHE` draws NEW tokens after each prompt. The line `turns CACHE A B C` runs prompts of each of the lengths
+A, B, C, ... in turn, with NEW tokens drawn after them, as a loop does that reads the whole history again at every turn; PROMPT
+is the longest. So does `kept CACHE A B C`, which keeps the cache and reads what is new: that asks for texts of one length.
+CACHE is dynamic or static; transformers compiles what decodes with a static one, on a GPU. The line `below T U V ...` is
+answered with how far below the best logit those tokens lie after the prompts, one each, in standard deviations of the logits.
 """
 
 import json
 import os
 import sys
 import time
+import traceback
 
 import numpy as np
 import torch
@@ -16,38 +20,80 @@ import transformers
 folder, batch, prompt, new = sys.argv[1], *map(int, sys.argv[2:5])
 device = "cuda" if torch.cuda.is_available() else "cpu"
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-dtype = torch.bfloat16 if device == "cuda" else torch.float32
-model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device).eval()
+model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto", attn_implementation="sdpa")
+model = model.to(device).eval()
+# The folder's names a token that ends a text: without one nothing forbids it at each step, or looks for it.
+model.generation_config = transformers.GenerationConfig(pad_token_id=0)
 tokens = np.random.default_rng(0).integers(1, model.config.vocab_size, (batch, prompt))
 tokens = torch.tensor(tokens, device=device)
+GREEDY: dict = {"do_sample": False}
+DRAWN = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
+"""From the whole distribution: top_k is 50 otherwise."""
 
 
-def generate(length: int, draw: bool) -> torch.Tensor:
-    """Prompts of so many tokens, and the new ones behind them."""
-    asked = tokens[:, :length]
-    return model.generate(
-        asked,
-        attention_mask=torch.ones_like(asked),
-        max_new_tokens=new,
-        min_new_tokens=new,
-        do_sample=draw,
-        pad_token_id=0,
+def generate(asked: torch.Tensor, **how: object) -> torch.Tensor:
+    """Texts, and the new tokens behind them."""
+    out = model.generate(asked, attention_mask=torch.ones_like(asked), max_new_tokens=new, **how)
+    if out.shape != (batch, asked.shape[1] + new):
+        raise RuntimeError(f"{tuple(out.shape)} tokens, not {batch} x ({asked.shape[1]} + {new})")
+    return out
+
+
+def turns(cache: str, lengths: list[int], how: dict) -> torch.Tensor:
+    """Each turn's texts read from their beginning; the last one's new tokens."""
+    named = {} if cache == "dynamic" else {"cache_implementation": cache}
+    for length in lengths:
+        out = generate(tokens[:, :length], **named, **how)
+    return out[:, length:]
+
+
+def kept(cache: str, lengths: list[int], how: dict) -> torch.Tensor:
+    """Each turn's texts are the last one's, with what was written, and more to read."""
+    keys_and_values = (
+        transformers.DynamicCache(config=model.config)
+        if cache == "dynamic"
+        else transformers.StaticCache(config=model.config, max_cache_len=lengths[-1] + new)
     )
+    text = tokens[:, :0]
+    for length in lengths:
+        text = torch.cat([text, tokens[:, text.shape[1] : length]], dim=1)
+        text = generate(text, past_key_values=keys_and_values, **how)
+    return text[:, length:]
+
+
+def below(chosen: list[int]) -> list[float]:
+    """How much less than its first choice the model likes these as first tokens."""
+    with torch.inference_mode():
+        logits = model(tokens, logits_to_keep=1).logits[:, -1].float()
+    own = logits.gather(-1, torch.tensor(chosen, device=device)[:, None])[:, 0]
+    return ((logits.amax(-1) - own) / logits.std(-1)).tolist()
 
 
 for line in sys.stdin:
-    said, *lengths = line.split()
+    said, *rest = line.split()
+    cache, *lengths = rest or ["dynamic"]
     if said == "ready":
-        print(json.dumps({"versions": f"transformers {transformers.__version__}, torch {torch.__version__}"}))
+        answer: dict = {
+            "versions": f"transformers {transformers.__version__}, torch {torch.__version__}",
+            "device": "gpu" if device == "cuda" else device,
+        }
+    elif said == "below":
+        answer = {"below": below([*map(int, rest)])}
     else:
         began = time.perf_counter()
-        with torch.inference_mode():
-            for length in map(int, lengths or [prompt]):
-                out = generate(length, draw=said != "greedy")
-        if device == "cuda":
-            torch.cuda.synchronize()
-        answer: dict = {"seconds": time.perf_counter() - began}
-        if said != "turns":
-            answer["tokens"] = out[:, prompt:].tolist()
-        print(json.dumps(answer))
+        try:
+            with torch.inference_mode():
+                run, how = kept if said == "kept" else turns, GREEDY if said == "greedy" else DRAWN
+                out = run(cache, [*map(int, lengths)] or [prompt], how)
+            if device == "cuda":
+                torch.cuda.synchronize()
+            answer = {"seconds": time.perf_counter() - began}
+            if said == "greedy":
+                answer["tokens"] = out.tolist()
+        except Exception as error:  # what compiles needs a compiler; the other cache needs none
+            if cache == "dynamic":
+                raise
+            traceback.print_exc()
+            answer = {"error": type(error).__name__}
+    print(json.dumps(answer))
     sys.stdout.flush()

@@ -1,7 +1,8 @@
-"""Tunix's Sampler, greedy: python tunix_sampler.py FOLDER BATCH PROMPT NEW; a line in, seconds and the tokens out.
+"""Tunix's Sampler, greedy: python tunix_sampler.py FOLDER BATCH PROMPT NEW; a line in, seconds out.
 
-The line `turns A B C` runs a prompt for each of the lengths A, B, C, ... in turn, with NEW tokens after it, as a loop does
-that prefills the whole history at every turn; PROMPT is the longest.
+The line `sample` writes NEW tokens after each prompt, and so does `greedy`, which shows them. The line `turns A B C` runs
+prompts of each of the lengths A, B, C, ... in turn, with NEW tokens after them, as a loop does that prefills the whole history
+at every turn; PROMPT is the longest.
 """
 
 import importlib.metadata
@@ -10,6 +11,8 @@ import pathlib
 import sys
 import time
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from tunix.generate.sampler import CacheConfig, Sampler
@@ -29,16 +32,18 @@ config = ModelConfig(
     rope_theta=(hf.get("rope_parameters") or hf)["rope_theta"],
     norm_eps=hf["rms_norm_eps"],
     use_tied_embedding=hf["tie_word_embeddings"],
+    dtype=jnp.dtype(hf["dtype"]),
+    param_dtype=jnp.dtype(hf["dtype"]),
 )
-prompts = np.random.default_rng(0).integers(1, hf["vocab_size"], (batch, prompt))  # 0 is padding
+prompts = np.random.default_rng(0).integers(1, hf["vocab_size"], (batch, prompt))
 
 
 class Prompts:
-    """Stands in for a tokenizer: the text "7" is the seventh prompt, "7:100" its first 100 tokens."""
+    """Stands in for a tokenizer: the text "7:100" is the first 100 tokens of prompt 7."""
 
     def encode(self, text: str, **_: object) -> list[int]:
         number, _, length = text.partition(":")
-        return prompts[int(number)][: int(length) if length else None].tolist()
+        return prompts[int(number)][: int(length)].tolist()
 
     def decode(self, ids: object, **_: object) -> str:
         return ""
@@ -50,7 +55,7 @@ class Prompts:
         return -1
 
     def pad_id(self) -> int:
-        return 0
+        return -2  # no token: what is written would be hidden where it is the padding
 
 
 try:
@@ -59,37 +64,42 @@ try:
 except Exception as error:  # the time does not depend on them
     print(f"random weights: {error!r}", file=sys.stderr)
     model, weights = Qwen2(config, rngs=nnx.Rngs(0)), "random weights"
-cache = CacheConfig(
-    cache_size=prompt + new,
-    num_layers=config.num_layers,
-    num_kv_heads=config.num_kv_heads,
-    head_dim=config.head_dim,
-)
-sampler = Sampler(model, Prompts(), cache)
+samplers: dict[int, Sampler] = {}
+
+
+def sample(length: int) -> list:
+    """NEW tokens after the first so many of each prompt. A cache is as long as it must be: all of it is read at each step."""
+    if length not in samplers:
+        cache = CacheConfig(
+            cache_size=length + new,
+            num_layers=config.num_layers,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+        )
+        samplers[length] = Sampler(model, Prompts(), cache)
+    out = samplers[length](
+        [f"{i}:{length}" for i in range(batch)],
+        max_generation_steps=new,
+        max_prompt_length=length,
+        eos_tokens=[-1],
+        temperature=0.0,
+    )
+    if any(len(row) != new for row in out.tokens):
+        raise RuntimeError(f"{[len(row) for row in out.tokens]} tokens, not {new} each")
+    return out.tokens
+
+
 for line in sys.stdin:
-    if line.strip() == "ready":
+    said, *lengths = line.split()
+    if said == "ready":
         versions = ", ".join(f"{n} {importlib.metadata.version(n)}" for n in ("google-tunix", "jax"))
-        print(json.dumps({"versions": f"{versions}, {weights}"}))
-    elif line.startswith("turns"):
-        began = time.perf_counter()
-        for length in map(int, line.split()[1:]):
-            sampler(
-                [f"{i}:{length}" for i in range(batch)],
-                max_generation_steps=new,
-                max_prompt_length=length,
-                eos_tokens=[-1],
-                temperature=0.0,
-            )
-        print(json.dumps({"seconds": time.perf_counter() - began}))
+        answer: dict = {"versions": f"{versions}, {weights}", "device": jax.default_backend()}
     else:
         began = time.perf_counter()
-        out = sampler(
-            [str(i) for i in range(batch)],
-            max_generation_steps=new,
-            max_prompt_length=prompt,
-            eos_tokens=[-1],
-            temperature=0.0,
-        )
-        tokens = [np.asarray(row).tolist() for row in out.tokens]
-        print(json.dumps({"seconds": time.perf_counter() - began, "tokens": tokens}))
+        for length in map(int, lengths or [prompt]):
+            out = sample(length)
+        answer = {"seconds": time.perf_counter() - began}
+        if said == "greedy":
+            answer["tokens"] = [np.asarray(row).tolist() for row in out]
+    print(json.dumps(answer))
     sys.stdout.flush()
