@@ -38,9 +38,7 @@ def measure(args: argparse.Namespace) -> list[Row]:
     """Passages a second of both sides."""
     what = f"BERT-base shape, float32, {args.passages} passages, passages/s"
     if not imports(args.st_python, "sentence_transformers"):
-        return [
-            Row(what, "", "", f"not measured: {args.st_python} has no sentence_transformers", "at least 0.9x")
-        ]
+        return [Row(what, "", "", "not measured: no sentence_transformers", "at least 0.9x")]
     encoder = Encoder(EncoderConfig.from_hf(BERT_BASE), rngs=nnx.Rngs(0))
     settings = TextSettings(query_prefix="", passage_prefix="", query_tokens=64, passage_tokens=256)
     passages = generate("train", 3, max(50, args.passages), 1).passages[: args.passages]
