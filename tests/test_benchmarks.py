@@ -1,23 +1,131 @@
-"""Benchmarks are run by hand; that of accelerators, which few have at hand, is shown to run where there is none."""
+"""Benchmarks are run by hand; that those of rollouts run is shown at sizes that measure nothing, the accelerators' where there is
+none."""
+
+import argparse
+import math
+import sys
 
 import pytest
 
-from benchmarks import accelerator, measure
+from benchmarks import accelerator, measure, rollout
+from benchmarks.fastest import CACHES, Fastest
+from benchmarks.measure import Row, command, medians, take_turns, warm_up, write
+
+SHAPE = "Rollout: Qwen2.5-7B's shape"
+
+
+@pytest.fixture
+def results(tmp_path, monkeypatch):
+    """Another file of rows."""
+    path = tmp_path / "RESULTS.md"
+    path.write_text("# Measured\n\n## Rollout: tiny's shape, cpu\n\nold\n\n## Another, cpu\n\nkept\n")
+    monkeypatch.setattr(measure, "RESULTS", path)
+    return path
+
+
+@pytest.fixture
+def without_peers(tmp_path):
+    """A Python that has none of their modules."""
+    path = tmp_path / "python"
+    path.write_text("#!/bin/sh\nexit 1\n")
+    path.chmod(0o755)
+    return path
+
+
+def test_a_section_replaces_its_own_and_one_that_was_not_measured_replaces_no_other(results):
+    row = Row("what", "1", "2", "2x", "3x")
+    accelerator.main([])
+    accelerator.main([])
+    assert results.read_text().count(f"## {SHAPE}, not measured") == 1
+    assert results.read_text().count("not measured: this is a CPU") == 3
+    write(SHAPE, "the line", [row], ["a note"])
+    text = results.read_text()
+    assert "not measured" not in text and f"## {SHAPE}, cpu\n\n`the line` on cpu" in text
+    assert str(row) in text and "- a note" in text and "old" in text and "kept" in text
+    accelerator.main([])
+    assert results.read_text() == text
+
+
+def test_a_command_is_told_without_paths_and_without_what_need_not_be_said():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--only")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--tunix_python", default="python")
+    args = parser.parse_args(["--only=group", "--tunix_python=/home/someone/bin/python"])
+    assert command("benchmarks.some", parser, vars(args)) == (
+        "python -m benchmarks.some --only=group --tunix_python=PATH"
+    )
+
+
+def test_the_first_round_is_told_apart_and_in_no_median():
+    times = take_turns({"ours": iter([9.0, 1.0, 3.0, 2.0]).__next__}, 3)
+    assert medians(times) == {"ours": 2.0}
+    assert warm_up(times).startswith("Medians of 3 rounds") and "ours 9.0 s" in warm_up(times)
+
+
+def test_the_faster_setting_is_compared_and_one_that_fails_is_asked_once():
+    class Answers:
+        def __init__(self, **answers):
+            self.says = {"versions": "version 1"}
+            self.answers, self.asked = answers, []
+
+        def ask(self, line):
+            self.asked.append(line)
+            return self.answers[line.split()[1]]
+
+    peer = Answers(dynamic={"seconds": 4.0}, static={"seconds": 2.0})
+    both = Fastest("It", peer, CACHES)
+    took = medians(take_turns(both.sides("turns", 3, 5), 1))
+    assert peer.asked == ["turns dynamic 3 5", "turns static 3 5"] * 2
+    assert both.best(took, "{:.0f}".format) == (2.0, "It 2 (static cache; dynamic 4; version 1)")
+
+    peer = Answers(dynamic={"seconds": 4.0}, static={"error": "NoCompiler"})
+    one = Fastest("It", peer, CACHES)
+    took = medians(take_turns(one.sides("sample"), 2))
+    assert took["It, static cache"] == math.inf and peer.asked.count("sample static") == 1
+    assert one.best(took, "{:.0f}".format) == (
+        4.0,
+        "It 4 (dynamic cache; static not measured, NoCompiler; version 1)",
+    )
+
+
+SIZES = ["--shape=tiny", "--batch=2", "--prompt=8", "--new=4", "--read=40", "--rounds=1"]
 
 
 @pytest.mark.slow
-def test_the_accelerators_benchmark_runs_on_a_cpu_and_replaces_its_own_section(tmp_path, monkeypatch):
-    results = tmp_path / "RESULTS.md"
-    results.write_text("# Measured\n\n## Rollout: tiny's shape, cpu\n\nold\n\n## Another, cpu\n\nkept\n")
-    monkeypatch.setattr(measure, "RESULTS", results)
-    sizes = ["--shape=tiny", "--batch=2", "--prompt=8", "--read=40", "--rounds=1", "--hf_python=nowhere"]
+def test_the_accelerators_benchmark_runs_on_a_cpu_and_replaces_its_own_section(results, without_peers):
     with pytest.raises(FileNotFoundError, match="nowhere"):  # before anything is measured
-        accelerator.main(sizes)
-    without_torch = tmp_path / "python"
-    without_torch.write_text("#!/bin/sh\nexit 1\n")
-    without_torch.chmod(0o755)
-    accelerator.main([*sizes[:-1], f"--hf_python={without_torch}"])
+        accelerator.main([*SIZES, "--hf_python=nowhere"])
+    accelerator.main([*SIZES, f"--hf_python={without_peers}"])
     text = results.read_text()
-    assert "old" not in text and "kept" in text
-    for words in ("a copy", "a matrix product", "not measured", "at least 5x"):
+    assert "old" not in text and "kept" in text and "--hf_python=PATH" in text
+    for words in ("a copy", "a matrix product", "not measured: no torch", "at least 5x"):
         assert text.count(words) == 1
+    assert str(without_peers) not in text
+
+
+@pytest.mark.slow
+@pytest.mark.parity
+def test_the_accelerators_benchmark_measures_hugging_face_with_both_caches(results):
+    pytest.importorskip("torch")
+    accelerator.main(SIZES)
+    text = results.read_text()
+    assert "in their deviations | 100 %; 0.000 | HF generate" in text
+    assert "dynamic cache" in text and "static cache" in text and "not measured" not in text
+
+
+@pytest.mark.slow
+@pytest.mark.parity
+def test_one_turn_writes_what_hugging_face_writes_and_says_which_peer_is_not_there(results, without_peers):
+    pytest.importorskip("torch")
+    rollout.main(["--only=single_turn", "--batch=2", "--rounds=1", f"--tunix_python={without_peers}"])
+    text = results.read_text()
+    assert "equal tokens of 512 | 100.0 % | HF generate" in text and "not measured: no tunix" in text
+    assert "--only=single_turn --rounds=1 --batch=2 --tunix_python=PATH` on cpu" in text
+    assert str(without_peers) not in text and sys.executable not in text
+
+
+@pytest.mark.slow
+def test_no_two_searches_of_the_benchmark_of_latency_are_alike(results):
+    rollout.main(["--only=latency", "--batch=2", "--rounds=1"])  # which asserts it
+    assert "no query twice" in results.read_text()
