@@ -175,7 +175,11 @@ def episodes(args: argparse.Namespace) -> Found:
         # With decoding that takes no time at all.
         most = sum(histories) / (live.prompt + searches * live.observation_tokens)
         compared = [(took[own], f"{own} {took[own]:.2f}", f" (at most {most:.1f}x: tokens read)")]
-        compared += [(*peer.best(took, "{:.2f}".format), "") for peer in found.values()]
+        for name, peer in found.items():
+            seconds, words = peer.best(took, "{:.2f}".format)
+            compared.append(
+                (seconds, words if name == KEPT else f"all read again at every turn: {words}", "")
+            )
         rows += [
             Row(
                 what,
