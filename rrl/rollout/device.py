@@ -218,7 +218,8 @@ def feed(
 ) -> tuple[Rows, KVCache]:
     """Does what the host sent (`rrl.rollout.exchange.Feed`): copies prefixes, prefills tokens, begins turns, marks rows.
 
-    Row numbers are global, R is no row. Of a shard's P pieces at most `copies` copy a prefix; those with tokens come first.
+    Row numbers are global, R is no row. Of a shard's P pieces at most `copies` copy a prefix, before all are prefilled or, where
+    that is what they copy, after; those with tokens come first.
     Of them are prefilled `together` at a time: as many as the first of these, as long as there are, then the second, and so on;
     the last are made up with pieces that have none. Each divides the one before it, and the first P. What begins a turn is left
     pending, so that its logits come from decoding whether its past was prefilled here or copied.
@@ -227,7 +228,7 @@ def feed(
     entry = Feed(*(feeds[..., i].reshape(-1) for i in range(HEADER)))
     first = jnp.argsort(feeds[..., Feed._fields.index("copied")] == 0, axis=1)[:, :copies]
     copied = Feed(*(jnp.take_along_axis(feeds[..., i], first, axis=1).reshape(-1) for i in range(HEADER)))
-    cache = cache.copy_rows(copied.source, copied.row, copied.copied, copied.kept)
+    cache = cache.copy_rows(copied.source, copied.row, jnp.maximum(copied.copied, 0), copied.kept)
     busy = jnp.max(jnp.sum(feeds[..., Feed._fields.index("length")] > 0, axis=1))
 
     def prefill(state: tuple[Array, KVCache], count: int) -> tuple[Array, KVCache]:
@@ -248,7 +249,7 @@ def feed(
             functools.partial(prefill, count=pieces),
             state,
         )
-    cache = state[1]
+    cache = state[1].copy_rows(copied.source, copied.row, jnp.maximum(-copied.copied, 0), copied.kept)
     target = jnp.where(entry.begin > 0, entry.row, count)
 
     def put(old: Array, new: Array | int) -> Array:

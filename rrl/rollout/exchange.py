@@ -42,7 +42,8 @@ class Feed(NamedTuple):
     temperature: Any
     """The bits of a float32."""
     source: Any
-    """A row whose first `copied` slots hold what this row's are to hold."""
+    """A row whose first `copied` slots hold what this row's are to hold; where `copied` is negative, they will once these pieces
+    are prefilled."""
     copied: Any
     kept: Any
     """Of these so many hold it already."""

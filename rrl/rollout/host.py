@@ -333,7 +333,7 @@ class Host:
         copies = 0
         for row in list(self.todo):
             pieces = self._feed(row, self.limits.pieces - len(entries), copies)
-            copies += sum(piece[COPIED] > 0 for piece in pieces)
+            copies += sum(piece[COPIED] != 0 for piece in pieces)
             entries += pieces
         entries.sort(key=lambda entry: entry[2] == 0)  # those with tokens first
         for at, entry in enumerate(entries):
@@ -372,13 +372,14 @@ class Host:
         assert live is not None
         if not room:
             return []
-        source, copied, own = row, 0, todo.slot
+        source, copied, own, last = row, 0, todo.slot, False
         if self.prefixes is not None and not todo.begun:
             held = self.prefixes.held(row) if own else todo.tokens[:0]
             assert len(held) == own, f"row {row} holds {len(held)} tokens, its text goes on at {own}"
             tokens = np.concatenate([held, todo.tokens])
             source, copied, there = self.prefixes.find(row, tokens, own)
-            if not there or (source != row and copies == self.limits.copies):
+            last = not there and copied == len(tokens) and self.prefixes.fed(source, copied)
+            if not (there or last) or (source != row and copies == self.limits.copies):
                 return []
             self.prefixes.opens(row, tokens, own)
             todo.tokens, todo.slot = tokens[copied:], copied
@@ -400,7 +401,7 @@ class Host:
                 ],
                 temperature=np.float32(live.request.temperature).view(np.int32),
                 source=source,
-                copied=copied if source != row else 0,
+                copied=0 if source == row else -copied if last else copied,
                 kept=own,
                 pending=todo.pending,
             )
@@ -410,7 +411,7 @@ class Host:
             copied = 0
             pieces.append(out)
         if self.prefixes is not None:
-            self.prefixes.filled(row, todo.slot)
+            self.prefixes.filled(row, todo.slot, last=last)
         todo.tokens = todo.tokens[len(pieces) * size :]
         if not len(todo.tokens):
             del self.todo[row]

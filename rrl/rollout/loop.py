@@ -62,7 +62,7 @@ class EngineConfig:
     samples of one question wrote and read alike after it. What is copied has the bits of what it stands for."""
     search_seconds: float = 60.0
     """A search that takes longer is given up: the policy is told that it failed. Each of three attempts at a search service
-    gets a third of it."""
+    gets a third of it; after half of it queries that are searched together are searched one by one as well."""
     stall_seconds: float = 300.0
     """Without a word from the device for so long, the log says what everything is waiting for."""
 

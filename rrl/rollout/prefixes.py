@@ -18,6 +18,7 @@ class Prefixes:
         self._lengths = np.zeros(rows, np.int64)
         self._ready = np.zeros(rows, np.int64)
         self._fed: dict[int, int] = {}
+        self._last: set[int] = set()
 
     def opens(self, row: int, tokens: Int[np.ndarray, "T"], there: int = 0) -> None:
         """The row is to hold these tokens from slot 0 on; the first `there` of them it does."""
@@ -35,20 +36,28 @@ class Prefixes:
         held = np.concatenate([self.held(row), ~tokens])
         self.opens(row, held, len(held))
         self._fed.pop(row, None)
+        self._last.discard(row)
 
     def held(self, row: int) -> Int[np.ndarray, "T"]:
         """What the row holds or will hold, ~token where it was decoded."""
         return self._held[row, : self._lengths[row]].copy()
 
-    def filled(self, row: int, slots: int) -> None:
-        """Of the row's tokens so many will be there after this exchange: the device copies before it prefills."""
+    def filled(self, row: int, slots: int, *, last: bool = False) -> None:
+        """Of the row's tokens so many will be there after this exchange; `last`: copied once all else is prefilled."""
         self._fed[row] = min(slots, int(self._lengths[row]))
+        if last:
+            self._last.add(row)
+
+    def fed(self, row: int, slots: int) -> bool:
+        """Whether so many are there once this exchange has prefilled: then they can be copied last."""
+        return row not in self._last and self._fed.get(row, 0) >= slots
 
     def settle(self) -> None:
         """The exchange is over."""
         for row, slots in self._fed.items():
             self._ready[row] = slots
         self._fed.clear()
+        self._last.clear()
 
     def find(self, row: int, tokens: Int[np.ndarray, "T"], own: int = 0) -> tuple[int, int, bool]:
         """The best row to copy from: (row, tokens that it shares, whether they are there already).
@@ -63,7 +72,7 @@ class Prefixes:
         there = best[self._ready[best] >= most]
         if saved < 1 or (saved < 2 and own and not len(there)):
             return row, own, True
-        candidates = there if len(there) else best
+        candidates = there if len(there) else sorted(best, key=lambda other: not self.fed(other, most))
         return row if row in candidates else int(candidates[0]), most, bool(len(there))
 
     def _shared(self, tokens: Int[np.ndarray, "T"]) -> Int[np.ndarray, "R"]:

@@ -78,22 +78,32 @@ def test_a_host_takes_as_many_groups_as_it_is_told_and_what_is_left_of_one_comes
     assert made.fill(1) == 0 and made.rows[0].request.seed == 3 and len(made.groups) == 1
 
 
-def test_no_more_rows_copy_a_prefix_than_the_device_takes():
+def copied(made):
+    return [(feed.row, feed.source, feed.copied) for feed, _ in pieces(made)]
+
+
+def test_samples_of_a_prompt_copy_it_in_the_exchange_that_prefills_it():
     prompt = np.arange(70)
     made = host(prompt, prompt, prompt, share_prompts=True)
-    first = pieces(made)
-    assert [(feed.row, feed.copied) for feed, _ in first] == [(0, 0)] * 3
-    assert [(feed.row, feed.source, feed.copied) for feed, _ in pieces(made)] == [(1, 0, 69), (2, 0, 69)]
+    assert copied(made) == [(0, 0, 0)] * 3 + [(1, 0, -69), (2, 0, -69)]
+    assert not made.todo and not copied(made)
 
 
-@pytest.mark.parametrize(("copies", "served"), [(1, [1]), (2, [1, 2])])
-def test_rows_beyond_that_wait_for_the_next_exchange(monkeypatch, copies, served):
+def test_a_prompt_that_takes_two_exchanges_is_copied_in_the_second_and_one_that_goes_on_after_it():
+    prompt, longer = np.arange(390), np.arange(398)
+    made = host(prompt, prompt, longer, share_prompts=True)
+    assert copied(made) == [(0, 0, 0)] * LIMITS.pieces
+    assert copied(made) == [(0, 0, 0), (1, 0, -389)]
+    assert copied(made) == [(2, 0, 389)]  # what follows is prefilled, and reads what is copied
+
+
+@pytest.mark.parametrize(("copies", "served"), [(1, [[1], [2]]), (2, [[1, 2], []])])
+def test_no_more_rows_copy_a_prefix_than_the_device_takes(monkeypatch, copies, served):
     monkeypatch.setattr(Limits, "copies", copies)
     prompt = np.arange(70)
     made = host(prompt, prompt, prompt, share_prompts=True)
-    pieces(made)
-    assert [feed.row for feed, _ in pieces(made)] == served
-    assert [feed.row for feed, _ in pieces(made)] == [row for row in (1, 2) if row not in served]
+    for rows in served:
+        assert [row for row, _, slots in copied(made) if slots] == rows
 
 
 class Answers(SingleTurn):

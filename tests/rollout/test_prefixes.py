@@ -26,9 +26,21 @@ def test_a_prompt_that_another_row_is_being_fed_is_waited_for_and_then_copied():
     assert prefixes.find(1, PROMPT) == (0, 10, False)
     prefixes.settle()
     assert prefixes.find(1, PROMPT) == (0, 10, False)
+    assert not prefixes.fed(0, 10)
     prefixes.filled(0, 10)
-    # the device copies before it prefills: what is fed in an exchange can be copied in the next
-    assert prefixes.find(1, PROMPT) == (0, 10, False)
+    # the device has not prefilled it yet: it can be copied last in this exchange, or in the next
+    assert prefixes.find(1, PROMPT) == (0, 10, False) and prefixes.fed(0, 10)
+    prefixes.settle()
+    assert prefixes.find(1, PROMPT) == (0, 10, True) and not prefixes.fed(0, 10)
+
+
+def test_what_is_copied_last_is_copied_from_who_was_fed_it():
+    prefixes = Prefixes(4, 4)
+    prefixes.opens(2, PROMPT)
+    prefixes.filled(2, 10)
+    prefixes.opens(0, PROMPT)
+    prefixes.filled(0, 10, last=True)
+    assert not prefixes.fed(0, 10) and prefixes.find(1, PROMPT) == (2, 10, False)
     prefixes.settle()
     assert prefixes.find(1, PROMPT) == (0, 10, True)
 
