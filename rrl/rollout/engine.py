@@ -13,6 +13,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from numbers import Integral
 from typing import Any, TypeVar
 
 import jax
@@ -233,8 +234,10 @@ class Engine:
             raise UserError(
                 f"numbers: {len(numbers)} for {len(workflows)} workflows; each needs one of its own, its seed"
             )
-        if wrong := [number for number in numbers if not 0 <= number < 2 ** (31 - ASKS)]:
-            raise UserError(f"numbers: {wrong[0]} must be 0 to {2 ** (31 - ASKS) - 1}")
+        most = 2 ** (31 - ASKS) - 1
+        if wrong := [n for n in numbers if not isinstance(n, Integral) or not 0 <= n <= most]:
+            raise UserError(f"numbers: {wrong[0]!r} must be a whole number, 0 to {most}")
+        numbers = [int(number) for number in numbers]  # a small NumPy integer would overflow in a seed
         if twice := [number for number, count in collections.Counter(numbers).items() if count > 1]:
             raise UserError(
                 f"numbers: {twice[0]} is there twice; each workflow needs one of its own, its seed"
@@ -375,7 +378,7 @@ class Engine:
     ) -> int:
         """Runs all loops to their end, which `over` brings about; returns their decode steps."""
         stops = hosts[0].stops
-        signature = (environment.turn_tokens, stops.first_accept, reference)
+        signature = (environment.turn_tokens, stops.first_accept, len(stops.table), reference)
         if fresh := signature not in self._built:
             if not self._built:
                 self.programs.narrow(params)
@@ -457,13 +460,20 @@ class Engine:
 def _gathered(hosts: Sequence[Host], value: T) -> list[T]:
     """What each process gives; raises what a host met, or that one of another process met something."""
     errors = [host.error for host in hosts if host.error is not None]
-    parts = gather_objects((value, [repr(error) for error in errors]))
+    parts = gather_objects((value, [_words(error) for error in errors]))
     if errors:
         raise errors[0]
     for process, (_, words) in enumerate(parts):
         if words:
             raise RuntimeError(f"the rollout failed in process {process}: {words[0]}")
     return [value for value, _ in parts]
+
+
+def _words(error: BaseException) -> str:
+    try:
+        return repr(error)
+    except Exception:  # the other processes wait for something
+        return type(error).__name__
 
 
 def deal(prompts: Sequence[Int[np.ndarray, "T"]], shards: int, loops: int = 1) -> list[list[list[int]]]:

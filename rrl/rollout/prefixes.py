@@ -72,7 +72,7 @@ class Prefixes:
         there = best[self._ready[best] >= most]
         if saved < 1 or (saved < 2 and own and not len(there)):
             return row, own, True
-        candidates = there if len(there) else sorted(best, key=lambda other: not self.fed(other, most))
+        candidates = there if len(there) else sorted(best, key=lambda other: not self.fed(int(other), most))
         return row if row in candidates else int(candidates[0]), most, bool(len(there))
 
     def _shared(self, tokens: Int[np.ndarray, "T"]) -> Int[np.ndarray, "R"]:

@@ -22,9 +22,12 @@ to be polled."""
 NAP = 0.05
 """Seconds that a host with nothing else to do waits for searches before it lets the device look around."""
 
-ALONE = 0.5
-"""After this share of its time, each query of a batch that is still out is searched by itself as well: one that hangs takes
-nothing from those that were searched with it."""
+LATE = 0.5
+"""After this share of its time, the queries of a batch that is still out are searched in smaller ones as well: one that hangs
+takes nothing from those that were searched with it."""
+
+PARTS = 32
+"""So many at most, which is one for each query where there are not more."""
 
 Found = list[Passage] | None
 """None: the search failed."""
@@ -52,7 +55,7 @@ class _Flight:
     vector: Float[np.ndarray, "1 E"] | None
     began: float
     tries: list[_Batch]
-    """The batch that it is part of, and then the one of its own."""
+    """The batch that it is part of, and then smaller ones, down to one of its own."""
 
 
 class Desk:
@@ -103,7 +106,7 @@ class Searches:
         with self.desk.lock:
             for place, query in enumerate(queries):
                 flight = self.desk.flying.get(query)
-                if flight is None:
+                if flight is None or began - flight.began >= LATE * self.limit:
                     vector = None if vectors is None else vectors[place : place + 1].copy()
                     flight = self.desk.flying[query] = _Flight(query, vector, began, [])
                     fresh.append(flight)
@@ -144,10 +147,12 @@ class Searches:
     def _collected(self) -> list[tuple[str, Found]]:
         now, flying = time.perf_counter(), self._flying
         found, self._recalled, self._flying = self._recalled, [], []
+        again: list[_Flight] = []
         with self.desk.lock:
             for flight in flying:
                 if (result := self._result(flight, now)) is None:
                     self._flying.append(flight)
+                    again += [flight] * self._is_tried_again(flight, now)
                     continue
                 if self.desk.flying.get(flight.query) is flight:
                     del self.desk.flying[flight.query]
@@ -155,6 +160,9 @@ class Searches:
                     self._tell(flight.query, result)
                     result = None
                 found.append((flight.query, result))
+            count = min(PARTS, len(again))
+            for part in range(count):
+                self._start(again[part::count])
         begun, self._begun = self._begun, []
         for batch in begun:
             if not batch.ended.done() and now < batch.until:
@@ -165,8 +173,7 @@ class Searches:
         return found
 
     def _result(self, flight: _Flight, now: float) -> list[Passage] | Exception | None:
-        """What it found, or why it failed; None where that is not known yet. One that others were searched with gets a search of
-        its own where theirs fails or takes long."""
+        """What it found, or why it failed; None where that is not known yet."""
         error: Exception | None = None
         for batch in flight.tries:
             if batch.ended.done():
@@ -174,15 +181,16 @@ class Searches:
                 if not isinstance(result, Exception):
                     return result[batch.queries.index(flight.query)]
                 error = result
-        waited = now - flight.began
         last = flight.tries[-1]
-        if waited >= self.limit:
+        if now - flight.began >= self.limit:
             return error or TimeoutError(f"no answer in {self.limit:g} s")
-        if len(last.queries) == 1:
-            return error if last.ended.done() else None
-        if error or waited >= ALONE * self.limit:
-            self._start([flight])
-        return None
+        return error if last.ended.done() and len(last.queries) == 1 else None
+
+    def _is_tried_again(self, flight: _Flight, now: float) -> bool:
+        """Whether others that it was searched with may be to blame: their search failed, or takes long."""
+        last = flight.tries[-1]
+        late = len(flight.tries) == 1 and now - flight.began >= LATE * self.limit
+        return len(last.queries) > 1 and (last.ended.done() or late)
 
     def _search(self, batch: _Batch, vectors: Float[np.ndarray, "Q E"] | None) -> None:
         """In a thread. The policy is told that its search failed, whatever the reason was; the others go on."""

@@ -349,6 +349,17 @@ def test_a_second_run_compiles_nothing(world, caplog):
     assert compiled(others, jax.random.key(1)) == []
 
 
+def test_a_loop_for_more_stop_strings_is_compiled_for_itself_and_told(world, caplog):
+    decoder, tokenizer, _, requests = world
+    engine = Engine(decoder, tokenizer, CONFIG)
+    with caplog.at_level("INFO", "rrl.rollout.engine"):
+        for stops in (("qx",), ("qx", "qy")):  # as many states before the first that stops
+            engine.run(
+                nnx.state(decoder), [dataclasses.replace(requests[0], stops=stops)], SingleTurn(4), KEY
+            )
+    assert len([line for line in caplog.messages if line.startswith("compiling")]) == len(engine._built) == 2
+
+
 def test_an_observation_that_does_not_fit_is_what_the_environment_says(world):
     decoder, tokenizer, retriever, requests = world
     requests = requests[:6]

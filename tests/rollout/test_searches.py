@@ -11,7 +11,7 @@ from rrl.data.passages import Passage
 from rrl.errors import UserError
 from rrl.retrieval.index import make_retriever
 from rrl.retrieval.retriever import Hit
-from rrl.rollout.searches import Desk, Searches
+from rrl.rollout.searches import PARTS, Desk, Searches
 
 
 class Slow:
@@ -145,6 +145,30 @@ def test_one_that_hangs_takes_nothing_from_those_that_were_searched_with_it(capl
     assert time.perf_counter() - began < 1.5 and 1.4 < searches.seconds < 2
     assert "search failed for 'b': TimeoutError('no answer in 1 s')" in caplog.text
     assert sorted(retriever.asked[1:]) == [(["a"], [[1.0]]), (["b"], [[2.0]]), (["c"], [[3.0]])]
+
+
+def test_a_large_batch_that_hangs_is_tried_again_in_a_few_parts_and_failures_down_to_the_query():
+    queries = [str(number) for number in range(100)]
+    hangs = Hangs("", LookupError())
+    searches = Searches(hangs, 3, 0.4)
+    searches.submit(queries, np.zeros((100, 1)))
+    assert sorted(collect(searches, 100)) == sorted((query, None) for query in queries)
+    assert len(hangs.asked) == 1 + PARTS
+    refuses = Refuses(queries[1:], ValueError())
+    searches = Searches(refuses, 3, 60.0)
+    searches.submit(queries, np.zeros((100, 1)))
+    assert dict(collect(searches, 100)) == {query: None if query == "0" else [] for query in queries}
+
+
+def test_who_asks_late_what_another_searches_for_gets_a_search_with_time_left():
+    slow, desk = Slow(), Desk()
+    one, other = (Searches(slow, 3, 1.0, desk) for _ in range(2))
+    one.submit(["a"], None)
+    time.sleep(0.7)
+    other.submit(["a"], None)
+    assert collect(one, 1) == [("a", None)] and other.done() == []
+    slow.go.set()
+    assert collect(other, 1) == [("a", [])] and not desk.flying
 
 
 def test_what_one_host_searches_for_no_other_of_its_desk_does():

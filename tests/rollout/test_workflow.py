@@ -100,14 +100,26 @@ def test_a_workflow_depends_on_its_number_and_not_on_its_place(engine):
     assert other[0][1].trajectory.tokens.tolist() != whole[2][1].trajectory.tokens.tolist()
 
 
+def test_small_integers_of_numpy_are_numbers_of_workflows(engine):
+    run, params, requests = engine
+    text = requests[0].question.text
+
+    def thoughts(numbers):
+        found = run.run_workflows(params, [hops(text) for _ in range(2)], ASKS, KEY, numbers=numbers)
+        return [thought.trajectory.tokens.tolist() for _, thought, *_ in found]
+
+    assert thoughts(np.array([7, 5], np.int8)) == thoughts([7, 5])
+
+
 def test_workflows_without_a_number_of_their_own_are_refused(engine):
     run, params, requests = engine
     flows = [hops(request.question.text) for request in requests[:3]]
     for numbers, words in (
         ([7, 1, 7], "7 is there twice"),
         ([0, 1], "2 for 3 workflows"),
-        ([0, 1, 2**19], f"{2**19} must be 0 to {2**19 - 1}"),
-        ([0, 1, -1], "-1 must be 0"),
+        ([0, 1, 2**19], f"{2**19} must be a whole number, 0 to {2**19 - 1}"),
+        ([0, 1, -1], "-1 must be a whole number, 0"),
+        ([0, 1, 0.5], r"0\.5 must be a whole number, 0"),
     ):
         with pytest.raises(UserError, match=f"numbers: {words}"):
             run.run_workflows(params, flows, ASKS, KEY, numbers=numbers)

@@ -56,8 +56,12 @@ if __name__ == "__main__":
         return (yield from hops(question))
 
     def faulty(place):
+        class Wordless(LookupError):
+            def __repr__(self):
+                raise RuntimeError("no words")
+
         if place == 2:  # the third is the second process's
-            raise LookupError("no first ask")
+            raise Wordless("no first ask")
         yield Generate("a")
 
     def long(place):
