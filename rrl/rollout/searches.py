@@ -168,7 +168,7 @@ class Searches:
             if not batch.ended.done() and now < batch.until:
                 self._begun.append(batch)
                 continue
-            self.seconds += (seconds := batch.seconds or now - batch.began)
+            self.seconds += (seconds := batch.seconds or time.perf_counter() - batch.began)
             self._typical += 0.3 * (seconds - self._typical)
         return found
 

@@ -158,6 +158,7 @@ def test_a_large_batch_that_hangs_is_tried_again_in_a_few_parts_and_failures_dow
     searches = Searches(refuses, 3, 60.0)
     searches.submit(queries, np.zeros((100, 1)))
     assert dict(collect(searches, 100)) == {query: None if query == "0" else [] for query in queries}
+    assert searches.seconds > 0 and searches._typical > 0
 
 
 def test_who_asks_late_what_another_searches_for_gets_a_search_with_time_left():
