@@ -26,6 +26,7 @@ from rrl.models.hf import folder_hash, load_encoder, save_encoder
 from rrl.models.weights import require_folder
 from rrl.parallel.mesh import make_mesh
 from rrl.retrieval.settings import SETTINGS_FILE, FolderSettings, TextSettings, read_settings
+from rrl.text.chat import whole_characters
 
 FINGERPRINTED = ("config.json", "model.safetensors", "tokenizer.json", SETTINGS_FILE)
 """The files that decide an embedding."""
@@ -161,8 +162,7 @@ def token_cutter(tokenizer: Any) -> Cutter:
     closing = frame[(len(frame) + 1) // 2 :]
 
     def cut(texts: Iterable[str], width: int) -> tuple[list[list[int]], int]:
-        # Half a surrogate pair is legal in JSON and in Python, but no tokenizer takes it.
-        encodings = backend.encode_batch_fast([text.encode("utf-8", "replace").decode() for text in texts])
+        encodings = backend.encode_batch_fast(list(map(whole_characters, texts)))
         rows = [encoding.ids for encoding in encodings]
         long = sum(len(row) > width for row in rows)
         return [row if len(row) <= width else row[: width - len(closing)] + closing for row in rows], long

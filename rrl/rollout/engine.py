@@ -13,7 +13,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from numbers import Integral
 from typing import Any, TypeVar
 
 import jax
@@ -41,7 +40,7 @@ from rrl.rollout.protocol import Environment, check_stops
 from rrl.rollout.searches import NAP, Desk
 from rrl.rollout.trajectory import Trajectory
 from rrl.rollout.watchdog import Watchdog
-from rrl.rollout.workflow import ASKS, Completion, Flows, Workflow, check_workflows
+from rrl.rollout.workflow import Completion, Flows, Workflow, numbered_workflows
 from rrl.text.chat import chat_ids, text_ids
 
 T = TypeVar("T")
@@ -226,26 +225,10 @@ class Engine:
         `environment` names all stop strings and the most tokens of one generation. `numbers` are the workflows' seeds, all
         of them different; their places unless given. `on_finish` gets each number with what its workflow returned, as in `run`:
         each process begins those of its own data shards. Raises what a workflow raises, and UserError for numbers that are
-        not one for each workflow, there twice or too large, and for a workflow that is no generator or there twice.
+        not one for each workflow, there twice or too large, and for a workflow that is no fresh generator or there twice.
         """
-        check_workflows(workflows)
-        numbers = range(len(workflows)) if numbers is None else numbers
-        if len(numbers) != len(workflows):
-            raise UserError(
-                f"numbers: {len(numbers)} for {len(workflows)} workflows; each needs one of its own, its seed"
-            )
-        most = 2 ** (31 - ASKS) - 1
-        if wrong := [n for n in numbers if not isinstance(n, Integral) or not 0 <= n <= most]:
-            raise UserError(f"numbers: {wrong[0]!r} must be a whole number, 0 to {most}")
-        numbers = [int(number) for number in numbers]  # a small NumPy integer would overflow in a seed
-        if twice := [number for number, count in collections.Counter(numbers).items() if count > 1]:
-            raise UserError(
-                f"numbers: {twice[0]} is there twice; each workflow needs one of its own, its seed"
-            )
-        numbered, count = (
-            list(zip(numbers, workflows, strict=True)),
-            self.programs.shards * self.programs.loops,
-        )
+        numbered = numbered_workflows(workflows, numbers)
+        count = self.programs.shards * self.programs.loops
         stops = self._compiled([(), *environment.stop_sets])
         desk = Desk(self._told)
         hosts = [self._host(collections.deque(), environment, stops, retriever, desk) for _ in range(count)]
@@ -261,7 +244,7 @@ class Engine:
             for place, host in self._own(hosts)
         ]
         found = self._drive(hosts, results, params, environment, key, reference, starts)
-        return [found[number] for number in numbers]
+        return [found[number] for number, _ in numbered]
 
     # -- the host ----------------------------------------------------------------------------------------------------
 
@@ -384,7 +367,8 @@ class Engine:
                 self.programs.narrow(params)
             build = self.programs.reference_loop if reference else self.programs.episode_loop
             self._built[signature] = build(environment.turn_tokens, stops.first_accept)
-            log.info("compiling %s, turns of %d tokens", self.programs.sizes(), environment.turn_tokens)
+            told = self.programs.sizes(), environment.turn_tokens, len(stops.strings)
+            log.info("compiling %s, turns of %d tokens, %d stop strings", *told)
         key, table = self._everywhere((key, stops.table))
         # The reference loop hands arrays to and fro at every step.
         moving = "allow" if reference else "disallow"

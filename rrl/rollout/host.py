@@ -126,9 +126,10 @@ class Host:
 
     def begin(self, start: Callable[[], None]) -> None:
         """Does what comes before the first exchange; what it raises ends the run as if it had been met there."""
-        self.stage = "beginning"
+        waiting, self.stage = self.stage, "beginning"
         try:
             start()
+            self.stage = waiting
         except BaseException as error:
             self.error = error
             self.over.set()

@@ -62,7 +62,8 @@ class EngineConfig:
     samples of one question wrote and read alike after it. What is copied has the bits of what it stands for."""
     search_seconds: float = 60.0
     """A search that takes longer is given up: the policy is told that it failed. Each of three attempts at a search service
-    gets a third of it; after half of it queries that are searched together are searched one by one as well."""
+    gets a third of it. Of queries that are searched together and fail, each is searched alone before that, and of a few that
+    take half of it."""
     stall_seconds: float = 300.0
     """Without a word from the device for so long, the log says what everything is waiting for."""
 
@@ -257,7 +258,7 @@ class Programs:
             self.widths, self.readers, self.together = same_bits(self, params)
 
     def sizes(self) -> str:
-        """The shapes that a loop computes, in words: nothing else is compiled for it."""
+        """The shapes that a loop computes in its model, in words."""
 
         def each(counts: Sequence[int]) -> str:
             return ", ".join(map(str, counts))

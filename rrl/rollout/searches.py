@@ -2,7 +2,6 @@
 
 import concurrent.futures
 import dataclasses
-import itertools
 import logging
 import threading
 import time
@@ -13,7 +12,8 @@ from jaxtyping import Float
 
 from rrl.data.passages import Passage
 from rrl.errors import UserError
-from rrl.retrieval.retriever import Retriever
+from rrl.retrieval.retriever import Hit, Retriever
+from rrl.text.chat import whole_characters
 
 GRACE = 0.01
 """Seconds that a search is waited for at once, where searches have been that fast: its rows decode again sooner than if it had
@@ -22,12 +22,12 @@ to be polled."""
 NAP = 0.05
 """Seconds that a host with nothing else to do waits for searches before it lets the device look around."""
 
-LATE = 0.5
-"""After this share of its time, the queries of a batch that is still out are searched in smaller ones as well: one that hangs
-takes nothing from those that were searched with it."""
-
 PARTS = 32
-"""So many at most, which is one for each query where there are not more."""
+"""The queries of a batch that failed are searched again in so many smaller ones at most, down to those of a single query."""
+
+LATE = 0.5
+"""After this share of its time, each query of a batch of not more than PARTS that is still out is searched alone as well: one
+that hangs takes nothing from those that were searched with it. A larger one may just have much to do."""
 
 Found = list[Passage] | None
 """None: the search failed."""
@@ -44,7 +44,7 @@ class _Batch:
     ended: concurrent.futures.Future = dataclasses.field(default_factory=concurrent.futures.Future)
     """Gets what each query found, or an Exception where the search failed."""
     seconds: float = 0.0
-    """That it took."""
+    """That it took to find them."""
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -97,7 +97,7 @@ class Searches:
         hits = None if self.retriever is None else self.retriever.recall(query, self.top_k)
         if hits is None:
             return False
-        self._recalled.append((query, [hit.passage for hit in hits]))
+        self._recalled.append((query, list(map(_shown, hits))))
         return True
 
     def submit(self, queries: Sequence[str], vectors: Float[np.ndarray, "Q E"] | None) -> None:
@@ -188,8 +188,8 @@ class Searches:
 
     def _is_tried_again(self, flight: _Flight, now: float) -> bool:
         """Whether others that it was searched with may be to blame: their search failed, or takes long."""
-        last = flight.tries[-1]
-        late = len(flight.tries) == 1 and now - flight.began >= LATE * self.limit
+        last, first_try = flight.tries[-1], len(flight.tries) == 1
+        late = first_try and len(last.queries) <= PARTS and now - flight.began >= LATE * self.limit
         return len(last.queries) > 1 and (last.ended.done() or late)
 
     def _search(self, batch: _Batch, vectors: Float[np.ndarray, "Q E"] | None) -> None:
@@ -209,14 +209,11 @@ class Searches:
         if self.retriever is None:
             return [[] for _ in queries]
         hits = self.retriever.search(queries, self.top_k, vectors)
-        found = [[hit.passage for hit in of_one] for of_one in hits]
+        found = [list(map(_shown, of_one)) for of_one in hits]
         if len(found) != len(queries):
             raise ValueError(
                 f"the retriever answered {len(queries)} queries with {len(found)} lists of passages"
             )
-        for passage in itertools.chain.from_iterable(found):
-            if not isinstance(passage.title, str) or not isinstance(passage.text, str):
-                raise ValueError(f"title and text must be texts: {passage!r}")
         return found
 
     def _tell(self, query: str, error: Exception) -> None:
@@ -227,3 +224,13 @@ class Searches:
                 query,
                 error,
             )
+
+
+def _shown(hit: Hit) -> Passage:
+    """The passage as the policy reads it, and as it can be written down."""
+    passage = hit.passage
+    if not isinstance(passage.title, str) or not isinstance(passage.text, str):
+        raise ValueError(f"title and text must be texts: {passage!r}")
+    return dataclasses.replace(
+        passage, title=whole_characters(passage.title), text=whole_characters(passage.text)
+    )

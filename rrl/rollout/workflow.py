@@ -8,10 +8,13 @@
 A workflow may also yield a list, whose parts run side by side, and gets the list of their results.
 """
 
+import collections
 import dataclasses
 import functools
+import inspect
 import itertools
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
+from numbers import Integral
 from typing import Any
 
 import numpy as np
@@ -91,18 +94,35 @@ ENDS = ("eos", "length", "context_limit")
 """What `Generated.stop` is where it is no stop string."""
 
 
-def check_workflows(workflows: Sequence[Workflow]) -> None:
-    """Raises UserError for what is no generator, and for one that is there twice."""
-    places: dict[int, int] = {}
+def numbered_workflows(
+    workflows: Iterable[Workflow], numbers: Sequence[int] | None = None
+) -> list[tuple[int, Workflow]]:
+    """Each with its seed, its place unless given. Raises UserError for what is no generator that has yet to begin, for one that
+    is there twice, and for numbers that are not one for each, there twice or too large."""
+    workflows, places = list(workflows), dict[int, int]()
     for place, workflow in enumerate(workflows):
         if not isinstance(workflow, Generator):
             raise UserError(
                 f"workflows[{place}] is a {type(workflow).__name__}; it must be a generator, what a generator function returns"
             )
+        if inspect.isgenerator(workflow) and inspect.getgeneratorstate(workflow) != inspect.GEN_CREATED:
+            raise UserError(f"workflows[{place}] has begun already; call its function once for each run")
         if (first := places.setdefault(id(workflow), place)) != place:
             raise UserError(
                 f"workflows[{first}] and [{place}] are the same generator; call its function once for each"
             )
+    numbers = range(len(workflows)) if numbers is None else numbers
+    if len(numbers) != len(workflows):
+        raise UserError(
+            f"numbers: {len(numbers)} for {len(workflows)} workflows; each needs one of its own, its seed"
+        )
+    most = 2 ** (31 - ASKS) - 1
+    if wrong := [n for n in numbers if not isinstance(n, Integral) or not 0 <= n <= most]:
+        raise UserError(f"numbers: {wrong[0]!r} must be a whole number, 0 to {most}")
+    seeds = [int(number) for number in numbers]  # a small NumPy integer would overflow in a seed
+    if twice := [number for number, count in collections.Counter(seeds).items() if count > 1]:
+        raise UserError(f"numbers: {twice[0]} is there twice; each workflow needs one of its own, its seed")
+    return list(zip(seeds, workflows, strict=True))
 
 
 @dataclasses.dataclass(frozen=True)

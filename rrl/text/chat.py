@@ -54,11 +54,14 @@ def chat_text(tokenizer: PreTrainedTokenizerBase, prompt: str | Prompt, thinking
     return opened + prompt.prefill
 
 
+def whole_characters(text: str) -> str:
+    """The text, with "?" for half a surrogate pair, which JSON and Python allow, but no tokenizer and no UTF-8 file takes."""
+    return text.encode("utf-8", "replace").decode()
+
+
 def text_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> Int[np.ndarray, "T"]:
-    """Token ids of a text as it is, no special tokens added. Half a surrogate pair becomes "?": JSON and Python allow it,
-    but no tokenizer takes it."""
-    legal = text.encode("utf-8", "replace").decode()
-    return np.asarray(tokenizer.encode(legal, add_special_tokens=False), np.int32)
+    """Token ids of a text as it is, but for `whole_characters`, no special tokens added."""
+    return np.asarray(tokenizer.encode(whole_characters(text), add_special_tokens=False), np.int32)
 
 
 def chat_ids(

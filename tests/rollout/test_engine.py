@@ -14,6 +14,7 @@ from flax import nnx
 from rrl.data.miniwiki import generate
 from rrl.data.passages import Passage
 from rrl.errors import UserError
+from rrl.eval.trajectory_files import load_trajectories, save_trajectories
 from rrl.models.decoder import Decoder
 from rrl.parallel.mesh import make_mesh
 from rrl.parallel.rules import shard
@@ -261,7 +262,7 @@ def test_no_two_tokens_of_a_trajectory_share_their_randomness(world, engine):
     assert len({tokens.tobytes() for tokens in drawn}) == 4
 
 
-def test_half_a_character_in_a_passage_is_read_as_a_question_mark(world):
+def test_half_a_character_in_a_passage_is_read_and_kept_as_a_question_mark(world, tmp_path):
     decoder, tokenizer, _, requests = world
     retriever = make_retriever([Passage("1", "Half \ud83d", "a passage, \udc00")], "bm25")
     retriever.search = lambda queries, k, vectors=None: [[Hit(retriever.passages[0], 1.0)] for _ in queries]
@@ -269,6 +270,9 @@ def test_half_a_character_in_a_passage_is_read_as_a_question_mark(world):
     found = engine.run(nnx.state(decoder), requests[:3], ENVIRONMENT_, KEY)
     observed = [text for t in found for role, text in t.segments if role == ENVIRONMENT and "(Title" in text]
     assert observed and all("Half ?" in text and "a passage, ?" in text for text in observed)
+    save_trajectories(tmp_path / "kept.jsonl", found)
+    (kept, *_) = load_trajectories(tmp_path / "kept.jsonl")
+    assert kept.searches[0].titles == found[0].searches[0].titles == ("Half ?",)
 
 
 def test_a_failing_search_is_told_to_the_policy_counted_and_logged_once(world, caplog):
@@ -340,7 +344,7 @@ def test_a_second_run_compiles_nothing(world, caplog):
         assert compiled([dataclasses.replace(requests[0], stops=("o",)), *requests[1:]], jax.random.key(0))
     assert (
         "compiling 1 rollout loops of 8 rows x 192 tokens: steps of 8 rows, whose past is read 128 tokens of 8 rows at a time; "
-        "pieces of 32 tokens, prefilled 1 together on each of 1 data shards, turns of 12 tokens"
+        "pieces of 32 tokens, prefilled 1 together on each of 1 data shards, turns of 12 tokens, 2 stop strings"
     ) in caplog.messages
     # Other questions, fewer of them, other temperatures and turns, a part of the stops: only numbers change.
     others = [

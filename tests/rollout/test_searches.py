@@ -147,18 +147,24 @@ def test_one_that_hangs_takes_nothing_from_those_that_were_searched_with_it(capl
     assert sorted(retriever.asked[1:]) == [(["a"], [[1.0]]), (["b"], [[2.0]]), (["c"], [[3.0]])]
 
 
-def test_a_large_batch_that_hangs_is_tried_again_in_a_few_parts_and_failures_down_to_the_query():
-    queries = [str(number) for number in range(100)]
+@pytest.mark.parametrize(("count", "tries"), [(PARTS, 1 + PARTS), (PARTS + 1, 1)])
+def test_each_query_of_a_batch_that_hangs_is_tried_alone_unless_it_may_just_have_much_to_do(count, tries):
+    queries = [str(number) for number in range(count)]
     hangs = Hangs("", LookupError())
     searches = Searches(hangs, 3, 0.4)
-    searches.submit(queries, np.zeros((100, 1)))
-    assert sorted(collect(searches, 100)) == sorted((query, None) for query in queries)
-    assert len(hangs.asked) == 1 + PARTS
+    searches.submit(queries, np.zeros((count, 1)))
+    assert sorted(collect(searches, count)) == sorted((query, None) for query in queries)
+    assert len(hangs.asked) == tries
+
+
+def test_a_large_batch_that_fails_is_tried_again_in_a_few_parts_down_to_the_query():
+    queries = [str(number) for number in range(100)]
     refuses = Refuses(queries[1:], ValueError())
     searches = Searches(refuses, 3, 60.0)
     searches.submit(queries, np.zeros((100, 1)))
     assert dict(collect(searches, 100)) == {query: None if query == "0" else [] for query in queries}
     assert searches.seconds > 0 and searches._typical > 0
+    assert len(refuses.asked) <= 1 + PARTS + 4  # the part of "0" has four
 
 
 def test_who_asks_late_what_another_searches_for_gets_a_search_with_time_left():

@@ -111,6 +111,14 @@ def test_small_integers_of_numpy_are_numbers_of_workflows(engine):
     assert thoughts(np.array([7, 5], np.int8)) == thoughts([7, 5])
 
 
+def test_a_workflow_that_an_earlier_run_used_is_refused_and_an_iterator_of_them_is_not(engine):
+    run, params, requests = engine
+    flows = [hops(request.question.text) for request in requests[:2]]
+    assert len(run.run_workflows(params, iter(flows), ASKS, KEY)) == 2
+    with pytest.raises(UserError, match=r"workflows\[0\] has begun already"):
+        run.run_workflows(params, flows, ASKS, KEY)
+
+
 def test_workflows_without_a_number_of_their_own_are_refused(engine):
     run, params, requests = engine
     flows = [hops(request.question.text) for request in requests[:3]]
