@@ -371,14 +371,14 @@ def _training_rates(
         rates[name].append(count / alone.stats.seconds)
         return alone.stats.seconds
 
-    def decoding_there() -> float:
+    def decoding(name: str, prompt: int) -> float:
         # One prompt, which all rows share: nearly nothing is read.
-        return only("decoding there", model().requests(1, round(positions[0]) - new // 2, samples=rows), new)
+        return only(name, model().requests(1, prompt, samples=rows), new)
 
     sides = {
         "episodes": episodes,
-        "decoding": lambda: only("decoding", model().requests(rows, 64), new),
-        "decoding there": decoding_there,
+        "decoding": lambda: decoding("decoding", 64),
+        "decoding there": lambda: decoding("decoding there", round(positions[0]) - new // 2),
         "reading": lambda: only("reading", model().requests(2 * rows, 256), 1),
     }
     times = take_turns(sides, rounds)

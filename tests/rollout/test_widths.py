@@ -80,17 +80,24 @@ def test_sizes_on_which_bits_depend_are_not_taken(world, monkeypatch, place, siz
 @pytest.mark.slow
 def test_a_last_bit_that_seldom_differs_is_seen(world, monkeypatch):
     decoder, tokenizer, _ = world
-    sample = device.sample
+    sample, wrong = device.sample, 0
 
     def off(logits, *others, **named):
         ids, full, drawn = sample(logits, *others, **named)
-        seldom = (len(ids) == 8) & (ids % 25 == 0)
+        seldom = (len(ids) == wrong) & (ids % 25 == 0)
         return ids, jnp.where(seldom, jnp.nextafter(full, -jnp.inf), full), drawn
 
+    def widths():
+        engine = Engine(decoder, tokenizer, CONFIG)
+        engine.programs.narrow(nnx.state(decoder))
+        return engine.programs.widths
+
     monkeypatch.setattr(device, "sample", off)
-    engine = Engine(decoder, tokenizer, CONFIG)
-    engine.programs.narrow(nnx.state(decoder))
-    assert 8 not in engine.programs.widths
+    *_, narrowest = right = widths()
+    if narrowest == 32:
+        pytest.skip("on this processor no smaller sizes have the same bits")
+    wrong = narrowest
+    assert widths() == right[:-1]
 
 
 def test_few_rows_and_several_devices_have_one_width(world):
