@@ -32,6 +32,7 @@ from rrl.models.config import DecoderConfig
 from rrl.models.decoder import Decoder
 from rrl.models.hf import load_language_model
 from rrl.models.weights import read_config
+from rrl.parallel.runtime import use_huge_pages
 from rrl.recipes.card import read_card
 from rrl.recipes.catalogue import make_recipe
 from rrl.retrieval.encode import load_text_encoder
@@ -313,7 +314,7 @@ def training(args: argparse.Namespace) -> Found:
     retriever = make_retriever(wiki.passages, "scann", load_text_encoder("assets/miniwiki-encoder"))
     found, notes = [], []
     for batch in (args.batch, args.batch // 2):
-        config = EngineConfig(rows=batch, context=1024, feeds=16, feed_tokens=256, top_k=2, top_p=0.95)
+        config = EngineConfig(rows=batch, context=1024, feeds=16, feed_tokens=512, top_k=2, top_p=0.95)
         more = dataclasses.replace(config, spare_rows=batch // 2)
         made = Engine(decoder, tokenizer, more, retriever=retriever)
         alone = FixedLengths(decoder, tokenizer).engine(config)
@@ -430,4 +431,5 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
+    use_huge_pages()  # as every training run; the peers get them too
     main()

@@ -11,8 +11,17 @@ class UserError(ValueError):
     """
 
 
+def number(settings: object, *fields: str, where: str = "") -> None:
+    """Raises UserError for the first of these fields of `settings` that is no number; `where` stands before its name."""
+    for field in fields:
+        value = getattr(settings, field)
+        if not isinstance(value, numbers.Real):
+            raise UserError(f"{where}{field}={value!r} must be a number")
+
+
 def at_least(least: float, settings: object, *fields: str, where: str = "") -> None:
-    """Raises UserError for the first of these fields of `settings` that is smaller; `where` stands before its name."""
+    """Raises UserError for the first of these fields of `settings` that is smaller; before that as `number`."""
+    number(settings, *fields, where=where)
     for field in fields:
         value = getattr(settings, field)
         if not value >= least:  # nan is not
@@ -20,7 +29,8 @@ def at_least(least: float, settings: object, *fields: str, where: str = "") -> N
 
 
 def at_most(most: float, settings: object, *fields: str, where: str = "") -> None:
-    """Raises UserError for the first of these fields of `settings` that is larger; `where` stands before its name."""
+    """Raises UserError for the first of these fields of `settings` that is larger; before that as `number`."""
+    number(settings, *fields, where=where)
     for field in fields:
         value = getattr(settings, field)
         if not value <= most:

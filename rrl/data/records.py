@@ -1,7 +1,8 @@
 """Records of a data file whatever its container: JSON lines, one JSON document or a table, gzipped or not.
 
 The content decides: gzip by its magic bytes, JSON by its first characters; only `.jsonl`, `.tsv` and `.csv` (before `.gz`)
-are believed by name. A record that cannot be read is yielded as a `Broken`, so that the caller refuses or skips it.
+are believed by name. A record that cannot be read is yielded as a `Broken`, so that the caller refuses or skips it. Half a
+character, which an escape of JSON may stand for, is read as "?".
 """
 
 import collections
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Literal, TypeVar
 
 from rrl.errors import UserError
+from rrl.text.characters import whole_characters
 
 OnError = Literal["refuse", "skip"]
 T = TypeVar("T")
@@ -187,7 +189,8 @@ def _decode(line: bytes) -> str | Broken:
 
 def _parse(text: str) -> Any:
     try:
-        return json.loads(text, object_pairs_hook=_object)
+        value = json.loads(text, object_pairs_hook=_object)
+        return _whole(value) if "\\ud" in text.lower() else value
     except json.JSONDecodeError as error:
         line = f"line {error.lineno}, " if error.lineno > 1 or "\n" in text.strip() else ""
         return Broken(f"not JSON ({error.msg}: {line}column {error.colno})")
@@ -195,6 +198,17 @@ def _parse(text: str) -> Any:
         return Broken(f"{error.name!r} is there twice in one object{_second(text, error.name)}")
     except (ValueError, RecursionError) as error:
         return Broken(str(error))
+
+
+def _whole(value: Any) -> Any:
+    """The value, whose texts can be written down again: an escape may stand for half a character."""
+    if isinstance(value, str):
+        return whole_characters(value)
+    if isinstance(value, list):
+        return [_whole(part) for part in value]
+    if isinstance(value, dict):
+        return {_whole(name): _whole(part) for name, part in value.items()}
+    return value
 
 
 class _Twice(ValueError):

@@ -26,7 +26,7 @@ from rrl.models.hf import folder_hash, load_encoder, save_encoder
 from rrl.models.weights import require_folder
 from rrl.parallel.mesh import make_mesh
 from rrl.retrieval.settings import SETTINGS_FILE, FolderSettings, TextSettings, read_settings
-from rrl.text.chat import whole_characters
+from rrl.text.characters import whole_characters
 
 FINGERPRINTED = ("config.json", "model.safetensors", "tokenizer.json", SETTINGS_FILE)
 """The files that decide an embedding."""

@@ -44,7 +44,12 @@ class Request:
 
 def check_ids(tokens: object, whose: str) -> None:
     """Raises UserError for what is no row of whole numbers, or an empty one; `whose` it is says the error."""
-    ids = np.asarray(tokens)
+    try:
+        ids = np.asarray(tokens)
+    except ValueError:  # rows of several lengths
+        raise UserError(
+            f"{whose} must be one row of token ids, found rows of several lengths; ask for each of them"
+        ) from None
     if ids.ndim != 1 or (ids.size and not np.issubdtype(ids.dtype, np.integer)):
         found = f"{ids.dtype} of shape {ids.shape}" if ids.ndim else type(tokens).__name__
         raise UserError(

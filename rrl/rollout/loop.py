@@ -18,7 +18,7 @@ from jax.experimental import io_callback
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Int, Key, PyTree
 
-from rrl.errors import UserError, at_least, whole
+from rrl.errors import UserError, at_least, number, whole
 from rrl.models.cache import BLOCK, KVCache
 from rrl.models.config import DecoderConfig
 from rrl.models.decoder import Decoder, computed
@@ -71,6 +71,7 @@ class EngineConfig:
         whole(1, self, "rows", "context", "feeds", "feed_tokens", "patience", "top_k")
         whole(0, self, "spare_rows", "loops", "sample_top_k")
         at_least(0, self, "stall_seconds")
+        number(self, "search_seconds", "top_p")
         if not self.search_seconds > 0:
             raise UserError(
                 f"search_seconds={self.search_seconds} must be above 0: each search would be given up"

@@ -19,6 +19,7 @@ class Prefixes:
         self._ready = np.zeros(rows, np.int64)
         self._fed: dict[int, int] = {}
         self._last: set[int] = set()
+        self._nobody = np.zeros(0, np.int64), np.zeros(0, np.int64)
 
     def opens(self, row: int, tokens: Int[np.ndarray, "T"], there: int = 0) -> None:
         """The row is to hold these tokens from slot 0 on; the first `there` of them it does."""
@@ -65,22 +66,32 @@ class Prefixes:
         (row, own, True) where no row saves a chunk: the first `own` tokens are the row's already. The row itself counts: what it
         held before is there at no cost. A single chunk behind its own is not worth waiting for.
         """
-        shared = self._shared(tokens)
+        chunks = self._chunks(len(tokens) - own)
+        least = len(tokens) - self._chunk * (chunks - 1)  # who shares fewer saves no chunk
+        rows, shared = self._sharing(tokens, least) if chunks else self._nobody
+        if not len(rows):
+            return row, own, True
         most = int(shared.max())
-        saved = self._chunks(len(tokens) - own) - self._chunks(len(tokens) - most)
-        best = np.flatnonzero(shared == most)
+        best = rows[shared == most]
         there = best[self._ready[best] >= most]
-        if saved < 1 or (saved < 2 and own and not len(there)):
+        if chunks - self._chunks(len(tokens) - most) < 2 and own and not len(there):
             return row, own, True
         candidates = there if len(there) else sorted(best, key=lambda other: not self.fed(int(other), most))
         return row if row in candidates else int(candidates[0]), most, bool(len(there))
 
-    def _shared(self, tokens: Int[np.ndarray, "T"]) -> Int[np.ndarray, "R"]:
-        """How many tokens each row's begin with of these."""
+    def _sharing(
+        self, tokens: Int[np.ndarray, "T"], least: int
+    ) -> tuple[Int[np.ndarray, "r"], Int[np.ndarray, "r"]]:
+        """The rows whose tokens begin with `least` of these or more, and with how many."""
         size = min(len(tokens), self._held.shape[1])
-        differs = np.ones((len(self._held), size + 1), bool)
-        np.not_equal(self._held[:, :size], tokens[:size], out=differs[:, :size])
-        return differs.argmax(axis=1)
+        if least > size:
+            return self._nobody
+        # Nearly all rows are ruled out by one token.
+        rows = np.flatnonzero(self._held[:, least - 1] == tokens[least - 1])
+        differs = np.ones((len(rows), size + 1), bool)
+        np.not_equal(self._held[rows, :size], tokens[:size], out=differs[:, :size])
+        shared = differs.argmax(axis=1)
+        return rows[shared >= least], shared[shared >= least]
 
     def _chunks(self, tokens: int) -> int:
         return -(-tokens // self._chunk)

@@ -13,7 +13,7 @@ from jaxtyping import Float
 from rrl.data.passages import Passage
 from rrl.errors import UserError
 from rrl.retrieval.retriever import Hit, Retriever
-from rrl.text.chat import whole_characters
+from rrl.text.characters import whole_characters
 
 GRACE = 0.01
 """Seconds that a search is waited for at once, where searches have been that fast: its rows decode again sooner than if it had

@@ -137,6 +137,10 @@ class Completion:
     def __post_init__(self) -> None:
         whole(1, self, "turn_tokens", where="completion.")
         whole(0, self, "observation_tokens", where="completion.")
+        if not isinstance(self.stop_sets, Sequence):
+            raise UserError(
+                f"completion.stop_sets: {self.stop_sets!r} must be a tuple of tuples of texts, such as (('.',),)"
+            )
         for strings in self.stop_sets:
             check_stops(strings, "completion.stop_sets")
             if taken := set(strings).intersection(ENDS):

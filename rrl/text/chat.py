@@ -7,6 +7,7 @@ from jaxtyping import Int
 from transformers import PreTrainedTokenizerBase
 
 from rrl.errors import UserError
+from rrl.text.characters import whole_characters
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -52,11 +53,6 @@ def chat_text(tokenizer: PreTrainedTokenizerBase, prompt: str | Prompt, thinking
         tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **choice)
     )
     return opened + prompt.prefill
-
-
-def whole_characters(text: str) -> str:
-    """The text, with "?" for half a surrogate pair, which JSON and Python allow, but no tokenizer and no UTF-8 file takes."""
-    return text.encode("utf-8", "replace").decode()
 
 
 def text_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> Int[np.ndarray, "T"]:

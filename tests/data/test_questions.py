@@ -116,6 +116,15 @@ def test_every_form_is_understood(tmp_path: Path, record: dict, expected: Questi
     assert load_questions(written(tmp_path, record)) == [expected]
 
 
+def test_half_a_character_is_read_as_a_question_mark_and_can_be_written_down(tmp_path: Path) -> None:
+    path = tmp_path / "questions.jsonl"
+    path.write_text(r'{"question": "Who is \ud83d\ude00 or \uD83D?", "answers": ["\udc00 x"]}')
+    questions = load_questions(path)
+    assert [(q.text, q.answers) for q in questions] == [("Who is \U0001f600 or ??", ("? x",))]
+    save_questions(path, questions)
+    assert load_questions(path) == questions
+
+
 def test_our_own_form_comes_back_unchanged(tmp_path: Path) -> None:
     questions = [
         Question("a", "Ærø?", ("x", "y"), "two_hop", ("T",), 2),

@@ -423,6 +423,8 @@ def test_a_stop_string_with_a_special_token_is_refused_for_it_would_never_be_see
     [
         ({"sample_top_k": 417}, r"rollout\.sample_top_k=417 must be at most 416, the model's vocab_size"),
         ({"rows": 3}, r"rollout\.rows=3 must be a multiple of data x fsdp = 2 shards"),
+        ({"search_seconds": None}, r"search_seconds=None must be a number"),
+        ({"top_p": "0.9"}, r"top_p='0\.9' must be a number"),
         ({"search_seconds": 0}, r"search_seconds=0 must be above 0"),
         ({"search_seconds": float("nan")}, r"search_seconds=nan must be above 0"),
         ({"stall_seconds": float("nan")}, r"stall_seconds=nan must be at least 0"),

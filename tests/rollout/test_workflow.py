@@ -138,6 +138,7 @@ def test_workflows_without_a_number_of_their_own_are_refused(engine):
     [
         ({"turn_tokens": 0}, "turn_tokens"),
         ({"observation_tokens": float("nan")}, r"observation_tokens=nan must be a whole number"),
+        ({"stop_sets": None}, r"stop_sets: None must be a tuple of tuples"),
         ({"stop_sets": (["e"],)}, r"stop_sets: \['e'\] must be a tuple"),
         ({"stop_sets": ((".", "<eos>"),)}, r"stop_sets: '<eos>' stands for a pause at no stop string"),
         ({"stop_sets": (("length",),)}, r"stop_sets: 'length' stands for an end at no stop string"),
@@ -163,6 +164,7 @@ def test_ends_are_what_a_generation_says_that_ended_at_no_stop_string():
         ({"stops": ["e"]}, r"generate\.stops: \['e'\] must be a tuple of texts"),
         ({"tokens": 1.5}, r"generate\.tokens=1\.5 must be a whole number"),
         ({"tokens": -1}, r"generate\.tokens=-1 must be at least 0"),
+        ({"temperature": "1"}, r"generate\.temperature='1' must be a number"),
         ({"temperature": float("nan")}, r"generate\.temperature=nan must be at least 0"),
         ({"temperature": float("inf")}, r"generate\.temperature=inf must be at most"),
     ],
@@ -244,6 +246,7 @@ def test_what_a_workflow_raises_comes_out(engine):
         (Generate(Prompt(chat=False)), r"the prompt of workflow 0 is empty"),
         (Generate(np.ones((1, 3), np.int32)), r"must be one row of token ids, found int32 of shape \(1, 3\)"),
         (Generate([1.0, 2.0]), r"must be one row of token ids, found float64 of shape \(2,\)"),
+        (Generate([[1, 2], [3]]), r"must be one row of token ids, found rows of several lengths"),
         (Generate(7), r"must be one row of token ids, found int"),
     ],
 )
