@@ -36,6 +36,9 @@ SMALLEST_BUCKET = 16
 CPU_BATCH, BATCH = 64, 256
 """Passages that are embedded at once on a CPU, and elsewhere."""
 
+FEW = 16
+"""Texts are tokenized one after the other where there are not more: threads would wait for a core while rollouts have all."""
+
 AHEAD = 2
 """Batches that are handed to the device before the first is taken back."""
 
@@ -162,7 +165,9 @@ def token_cutter(tokenizer: Any) -> Cutter:
     closing = frame[(len(frame) + 1) // 2 :]
 
     def cut(texts: Iterable[str], width: int) -> tuple[list[list[int]], int]:
-        encodings = backend.encode_batch_fast(list(map(whole_characters, texts)))
+        whole = list(map(whole_characters, texts))
+        together = len(whole) > FEW
+        encodings = backend.encode_batch_fast(whole) if together else map(backend.encode, whole)
         rows = [encoding.ids for encoding in encodings]
         long = sum(len(row) > width for row in rows)
         return [row if len(row) <= width else row[: width - len(closing)] + closing for row in rows], long

@@ -50,6 +50,8 @@ from rrl.text.chat import Prompt
 Asker = int | tuple[int, int]
 """Who asks: a row, or a workflow and the place in what it asked for."""
 COPIED = Feed._fields.index("copied")
+SOONER = 4
+"""A row whose query is being encoded waits for this part of the steps that others wait."""
 _STOP_NAMES = {STOP_EOS: EOS, STOP_TURN: TURN_TOKENS, STOP_CONTEXT: CONTEXT}
 
 
@@ -359,8 +361,8 @@ class Host:
         return self._packed(feeds, queries, marks)
 
     def _packed(self, feeds: np.ndarray, queries: np.ndarray, marks: np.ndarray) -> Int[np.ndarray, "words"]:
-        """What the device gets. Embeddings are ready as soon as it asks again: then it does not decode before."""
-        patience = 0 if self.encoding else self.limits.patience
+        """What the device gets. Embeddings are ready as soon as it asks again, which it then does soon."""
+        patience = self.limits.patience // (SOONER if self.encoding else 1)
         last = np.array([len(self.encoding), patience], np.int32)
         return np.concatenate([feeds.ravel(), queries.ravel(), marks, last])
 

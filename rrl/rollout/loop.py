@@ -47,7 +47,7 @@ class EngineConfig:
     """Tokens prefilled together, per data shard: pieces of 32 of as many texts as have room (one piece, where it is less)."""
     patience: int = 8
     """Decode steps that a paused row waits at most while others run, twice as many where spare rows write in its place; one whose
-    query is being encoded waits for none."""
+    query is being encoded waits for a quarter of them."""
     loops: int = 0
     """On one CPU: episode loops that share the rows and the requests, each on a core of its own; 0: one a core, of eight rows at
     least. Other devices have one. The last bits of a log-probability depend on how many rows are computed together, and so on

@@ -4,7 +4,7 @@ import pytest
 
 from rrl.data.tokenizer import load_tokenizer, train_tokenizer
 from rrl.errors import UserError
-from rrl.text.chat import Prompt, chat_ids, chat_text, fitting_ids
+from rrl.text.chat import Prompt, chat_ids, chat_text, fitting_ids, text_ids
 
 
 @pytest.fixture(scope="module")
@@ -19,6 +19,18 @@ def test_a_text_is_what_the_user_says(tokenizer):
 
 def test_half_a_character_is_a_question_mark(tokenizer):
     assert chat_ids(tokenizer, "half \ud83d").tolist() == chat_ids(tokenizer, "half ?").tolist()
+
+
+@pytest.mark.parametrize("asked", [{}, {"padding": "max_length"}, {"truncation": True}])
+@pytest.mark.parametrize("split", [False, True])
+def test_a_text_has_all_of_its_tokens_whatever_the_tokenizer_was_asked_before(asked, split):
+    tokenizer = load_tokenizer("assets/miniwiki-tokenizer")
+    text = "<|im_start|>Who lived in a town, and when?\n"
+    tokenizer.split_special_tokens = split
+    wanted = tokenizer.encode(text, add_special_tokens=False)
+    tokenizer(["a b c d e f g h"], max_length=4, **asked)
+    assert text_ids(tokenizer, text).tolist() == wanted
+    assert (tokenizer.convert_tokens_to_ids("<|im_start|>") in wanted) != split
 
 
 def test_the_system_speaks_first_and_the_assistants_turn_may_be_opened(tokenizer):
