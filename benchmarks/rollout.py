@@ -314,7 +314,7 @@ def training(args: argparse.Namespace) -> Found:
     retriever = make_retriever(wiki.passages, "scann", load_text_encoder("assets/miniwiki-encoder"))
     found, notes = [], []
     for batch in (args.batch, args.batch // 2):
-        config = EngineConfig(rows=batch, context=1024, feeds=16, feed_tokens=512, top_k=2, top_p=0.95)
+        config = EngineConfig(rows=batch, context=1024, feeds=16, feed_tokens=256, top_k=2, top_p=0.95)
         more = dataclasses.replace(config, spare_rows=batch // 2)
         made = Engine(decoder, tokenizer, more, retriever=retriever)
         alone = FixedLengths(decoder, tokenizer).engine(config)

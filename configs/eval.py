@@ -100,7 +100,7 @@ def get_config(arg: str = "") -> ConfigDict:
         "rows": 64,
         "context": card.context if card and card.context else 1024 if tiny else 8192,
         "feeds": 16,
-        "feed_tokens": 512 if tiny else 2048,
+        "feed_tokens": 256 if tiny else 2048,
         # Five is what the papers evaluate with; a policy of ours goes on with what it was trained with.
         "top_k": args.top_k if args.top_k is not None else card.top_k if card else 2 if tiny else 5,
     }

@@ -79,7 +79,7 @@ def get_config(arg: str = "") -> ConfigDict:
         "rows": 64 if tiny else 256,
         "context": 640 if tiny else 16384,
         "feeds": 16,
-        "feed_tokens": 512 if tiny else 2048,
+        "feed_tokens": 256 if tiny else 2048,
         "loops": 2 if tiny else 0,
         "top_k": args.top_k,
         "top_p": 1.0,

@@ -65,7 +65,7 @@ def get_config(arg: str = "") -> ConfigDict:
         "spare_rows": sized(32, 0, 0),  # while some wait for passages
         "context": sized(1024, 4096, 8192),
         "feeds": 16,
-        "feed_tokens": sized(512, 1024, 2048),
+        "feed_tokens": sized(256, 1024, 2048),
         "loops": 2 if ours else 0,  # not as many as there are cores: the same bits on one as on many
         "top_k": 2 if ours else 3,
         "top_p": 0.95,

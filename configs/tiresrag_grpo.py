@@ -83,7 +83,7 @@ def get_config(arg: str = "") -> ConfigDict:
         "spare_rows": 32 if tiny else 0,
         "context": 1024 if tiny else 16384,
         "feeds": 16,
-        "feed_tokens": 512 if tiny else 2048,
+        "feed_tokens": 256 if tiny else 2048,
         "loops": 2 if tiny else 0,
         "top_k": 2 if tiny else 5,
         "top_p": 0.95,
