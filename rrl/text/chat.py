@@ -58,8 +58,13 @@ def chat_text(tokenizer: PreTrainedTokenizerBase, prompt: str | Prompt, thinking
 def text_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> Int[np.ndarray, "T"]:
     """Token ids of a text as it is, but for `whole_characters`, no special tokens added."""
     text, backend = whole_characters(text), getattr(tokenizer, "backend_tokenizer", None)
-    # An earlier call may have left the first two there.
-    if backend is None or backend.truncation or backend.padding or tokenizer.split_special_tokens:
+    # What an earlier call asked for stays with the backend.
+    if (
+        backend is None
+        or backend.truncation
+        or backend.padding
+        or backend.encode_special_tokens != tokenizer.split_special_tokens
+    ):
         return np.asarray(tokenizer.encode(text, add_special_tokens=False), np.int32)
     # In this thread: `tokenizer.encode` hands even one text to threads, which wait for a core while rollouts have all.
     return np.asarray(backend.encode(text, add_special_tokens=False).ids, np.int32)

@@ -21,16 +21,20 @@ def test_half_a_character_is_a_question_mark(tokenizer):
     assert chat_ids(tokenizer, "half \ud83d").tolist() == chat_ids(tokenizer, "half ?").tolist()
 
 
-@pytest.mark.parametrize("asked", [{}, {"padding": "max_length"}, {"truncation": True}])
+@pytest.mark.parametrize(
+    "asked", [{}, {"padding": "max_length", "max_length": 100}, {"truncation": True, "max_length": 4}]
+)
+@pytest.mark.parametrize("before", [False, True])
 @pytest.mark.parametrize("split", [False, True])
-def test_a_text_has_all_of_its_tokens_whatever_the_tokenizer_was_asked_before(asked, split):
-    tokenizer = load_tokenizer("assets/miniwiki-tokenizer")
+def test_a_text_has_all_of_its_tokens_whatever_the_tokenizer_was_asked_before(asked, before, split):
+    used, fresh = (load_tokenizer("assets/miniwiki-tokenizer") for _ in range(2))
     text = "<|im_start|>Who lived in a town, and when?\n"
-    tokenizer.split_special_tokens = split
-    wanted = tokenizer.encode(text, add_special_tokens=False)
-    tokenizer(["a b c d e f g h"], max_length=4, **asked)
-    assert text_ids(tokenizer, text).tolist() == wanted
-    assert (tokenizer.convert_tokens_to_ids("<|im_start|>") in wanted) != split
+    used.split_special_tokens = before
+    used(["a b c d e f g h"], **asked)
+    used.split_special_tokens = fresh.split_special_tokens = split
+    ids = text_ids(used, text).tolist()
+    assert ids == fresh.encode(text, add_special_tokens=False)
+    assert (fresh.convert_tokens_to_ids("<|im_start|>") in ids) != split
 
 
 def test_the_system_speaks_first_and_the_assistants_turn_may_be_opened(tokenizer):
