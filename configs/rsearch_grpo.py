@@ -66,6 +66,7 @@ def get_config(arg: str = "") -> ConfigDict:
         "context": sized(1024, 4096, 8192),
         "feeds": 16,
         "feed_tokens": sized(256, 1024, 2048),
+        "draft_tokens": sized(1, 0, 0),  # its samples write much alike, and copy
         "loops": 2 if ours else 0,  # not as many as there are cores: the same bits on one as on many
         "top_k": 2 if ours else 3,
         "top_p": 0.95,

@@ -29,6 +29,8 @@ LORA_A, LORA_B = "_lora_a", "_lora_b"
 """A kernel's adapters are named after it (see rrl.models.lora)."""
 WRITTEN_OUT = 8
 """Most layers of a model whose packed pass has each layer written out."""
+FEW_TOKENS = 8
+"""Tokens a row that are decoded, not prefilled."""
 Hidden = Float[Array, "B T D"]
 Attend = Callable[
     [Float[Array, "B T N H"], Float[Array, "B T K H"], Float[Array, "B T K H"]], Float[Array, "B T N H"]
@@ -257,8 +259,8 @@ class Decoder(nnx.Module):
         """What goes into the first layer, the layer as a function (carry, its number, its weights) -> carry, and all weights."""
         rotary, groups = rotation(self.config, positions), cache.groups(positions, readers)
         graph, stacked = nnx.split(self.layers)
-        # One token a row is less than the weights: then these stay where they are, split over fsdp, and the rows go round.
-        split = ("data", None, "fsdp") if tokens.shape[1] == 1 else (ROW_AXES, None, None)
+        # A few tokens a row are less than the weights: then these stay where they are, split over fsdp, and the rows go round.
+        split = ("data", None, "fsdp") if tokens.shape[1] <= FEW_TOKENS else (ROW_AXES, None, None)
 
         def one_layer(
             carry: tuple[Hidden, KVCache], index: Array, state: nnx.State, reads: bool = True

@@ -16,7 +16,19 @@ from jaxtyping import Array, Bool, Float, Int, Key
 from rrl.models.cache import KVCache
 from rrl.models.decoder import Decoder
 from rrl.parallel.mesh import ROW_AXES, data_shards
-from rrl.rollout.exchange import HEADER, HELD, RUN, STOP_CONTEXT, STOP_EOS, STOP_TURN, WAIT, Feed
+from rrl.rollout.drafts import Drafts, following, windows
+from rrl.rollout.exchange import (
+    HEADER,
+    HELD,
+    NO_TOKEN,
+    RECENT,
+    RUN,
+    STOP_CONTEXT,
+    STOP_EOS,
+    STOP_TURN,
+    WAIT,
+    Feed,
+)
 from rrl.rollout.sampling import row_keys, sample
 
 
@@ -29,8 +41,8 @@ class Rows(NamedTuple):
     """Why the row pauses: index of the stop string, or a STOP_* code."""
     position: Int[Array, "R"]
     """Position of `pending`: the slot it will be written to."""
-    pending: Int[Array, "R"]
-    """The last token of what was fed or sampled; not yet in the cache."""
+    recent: Int[Array, "R RECENT"]
+    """The last tokens of what was fed or sampled; the very last, `pending`, is not yet in the cache."""
     tag: Int[Array, "R"]
     """State of the stop automaton within this turn."""
     request: Int[Array, "R"]
@@ -45,6 +57,11 @@ class Rows(NamedTuple):
     sampled_logps: Float[Array, "R A"]
     length: Int[Array, "R"]
 
+    @property
+    def pending(self) -> Int[Array, "R"]:
+        """The last token."""
+        return self.recent[:, -1]
+
     @staticmethod
     def create(rows: int, turn_tokens: int) -> "Rows":
         """All rows wait for their first prompt."""
@@ -54,7 +71,7 @@ class Rows(NamedTuple):
             status=jnp.full(rows, WAIT, jnp.int32),
             stop=zeros,
             position=zeros,
-            pending=zeros,
+            recent=jnp.full((rows, RECENT), NO_TOKEN, jnp.int32),
             tag=zeros,
             request=zeros,
             offset=zeros,
@@ -78,22 +95,46 @@ class Sampler(NamedTuple):
     top_k: int
 
 
+class Drawn(NamedTuple):
+    """A token for each of P rows, with its log-probability under the full distribution and as sampled."""
+
+    ids: Int[Array, "P"]
+    logps: Float[Array, "P"]
+    sampled_logps: Float[Array, "P"]
+
+
+def draw(rows: Rows, logits: Float[Array, "P T V"], sampler: Sampler) -> list[Drawn]:
+    """T tokens for each of P rows, each as if those before it were the row's. They are drawn together, so that the bits of one
+    do not depend on its place among them."""
+    count, time, size = logits.shape
+    positions = (rows.offset + rows.position)[:, None] + jnp.arange(1, time + 1)
+    keys = row_keys(sampler.key, jnp.repeat(rows.request, time), positions.ravel())
+    drawn = sample(
+        logits.reshape(count * time, size),
+        keys,
+        jnp.repeat(rows.temperature, time),
+        top_p=sampler.top_p,
+        top_k=sampler.top_k,
+    )
+    ids, full, as_sampled = (part.reshape(count, time) for part in drawn)
+    return [Drawn(ids[:, place], full[:, place], as_sampled[:, place]) for place in range(time)]
+
+
 def emit(
     rows: Rows,
-    logits: Float[Array, "P V"],
+    drawn: Drawn,
     mask: Bool[Array, "P"],
     sampler: Sampler,
     context: int,
     which: Int[Array, "P"] | None = None,
 ) -> Rows:
-    """Samples one token for those of P rows that are in `mask`, appends it to their turn, and pauses those that must stop.
+    """Appends the tokens of those of P rows that are in `mask` to their turn, and pauses those that must stop.
 
     `which` rows these are; None: the p-th is row p, and P = R.
     """
     count, turn_tokens = rows.ids.shape
     of = rows if which is None else _taken(rows, which)
-    keys = row_keys(sampler.key, of.request, of.offset + of.position + 1)
-    ids, full, drawn = sample(logits, keys, of.temperature, top_p=sampler.top_p, top_k=sampler.top_k)
+    ids = drawn.ids
     column = jnp.where(mask, of.length, turn_tokens)
     index = (jnp.arange(count) if which is None else which, column)
     tag = sampler.table[of.tag, ids]
@@ -109,18 +150,18 @@ def emit(
 
     def chosen(new: Array, old: Array) -> Array:
         if which is None:
-            return jnp.where(mask, new, old)
+            return jnp.where(mask.reshape(-1, *[1] * (new.ndim - 1)), new, old)
         return old.at[jnp.where(mask, which, count)].set(new, mode="drop")
 
     return rows._replace(
         status=chosen(jnp.where(stops, WAIT, RUN), rows.status),
         stop=chosen(stop, rows.stop),
         position=chosen(position, rows.position),
-        pending=chosen(ids, rows.pending),
+        recent=chosen(following(of.recent, ids), rows.recent),
         tag=chosen(tag, rows.tag),
         ids=rows.ids.at[index].set(ids, mode="drop"),
-        logps=rows.logps.at[index].set(full, mode="drop"),
-        sampled_logps=rows.sampled_logps.at[index].set(drawn, mode="drop"),
+        logps=rows.logps.at[index].set(drawn.logps, mode="drop"),
+        sampled_logps=rows.sampled_logps.at[index].set(drawn.sampled_logps, mode="drop"),
         length=chosen(length, rows.length),
     )
 
@@ -129,6 +170,7 @@ def decode_until(
     model: Decoder,
     rows: Rows,
     cache: KVCache,
+    drafts: Drafts,
     sampler: Sampler,
     *,
     context: int,
@@ -136,38 +178,53 @@ def decode_until(
     patience: int | Int[Array, ""],
     widths: Sequence[int],
     readers: Sequence[int] = (),
-) -> tuple[Rows, KVCache, Int[Array, ""]]:
+    step_tokens: int = 0,
+) -> tuple[Rows, KVCache, Drafts, Int[Array, "2"]]:
     """Decodes until `enough` rows wait, or some have waited or been held for `patience` steps (0: not at all), or no row runs.
 
     A step takes as many rows as the narrowest of `widths` that has room for all that run, or the widest, which is their
     first, where none has; the same number on each device that has rows. Of them `readers` read their past together, those of
-    these numbers that are not more (see `Decoder.extend`). Returns also how many steps it took.
+    these numbers that are not more (see `Decoder.extend`). A step computes `step_tokens`, for each row the next and, as far as
+    they go, what `drafts` has guessed behind it: of these it writes as many as were guessed right, and one more. Returns also how
+    many steps it took, and how many rows wrote in each, added up.
     """
 
-    def going(state: tuple[Rows, KVCache, Array], narrower: int) -> Array:
-        rows, _, steps = state
+    def going(state: tuple[Rows, KVCache, Drafts, Array], narrower: int) -> Array:
+        rows, *_, (steps, _) = state
         waiting = jnp.sum(rows.status == WAIT)
         nobody = jnp.all((rows.status != WAIT) & (rows.status != HELD)) & (patience > 0)
         too_many = jnp.sum(rows.status == RUN) > narrower
         return too_many & (nobody | ((waiting < enough) & (steps < patience)))
 
-    def step(state: tuple[Rows, KVCache, Array], width: int) -> tuple[Rows, KVCache, Array]:
-        rows, cache, steps = state
+    def step(state: tuple[Rows, KVCache, Drafts, Array], width: int) -> tuple[Rows, KVCache, Drafts, Array]:
+        rows, cache, drafts, counts = state
         which = None if width == len(rows.status) else least_far(rows, width)
         of = rows if which is None else _taken(rows, which)
-        running = of.status == RUN
-        slots = jnp.where(running, of.position, context)
+        running, guesses = of.status == RUN, max(step_tokens // width, 1) - 1
+        tokens = of.pending[:, None]
+        if guesses:
+            tokens = jnp.concatenate([tokens, drafts.guess(of.recent, guesses)], axis=1)
+        slots = of.position[:, None] + jnp.arange(guesses + 1)
         hidden, cache = model.extend(
-            of.pending[:, None],
-            positions=slots[:, None],
+            tokens,
+            positions=jnp.where(running[:, None], slots, context),
             cache=cache,
             rows=which,
             readers=tuple(count for count in readers if count <= width),
         )
-        return emit(rows, model.unembed(hidden[:, 0]), running, sampler, context, which), cache, steps + 1
+        mask, wrote = running, []
+        for place, drawn in enumerate(draw(of, model.unembed(hidden), sampler)):
+            rows, before = emit(rows, drawn, mask, sampler, context, which), of
+            of = rows if which is None else _taken(rows, which)
+            wrote.append((before.recent, of.pending, mask))
+            if place < guesses:
+                mask = mask & (of.status == RUN) & (of.pending == tokens[:, place + 1])
+        if guesses:
+            drafts = drafts.learn(*(jnp.stack(part, axis=1) for part in zip(*wrote, strict=True)))
+        return rows, cache, drafts, counts + jnp.stack([1, jnp.sum(running)])
 
     # One after the other: nothing begins to run meanwhile, and a choice within one loop would copy the cache.
-    state = rows, cache, jnp.int32(0)
+    state = rows, cache, drafts, jnp.zeros(2, jnp.int32)
     for width, narrower in zip(widths, (*widths[1:], 0), strict=True):
         state = jax.lax.while_loop(
             functools.partial(going, narrower=narrower), functools.partial(step, width=width), state
@@ -208,6 +265,7 @@ def feed(
     model: Decoder,
     rows: Rows,
     cache: KVCache,
+    drafts: Drafts,
     feeds: Int[Array, "shards P words"],
     marks: Int[Array, "R"],
     *,
@@ -215,14 +273,16 @@ def feed(
     together: Sequence[int],
     copies: int,
     readers: Sequence[int] = (),
-) -> tuple[Rows, KVCache]:
+    learns: bool = False,
+) -> tuple[Rows, KVCache, Drafts]:
     """Does what the host sent (`rrl.rollout.exchange.Feed`): copies prefixes, prefills tokens, begins turns, marks rows.
 
     Row numbers are global, R is no row. Of a shard's P pieces at most `copies` copy a prefix, before all are prefilled or, where
     that is what they copy, after; those with tokens come first.
     Of them are prefilled `together` at a time: as many as the first of these, as long as there are, then the second, and so on;
     the last are made up with pieces that have none. Each divides the one before it, and the first P. What begins a turn is left
-    pending, so that its logits come from decoding whether its past was prefilled here or copied.
+    pending, so that its logits come from decoding whether its past was prefilled here or copied. Where the
+    drafts are to learn, they learn what is prefilled.
     """
     count, shards = rows.status.shape[0], feeds.shape[0]
     entry = Feed(*(feeds[..., i].reshape(-1) for i in range(HEADER)))
@@ -231,17 +291,22 @@ def feed(
     cache = cache.copy_rows(copied.source, copied.row, jnp.maximum(copied.copied, 0), copied.kept)
     busy = jnp.max(jnp.sum(feeds[..., Feed._fields.index("length")] > 0, axis=1))
 
-    def prefill(state: tuple[Array, KVCache], count: int) -> tuple[Array, KVCache]:
-        done, cache = state
+    def prefill(state: tuple[Array, KVCache, Drafts], count: int) -> tuple[Array, KVCache, Drafts]:
+        done, cache, drafts = state
         part = jax.lax.dynamic_slice_in_dim(feeds, done, count, axis=1).reshape(shards * count, -1)
         row, start, length = (part[:, i] for i in range(3))
         tokens = part[:, HEADER:]
         offsets = jnp.arange(tokens.shape[1])[None, :]
-        slots = jnp.where(offsets < length[:, None], start[:, None] + offsets, context)
-        return done + count, model.prefill(tokens, positions=slots, cache=cache, rows=row, readers=readers)
+        valid = offsets < length[:, None]
+        slots = jnp.where(valid, start[:, None] + offsets, context)
+        if learns:
+            none = jnp.full((len(row), RECENT), NO_TOKEN, jnp.int32)
+            drafts = drafts.learn(windows(none, tokens), tokens, valid)
+        cache = model.prefill(tokens, positions=slots, cache=cache, rows=row, readers=readers)
+        return done + count, cache, drafts
 
     # One after the other: a choice among them would copy the cache.
-    state = jnp.int32(0), cache
+    state = jnp.int32(0), cache, drafts
     for pieces in together:
         least = 1 if pieces == together[-1] else pieces
         state = jax.lax.while_loop(
@@ -249,7 +314,8 @@ def feed(
             functools.partial(prefill, count=pieces),
             state,
         )
-    cache = state[1].copy_rows(copied.source, copied.row, jnp.maximum(-copied.copied, 0), copied.kept)
+    _, cache, drafts = state
+    cache = cache.copy_rows(copied.source, copied.row, jnp.maximum(-copied.copied, 0), copied.kept)
     target = jnp.where(entry.begin > 0, entry.row, count)
 
     def put(old: Array, new: Array | int) -> Array:
@@ -258,7 +324,7 @@ def feed(
     rows = rows._replace(
         status=put(jnp.where(marks > 0, marks - 1, rows.status), RUN),
         position=put(rows.position, entry.start + entry.length),
-        pending=put(rows.pending, entry.pending),
+        recent=put(rows.recent, jnp.stack(entry[-RECENT:], axis=-1)),
         tag=put(rows.tag, entry.tag),
         request=put(rows.request, entry.request),
         offset=put(rows.offset, entry.offset),
@@ -268,4 +334,4 @@ def feed(
         ),
         length=put(rows.length, 0),
     )
-    return rows, cache
+    return rows, cache, drafts

@@ -62,7 +62,10 @@ class RolloutStats:
     retrieval_seconds: float = 0.0
     policy_tokens: int = 0
     row_steps: int = 0
-    """Decode steps, times the rows that decode at a time: the tokens that would have been written if none had ever been idle."""
+    """Decode steps, times the rows that decode at a time: the tokens that would have been written if none had ever been idle, and
+    each had written one a step."""
+    written_steps: int = 0
+    """Those of the row steps in which the row wrote."""
     prefilled_tokens: int = 0
     """Of prompts and observations; what is copied from another row is not counted."""
     searches_failed: int = 0
@@ -70,7 +73,12 @@ class RolloutStats:
     @property
     def busy(self) -> float:
         """Mean share of the rows that were decoding, of those that decode at a time, over the decode steps."""
-        return self.policy_tokens / max(self.row_steps, 1)
+        return self.written_steps / max(self.row_steps, 1)
+
+    @property
+    def tokens_per_step(self) -> float:
+        """Mean tokens that a row writes in a decode step: 1 without draft tokens."""
+        return self.policy_tokens / max(self.written_steps, 1)
 
     @property
     def tokens_per_second(self) -> float:
@@ -336,7 +344,7 @@ class Engine:
                 if not over.is_set():
                     host.begin(start)
             _gathered(hosts, None)  # where one has failed, no process begins the loop
-            steps = self._run(hosts, params, environment, key, reference, over)
+            steps, wrote = self._run(hosts, params, environment, key, reference, over)
             counts = [(host.searches.seconds, host.written, host.prefilled, host.failed) for host in hosts]
             parts = _gathered(hosts, (found, counts))
         searching, written, prefilled, failed = np.sum([counts for _, counts in parts], axis=0).T
@@ -344,7 +352,8 @@ class Engine:
             seconds=time.perf_counter() - began,
             retrieval_seconds=float(searching.max()),
             policy_tokens=int(written.sum()),
-            row_steps=steps * self.programs.decode_rows,
+            row_steps=int(steps) * self.programs.decode_rows,
+            written_steps=int(wrote),
             prefilled_tokens=int(prefilled.sum()),
             searches_failed=int(failed.sum()),
         )
@@ -358,13 +367,19 @@ class Engine:
         key: Key,
         reference: bool,
         over: threading.Event,
-    ) -> int:
-        """Runs all loops to their end, which `over` brings about; returns their decode steps."""
+    ) -> Int[np.ndarray, "2"]:
+        """Runs all loops to their end, which `over` brings about; returns their decode steps, and in how many of them each row
+        wrote, added up."""
         stops = hosts[0].stops
         signature = (environment.turn_tokens, stops.first_accept, len(stops.table), reference)
         if fresh := signature not in self._built:
             if not self._built:
                 self.programs.narrow(params)
+                if self.config.draft_tokens and not self.programs.step_tokens:
+                    log.warning(
+                        "rollout.draft_tokens=%d is left out: on this processor the bits behind a right guess would differ",
+                        self.config.draft_tokens,
+                    )
             build = self.programs.reference_loop if reference else self.programs.episode_loop
             self._built[signature] = build(environment.turn_tokens, stops.first_accept)
             told = self.programs.sizes(), environment.turn_tokens, len(stops.strings)
@@ -373,15 +388,15 @@ class Engine:
         # The reference loop hands arrays to and fro at every step.
         moving = "allow" if reference else "disallow"
 
-        def run(loop: int) -> int:
+        def run(loop: int) -> np.ndarray:
             number = self._everywhere(np.int32(loop))
             with jax.set_mesh(self.mesh), jax.transfer_guard(moving):
                 steps = self._built[signature](params, self.encoder_state, key, table, number)
-            return int(steps)
+            return np.asarray(steps)
 
         loops = self.programs.loops
         if loops == 1 or reference:
-            return sum(run(loop) for loop in range(loops))
+            return np.sum([run(loop) for loop in range(loops)], axis=0)
         if fresh:  # other calls wait until the first has ended: it is one that has nothing to do
             self._hosts = [self._host(collections.deque(), environment, stops, None, Desk())]
             run(0)
@@ -390,7 +405,7 @@ class Engine:
             running = [pool.submit(run, loop) for loop in range(loops)]
             try:
                 concurrent.futures.wait(running, return_when=concurrent.futures.FIRST_EXCEPTION)
-                return sum(loop.result() for loop in running)
+                return np.sum([loop.result() for loop in running], axis=0)
             except BaseException:  # Ctrl-C, or a loop that broke: the others shall end too
                 over.set()
                 raise

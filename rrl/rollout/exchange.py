@@ -47,11 +47,20 @@ class Feed(NamedTuple):
     copied: Any
     kept: Any
     """Of these so many hold it already."""
+    last_4: Any
+    last_3: Any
+    last_2: Any
     pending: Any
-    """The token after these: the turn begins with what follows it."""
+    """The last tokens of all that the row is fed; NO_TOKEN where it has fewer. The turn begins with what follows `pending`, which
+    is none of these."""
 
 
 HEADER = len(Feed._fields)
+
+RECENT = HEADER - Feed._fields.index("last_4")
+"""So many last tokens of a row are known to the device."""
+
+NO_TOKEN = -1
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

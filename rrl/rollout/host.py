@@ -20,7 +20,9 @@ from rrl.rollout.exchange import (
     HEADER,
     HELD,
     LEAVE,
+    NO_TOKEN,
     OFF,
+    RECENT,
     RUN,
     STOP_CONTEXT,
     STOP_EOS,
@@ -60,7 +62,8 @@ class _Todo:
 
     def __init__(self, tokens: Int[np.ndarray, "T"], start: int) -> None:
         """`tokens` go to the slots from `start` on, but for the last of them, which stays pending."""
-        self.tokens, self.pending, self.slot = tokens[:-1], int(tokens[-1]), start
+        self.tokens, self.slot = tokens[:-1], start
+        self.recent = [NO_TOKEN] * (RECENT - len(tokens)) + tokens[-RECENT:].tolist()
         self.begun = False
         """Whether the first of them is sent."""
 
@@ -406,7 +409,10 @@ class Host:
                 source=source,
                 copied=0 if source == row else -copied if last else copied,
                 kept=own,
-                pending=todo.pending,
+                last_4=todo.recent[0],
+                last_3=todo.recent[1],
+                last_2=todo.recent[2],
+                pending=todo.recent[3],
             )
             out[HEADER : HEADER + len(piece)] = piece
             todo.slot += len(piece)

@@ -25,6 +25,7 @@ from rrl.models.decoder import Decoder, computed
 from rrl.parallel.mesh import ROW_AXES, data_shards
 from rrl.parallel.runtime import cores_here
 from rrl.rollout.device import Rows, Sampler, decode_until, feed
+from rrl.rollout.drafts import Drafts
 from rrl.rollout.exchange import HEADER, LEAVE, OFF, WAIT, Feed, Limits
 from rrl.rollout.sizes import NARROWED, same_bits
 
@@ -45,6 +46,9 @@ class EngineConfig:
     """How many paused rows of a data shard interrupt decoding; as many queries are encoded together."""
     feed_tokens: int = 256
     """Tokens prefilled together, per data shard: pieces of 32 of as many texts as have room (one piece, where it is less)."""
+    draft_tokens: int = 0
+    """Tokens guessed for each row in a decode step (`rrl.rollout.drafts`): a step takes longer, and writes several tokens of a
+    row where they were guessed right."""
     patience: int = 8
     """Decode steps that a paused row waits at most while others run, twice as many where spare rows write in its place; one whose
     query is being encoded waits for a quarter of them."""
@@ -69,7 +73,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         whole(1, self, "rows", "context", "feeds", "feed_tokens", "patience", "top_k")
-        whole(0, self, "spare_rows", "loops", "sample_top_k")
+        whole(0, self, "spare_rows", "loops", "sample_top_k", "draft_tokens")
         at_least(0, self, "stall_seconds")
         number(self, "search_seconds", "top_p")
         if not self.search_seconds > 0:
@@ -173,6 +177,8 @@ class Programs:
         """Pieces that may be prefilled together, most first."""
         self.readers: tuple[int, ...] = ()
         """Rows that may read a block of their past together in a decode step, most first; (): all, as far back as the longest."""
+        self.step_tokens = self.decode_rows * (config.draft_tokens + 1) if config.draft_tokens else 0
+        """Tokens that a decode step computes, with those that are guessed; 0: nothing is guessed."""
         self.alone = (1,) if self.one_cpu else ()
         """The same of prefilled pieces."""
         options = _options(self.loops) if self.one_cpu else {}
@@ -191,20 +197,26 @@ class Programs:
             sampler = self.sampler(key, table, first_accept)
 
             def going(state: tuple) -> jax.Array:
-                return jnp.any(state[0].status != OFF) & (state[3] != LEAVE)
+                return jnp.any(state[0].status != OFF) & (state[4] != LEAVE)
 
             def body(state: tuple) -> tuple:
-                rows, cache, embeddings, patience, steps = state
+                rows, cache, drafts, embeddings, patience, steps = state
                 with jax.named_scope(DECODE):
-                    rows, cache, more = self._decode(model, rows, cache, sampler, patience)
+                    rows, cache, drafts, more = self._decode(model, rows, cache, drafts, sampler, patience)
                 answer = self._unpack(self._ask(rows, embeddings, loop))
                 with jax.named_scope(PREFILL):
                     prefilling = nnx.merge(self.graph, self._unhoisted(params, answer.feeds))
-                    rows, cache = self._feed(prefilling, rows, cache, answer.feeds, answer.marks)
+                    rows, cache, drafts = self._feed(
+                        prefilling, rows, cache, drafts, answer.feeds, answer.marks
+                    )
                 embeddings = self._embed(encoder_state, answer.queries, answer.asked, embeddings)
-                return rows, cache, embeddings, answer.patience, steps + more
+                return rows, cache, drafts, embeddings, answer.patience, steps + more
 
-            start = (*self._start(model, turn_tokens), jnp.int32(self.limits.patience), jnp.int32(0))
+            start = (
+                *self._start(model, turn_tokens),
+                jnp.int32(self.limits.patience),
+                jnp.zeros(2, jnp.int32),
+            )
             return jax.lax.while_loop(going, body, start)[-1]
 
         return episode_loop
@@ -214,28 +226,35 @@ class Programs:
 
         @functools.partial(self.jit, donate_argnums=2)
         def decode_step(
-            params: PyTree, rows: Rows, cache: KVCache, key: Key, table: jax.Array, patience: jax.Array
+            params: PyTree,
+            rows: Rows,
+            cache: KVCache,
+            drafts: Drafts,
+            key: Key,
+            table: jax.Array,
+            patience: jax.Array,
         ) -> tuple:
             sampler = self.sampler(key, table, first_accept)
-            return self._decode(nnx.merge(self.graph, params), rows, cache, sampler, patience)
+            return self._decode(nnx.merge(self.graph, params), rows, cache, drafts, sampler, patience)
 
         @functools.partial(self.jit, donate_argnums=2)
         def feed_step(
             params: PyTree,
             rows: Rows,
             cache: KVCache,
+            drafts: Drafts,
             feeds: jax.Array,
             marks: jax.Array,
         ) -> tuple:
-            return self._feed(nnx.merge(self.graph, params), rows, cache, feeds, marks)
+            return self._feed(nnx.merge(self.graph, params), rows, cache, drafts, feeds, marks)
 
         embed = self.jit(self._embed)
 
         def drive(params: PyTree, encoder_state: PyTree, key: Key, table: jax.Array, loop: int) -> jax.Array:
-            rows, cache, embeddings = self._start(nnx.merge(self.graph, params), turn_tokens)
-            patience, steps = jnp.int32(self.limits.patience), jnp.int32(0)
+            rows, cache, drafts, embeddings = self._start(nnx.merge(self.graph, params), turn_tokens)
+            patience, steps = jnp.int32(self.limits.patience), jnp.zeros(2, jnp.int32)
             while np.any(np.asarray(rows.status) != OFF) and patience != LEAVE:
-                rows, cache, more = decode_step(params, rows, cache, key, table, patience)
+                rows, cache, drafts, more = decode_step(params, rows, cache, drafts, key, table, patience)
                 steps += more
                 active, words = jnp.sum(rows.status <= WAIT), []
                 for shard in range(self.shards):
@@ -245,7 +264,7 @@ class Programs:
                     report = _report(jnp.int32(loop * self.shards + shard), active, *own)
                     words.append(self.answer(np.asarray(report)))
                 answer = self._unpack(jnp.asarray(np.stack(words)))
-                rows, cache = feed_step(params, rows, cache, answer.feeds, answer.marks)
+                rows, cache, drafts = feed_step(params, rows, cache, drafts, answer.feeds, answer.marks)
                 embeddings = embed(encoder_state, answer.queries, answer.asked, embeddings)
                 patience = answer.patience
             return steps
@@ -255,23 +274,26 @@ class Programs:
     def narrow(self, params: PyTree) -> None:
         """Lets decode steps take fewer rows while few run, and prefills fewer pieces where few are left, on one CPU, where both
         take time by the row (`rrl.rollout.sizes`); call it before the loops are built."""
-        if self.one_cpu and self.decode_rows >= NARROWED:
-            self.widths, self.readers, self.together = same_bits(self, params)
+        if self.one_cpu and (self.decode_rows >= NARROWED or self.step_tokens):
+            self.widths, self.readers, self.together, self.step_tokens = same_bits(self, params)
 
     def sizes(self) -> str:
         """The shapes that a loop computes in its model, in words."""
 
-        def each(counts: Sequence[int]) -> str:
+        def each(counts: Sequence[int | str]) -> str:
             return ", ".join(map(str, counts))
 
         limits, readers = self.limits, self.readers or self.widths[:1]
+        steps = f"{each(self.widths)} rows"
+        if self.step_tokens:
+            steps = each([f"{width} rows x {self.step_tokens // width} tokens" for width in self.widths])
         return (
-            f"{self.loops} rollout loops of {self.rows} rows x {limits.context} tokens: steps of {each(self.widths)} rows, whose "
-            f"past is read {BLOCK} tokens of {each(readers)} rows at a time; pieces of {limits.piece} tokens, prefilled "
+            f"{self.loops} rollout loops of {self.rows} rows x {limits.context} tokens: steps of {steps}, whose past is "
+            f"read {BLOCK} tokens of {each(readers)} rows at a time; pieces of {limits.piece} tokens, prefilled "
             f"{each(self.together)} together on each of {self.shards} data shards"
         )
 
-    def _start(self, model: Decoder, turn_tokens: int) -> tuple[Rows, KVCache, jax.Array]:
+    def _start(self, model: Decoder, turn_tokens: int) -> tuple[Rows, KVCache, Drafts, jax.Array]:
         rows = Rows.create(self.rows, turn_tokens)
         cache = KVCache.create(
             self.decoder_config,
@@ -281,7 +303,8 @@ class Programs:
             slots_last=self.on_cpu,
         )
         width = self.encoder.dim if self.encoder else 0
-        return rows, cache, jnp.zeros((self.shards * self.limits.feeds, width), jnp.float32)
+        embeddings = jnp.zeros((self.shards * self.limits.feeds, width), jnp.float32)
+        return rows, cache, Drafts.create(self.shards), embeddings
 
     def _unhoisted(self, params: PyTree, feeds: jax.Array) -> PyTree:
         """The parameters, bound to something that changes from turn to turn.
@@ -295,33 +318,49 @@ class Programs:
         return Sampler(key, table, self.eos, first_accept, self.config.top_p, self.config.sample_top_k)
 
     def _decode(
-        self, model: Decoder, rows: Rows, cache: KVCache, sampler: Sampler, patience: jax.Array
-    ) -> tuple[Rows, KVCache, jax.Array]:
+        self,
+        model: Decoder,
+        rows: Rows,
+        cache: KVCache,
+        drafts: Drafts,
+        sampler: Sampler,
+        patience: jax.Array,
+    ) -> tuple[Rows, KVCache, Drafts, jax.Array]:
         return decode_until(
             model,
             rows,
             cache,
+            drafts,
             sampler,
             context=self.config.context,
             enough=self.limits.feeds * self.shards,
             patience=patience,
             widths=self.widths,
             readers=self.readers,
+            step_tokens=self.step_tokens,
         )
 
     def _feed(
-        self, model: Decoder, rows: Rows, cache: KVCache, feeds: jax.Array, marks: jax.Array
-    ) -> tuple[Rows, KVCache]:
+        self,
+        model: Decoder,
+        rows: Rows,
+        cache: KVCache,
+        drafts: Drafts,
+        feeds: jax.Array,
+        marks: jax.Array,
+    ) -> tuple[Rows, KVCache, Drafts]:
         return feed(
             model,
             rows,
             cache,
+            drafts,
             feeds,
             marks,
             context=self.config.context,
             together=self.together,
             copies=self.limits.copies,
             readers=self.alone,
+            learns=self.step_tokens > 0,
         )
 
     def _embed(

@@ -1,4 +1,5 @@
-"""How many rows a decode step may take on one CPU, how many may read on, how many pieces are prefilled together.
+"""How many rows a decode step may take on one CPU, how many may read on, how many pieces are prefilled together; and whether
+tokens may be guessed.
 
 Only so many at a time as give each row the bits that it has among all, or its tokens would depend on how fast searches are: from
 some shapes on, XLA cuts a product up in another way. So this is tried, with the steps that run.
@@ -6,8 +7,8 @@ some shapes on, XLA cuts a product up in another way. So this is tried, with the
 
 import concurrent.futures
 import dataclasses
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +20,8 @@ from rrl.models.cache import BLOCK, KVCache
 from rrl.models.decoder import LORA_B, computed
 from rrl.parallel.runtime import cores_here
 from rrl.rollout.device import Rows, decode_until, feed
-from rrl.rollout.exchange import HEADER, OFF, RUN, Feed
+from rrl.rollout.drafts import Drafts, windows
+from rrl.rollout.exchange import HEADER, NO_TOKEN, OFF, RECENT, RUN, Feed
 
 if TYPE_CHECKING:
     from rrl.rollout.loop import Programs
@@ -35,32 +37,51 @@ TRIED = 32
 the log-probabilities differs: of the 512 of eight rows, some twenty at least."""
 
 
-def same_bits(programs: "Programs", params: PyTree) -> tuple[Sizes, Sizes, Sizes]:
-    """Rows that a decode step may take, rows that may read a block of their past together, pieces that may be prefilled together;
-    each most first."""
+class Found(NamedTuple):
+    """Sizes of a loop that give all rows the bits that they have among all; each most first."""
+
+    widths: Sizes
+    """Rows that a decode step may take."""
+    readers: Sizes
+    """Rows that may read a block of their past together."""
+    together: Sizes
+    """Pieces that may be prefilled together."""
+    step_tokens: int
+    """Tokens that a decode step may compute: 0, where those behind a right guess have other bits than those behind none."""
+
+
+def same_bits(programs: "Programs", params: PyTree) -> Found:
+    """Tries all sizes."""
     params = _adapted(computed(params, nnx.merge(programs.graph, params).dtype))
     sizes, pieces = [programs.decode_rows], [programs.limits.together]
-    while not sizes[-1] % (2 * MULTIPLE):
+    while sizes[-1] >= NARROWED and not sizes[-1] % (2 * MULTIPLE):
         sizes.append(sizes[-1] // 2)
     while pieces[-1] > PIECES and not pieces[-1] % 2:
         pieces.append(pieces[-1] // 2)
     steps: list[tuple[int, Sizes]] = [(programs.decode_rows, ())]
     steps += [(size, tuple(sizes[place:])) for place, size in enumerate(sizes) if sizes[1:]]
     with concurrent.futures.ThreadPoolExecutor(cores_here(), "rrl-sizes") as pool:
-        wrote = pool.map(lambda step: _wrote(programs, params, *step), steps)
-        read = pool.map(lambda count: _read(programs, params, count), pieces)
-    same = [step for step, alike in zip(steps, _alike(list(wrote)), strict=True) if alike]
+        writing = [pool.submit(_writer, programs, params, *step) for step in steps]
+        reading = [pool.submit(_read, programs, params, count) for count in pieces]
+        first = writing[0].result()(None)
+        wrote = [writer.result()(first[0]) for writer in writing]
+        read = [reader.result() for reader in reading]
+    alike = _alike([first, *wrote])[1:]
+    same = [step for step, is_alike in zip(steps, alike, strict=True) if is_alike]
     widths = tuple(dict.fromkeys(width for width, _ in same))
     readers = next((readers for width, readers in same if width == programs.decode_rows and readers), ())
-    together = tuple(count for count, alike in zip(pieces, _alike(list(read)), strict=True) if alike)
-    return widths, readers, together
+    together = tuple(count for count, is_alike in zip(pieces, _alike(read), strict=True) if is_alike)
+    if not alike[0]:  # what was guessed shows
+        programs.step_tokens = 0
+        return same_bits(programs, params)
+    return Found(widths, readers, together, programs.step_tokens)
 
 
-def _wrote(
+def _writer(
     programs: "Programs", params: PyTree, width: int, readers: tuple[int, ...]
-) -> tuple[np.ndarray, ...]:
-    """What the first `width` rows write in some steps that take no others: ids and both log-probabilities. Half of them need
-    a second block of their past, a quarter a third, and so on."""
+) -> Callable[[np.ndarray | None], tuple[np.ndarray, ...]]:
+    """Compiles what returns that which the first `width` rows write in steps that take no others: ids and both log-probabilities.
+    Half of them need a second block of their past, a quarter a third, and so on. It is given what rows are guessed to write."""
     count, past = programs.rows, min(4 * BLOCK, programs.config.context)
     turn = min(TRIED, past)
     cache, draw = _made_up(programs, params, past), np.random.default_rng(0)
@@ -71,30 +92,47 @@ def _wrote(
         position=jnp.asarray(
             np.clip(BLOCK * blocks + draw.integers(0, BLOCK, count), 0, past - turn), jnp.int32
         ),
-        pending=jnp.asarray(draw.integers(0, programs.decoder_config.vocab_size, count), jnp.int32),
+        recent=jnp.asarray(draw.integers(0, programs.decoder_config.vocab_size, (count, RECENT)), jnp.int32),
         request=jnp.arange(count, dtype=jnp.int32),
         limit=jnp.full(count, turn, jnp.int32),
         temperature=jnp.linspace(0.5, 1.5, count, dtype=jnp.float32),
     )
     table = jnp.zeros((1, programs.decoder_config.vocab_size), jnp.int32)
+    guesses = jnp.zeros((count, turn), jnp.int32)
 
     @programs.jit
-    def wrote(params: PyTree, rows: Rows, cache: KVCache, key: Key) -> tuple[jax.Array, ...]:
+    def wrote(
+        params: PyTree, rows: Rows, cache: KVCache, key: Key, guesses: jax.Array
+    ) -> tuple[jax.Array, ...]:
+        drafts, known = Drafts.create(programs.shards), jnp.broadcast_to(guesses[:, :1] >= 0, guesses.shape)
         done, *_ = decode_until(
             nnx.merge(programs.graph, params),
             rows,
             cache,
+            drafts.learn(windows(rows.recent, guesses), guesses, known),
             programs.sampler(key, table, first_accept=1),
             context=past,
             enough=count,
             patience=turn,
             widths=(width,),
             readers=readers,
+            step_tokens=programs.step_tokens,
         )
         return done.ids, done.logps, done.sampled_logps
 
+    key = jax.random.key(0)
     with jax.set_mesh(programs.mesh):
-        return tuple(np.asarray(part)[:width] for part in wrote(params, rows, cache, jax.random.key(0)))
+        compiled = wrote.lower(params, rows, cache, key, guesses).compile()
+
+    def run(guessed: np.ndarray | None) -> tuple[np.ndarray, ...]:
+        there = np.full((count, turn), NO_TOKEN, np.int32)
+        if guessed is not None:
+            there[: len(guessed)] = guessed
+        with jax.set_mesh(programs.mesh):
+            done = compiled(params, rows, cache, key, jnp.asarray(there))
+        return tuple(np.asarray(part)[:width] for part in done)
+
+    return run
 
 
 def _read(programs: "Programs", params: PyTree, count: int) -> tuple[np.ndarray, ...]:
@@ -123,6 +161,7 @@ def _read(programs: "Programs", params: PyTree, count: int) -> tuple[np.ndarray,
             model,
             rows,
             cache,
+            Drafts.create(programs.shards),
             feeds,
             marks,
             context=past,

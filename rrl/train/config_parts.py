@@ -104,6 +104,7 @@ def learn_in_miniwiki(config: ConfigDict, args: types.SimpleNamespace, recipe: M
         "context": 1024,
         "feeds": 16,
         "feed_tokens": 256,
+        "draft_tokens": 1,
         "top_k": 2,
         "top_p": 0.95,
     }

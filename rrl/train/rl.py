@@ -134,6 +134,7 @@ def train(
                 record.seconds += done - began
                 metrics |= {
                     "rollout/busy": sampled.stats.busy,
+                    "rollout/tokens_per_step": sampled.stats.tokens_per_step,
                     "rollout/tokens_per_second": sampled.stats.tokens_per_second,
                     "time/rollout": sampled.stats.seconds,
                     "time/retrieval": sampled.stats.retrieval_seconds,

@@ -40,7 +40,8 @@ def test_two_processes_give_the_trajectories_of_one_and_leave_together_where_one
         assert said["failed"] == words
         whole, cut = said["exchanges"]
         assert cut < whole / 2  # the first turns to end are the last of all
-        assert said["tokens"] == [t.tokens.tolist() for t in alone]
+        assert said["tokens"] == said["guessed"] == [t.tokens.tolist() for t in alone]
+        assert said["tokens per step"] > 1
         for found, expected in zip(said["logps"], alone, strict=True):
             np.testing.assert_allclose(found, expected.logps, atol=1e-5)
         assert "one process only" in said["refused"]

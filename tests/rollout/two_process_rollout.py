@@ -38,6 +38,10 @@ if __name__ == "__main__":
     said = {"tokens": [t.tokens.tolist() for t in found], "logps": [t.logps.tolist() for t in found]}
     said["exchanges"] = [max(host.exchanges for host in engine._hosts)]
     said["stages"] = engine._stages()
+    guesses = dataclasses.replace(CONFIG, draft_tokens=2)
+    guessing = Engine(decoder, tokenizer, guesses, retriever=retriever, mesh=mesh)
+    said["guessed"] = [t.tokens.tolist() for t in guessing.run(params, requests, ENVIRONMENT_, KEY)]
+    said["tokens per step"] = guessing.stats.tokens_per_step
     try:
         engine.run(params, requests, Faulty(turn_tokens=12, observation_tokens=60), KEY)
     except (LookupError, RuntimeError) as error:
