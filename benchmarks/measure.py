@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 
@@ -49,7 +50,7 @@ def take_turns(sides: Mapping[str, Callable[[], float]], rounds: int) -> dict[st
     return found
 
 
-def medians(found: Mapping[str, list[float]]) -> dict[str, float]:
+def medians(found: Mapping[Any, list[float]]) -> dict[Any, float]:
     """Of what `take_turns` returned, the first time left out."""
     return {name: statistics.median(values[1:]) for name, values in found.items()}
 

@@ -40,12 +40,13 @@ from rrl.retrieval.index import make_retriever
 from rrl.rollout.engine import Engine, EngineConfig
 from rrl.rollout.episodes import Request
 from rrl.rollout.protocol import Append, Finish, Restart, SearchFor, SingleTurn
-from rrl.rollout.trajectory import POLICY
 from rrl.train.rollouts import run_questions
 
 SHAPE = "assets/miniwiki-policy"
 TRAINING = {"max_searches": 4, "turn_tokens": 128, "observation_tokens": 256, "correction": ""}
 """The environment of configs/rsearch_grpo.py."""
+DRAFT_TOKENS = 1
+"""Of configs/rsearch_grpo.py."""
 
 Found = tuple[list[Row], list[str]]
 """Rows, and notes below them."""
@@ -304,83 +305,86 @@ def mixed(args: argparse.Namespace) -> Found:
 
 
 def training(args: argparse.Namespace) -> Found:
-    """The shipped policy's training rollouts in the built-in world, against decoding alone at the same batch."""
+    """The shipped policy's training rollouts in the built-in world, with the config's draft tokens and without, against decoding
+    alone at the same batch, one token a step."""
     decoder, tokenizer = load_language_model(SHAPE, "policy")
     card = read_card(SHAPE)
     assert card is not None
     recipe = make_recipe("rsearch", {"instruction": card.fields["instruction"]}, TRAINING)
     wiki = generate("train", 1, 1600, 8)
-    questions = [item.question for item in mixed_questions(wiki, 100, KINDS, 1)]
-    retriever = make_retriever(wiki.passages, "scann", load_text_encoder("assets/miniwiki-encoder"))
+    questions = [item.question for item in mixed_questions(wiki, 200, KINDS, 1)]
+    encoder = load_text_encoder("assets/miniwiki-encoder")
     found, notes = [], []
     for batch in (args.batch, args.batch // 2):
         config = EngineConfig(rows=batch, context=1024, feeds=16, feed_tokens=256, top_k=2, top_p=0.95)
         more = dataclasses.replace(config, spare_rows=batch // 2)
-        made = Engine(decoder, tokenizer, more, retriever=retriever)
-        alone = FixedLengths(decoder, tokenizer).engine(config)
-        rates, times = _training_rates(args.rounds, nnx.state(decoder), made, alone, recipe, questions)
-        notes.append(f"{batch} rows: {warm_up(times)}")
-        useful, raw = rates["episodes"], rates["decoding"]
-        # Were all to write all the time: a token's own time at its position, and that of what is prefilled.
-        most = 1 / (raw / rates["decoding there"] + rates["read"] * raw / rates["reading"])
-        rows = f"{batch} rows that only"
-        found += [
-            Row(
-                f"128 training episodes of the built-in world over {batch} rows and {batch // 2} spare ones, prompts, searches "
-                "and all: policy tokens/s",
-                f"{useful:.0f} ({100 * rates['busy']:.0f} % of {batch} write)",
-                f"{rows} decode {raw:.0f}",
-                f"{100 * useful / raw:.1f} %",
-                "at least 60 %",
-            ),
-            Row(
-                f"the most of it, {batch} writing all the time at these positions, with {rates['read']:.2f} tokens prefilled "
-                "for one written",
-                f"{most * raw:.0f}",
-                f"{rows} decode at these positions {rates['decoding there']:.0f}, that only read {rates['reading']:.0f}",
-                f"{100 * most:.0f} %",
-                "",
-            ),
+        made = [
+            Engine(
+                decoder,
+                tokenizer,
+                dataclasses.replace(more, draft_tokens=guessed),
+                # Each has its own: what one has searched for is not at hand for the other.
+                retriever=make_retriever(wiki.passages, "scann", encoder),
+            )
+            for guessed in (DRAFT_TOKENS, 0)
         ]
+        alone = FixedLengths(decoder, tokenizer).engine(config)
+        rates, times = _training_rates(args.rounds, nnx.state(decoder), *made, alone, recipe, questions)
+        notes.append(f"{batch} rows: {warm_up(times)}")
+        raw = rates["decoding"]
+        for side, how, wanted in (
+            ("episodes", "", "at least 60 %"),
+            ("one by one", "the same without draft tokens: ", ""),
+        ):
+            useful, busy, each = (rates[side, what] for what in ("rate", "busy", "each"))
+            found.append(
+                Row(
+                    f"{how}128 training episodes of the built-in world over {batch} rows and {batch // 2} spare ones, prompts, "
+                    "searches and all: policy tokens/s",
+                    f"{useful:.0f} ({100 * busy:.0f} % of {batch} write, {each:.2f} tokens a step)",
+                    f"{batch} rows that only decode {raw:.0f}",
+                    f"{100 * useful / raw:.1f} %",
+                    wanted,
+                )
+            )
     return found, notes
 
 
 def _training_rates(
-    rounds: int, params: Any, made: Engine, alone: Engine, recipe: Any, questions: Sequence[Question]
-) -> tuple[dict[str, float], dict[str, list[float]]]:
-    """Medians: policy tokens/s of training episodes, the share of rows that write, tokens prefilled for one written; and
-    tokens/s of decoding alone from short prompts, of decoding at the episodes' positions, and of reading alone. And the times
-    of all runs."""
-    new, rows = 256, alone.config.rows
-    rates = collections.defaultdict[str, list[float]](list)
-    positions: list[float] = []
+    rounds: int,
+    params: Any,
+    made: Engine,
+    plain: Engine,
+    alone: Engine,
+    recipe: Any,
+    questions: Sequence[Question],
+) -> tuple[dict[Any, float], dict[str, list[float]]]:
+    """Medians: of both engines' episodes the policy tokens/s, the share of rows that write, and the tokens that each writes in a
+    step; tokens/s of decoding alone. And the times of all runs."""
+    rates = collections.defaultdict[Any, list[float]](list)
 
-    def episodes() -> float:
-        asked = questions[32 * (len(positions) % 10) :][:32]
-        key = jax.random.key(1 + len(positions))
-        done = run_questions(made, params, recipe, asked, key=key, samples=4)
-        positions.append(float(np.concatenate([np.flatnonzero(t.roles == POLICY) for t in done]).mean()))
-        stats = made.stats
-        rates["episodes"].append(stats.tokens_per_second)
-        rates["busy"].append(stats.busy)
-        rates["read"].append(stats.prefilled_tokens / stats.policy_tokens)
+    def episodes(side: str, engine: Engine) -> float:
+        number = len(rates[side, "rate"])
+        asked = questions[32 * (number % (len(questions) // 32)) :][:32]
+        key = jax.random.key(1 + number)
+        run_questions(engine, params, recipe, asked, key=key, samples=4)
+        stats = engine.stats
+        rates[side, "rate"].append(stats.tokens_per_second)
+        rates[side, "busy"].append(stats.busy)
+        rates[side, "each"].append(stats.tokens_per_step)
         return stats.seconds
 
-    def only(name: str, asked: list[Request], tokens: int) -> float:
-        alone.run(params, asked, SingleTurn(turn_tokens=tokens), KEY)
-        count = alone.stats.policy_tokens if tokens > 1 else alone.stats.prefilled_tokens
-        rates[name].append(count / alone.stats.seconds)
+    def decoding() -> float:
+        # One prompt, which all rows share: nearly nothing is read.
+        asked = model().requests(1, 64, samples=alone.config.rows)
+        alone.run(params, asked, SingleTurn(turn_tokens=256), KEY)
+        rates["decoding"].append(alone.stats.tokens_per_second)
         return alone.stats.seconds
 
-    def decoding(name: str, prompt: int) -> float:
-        # One prompt, which all rows share: nearly nothing is read.
-        return only(name, model().requests(1, prompt, samples=rows), new)
-
     sides = {
-        "episodes": episodes,
-        "decoding": lambda: decoding("decoding", 64),
-        "decoding there": lambda: decoding("decoding there", round(positions[0]) - new // 2),
-        "reading": lambda: only("reading", model().requests(2 * rows, 256), 1),
+        "episodes": lambda: episodes("episodes", made),
+        "one by one": lambda: episodes("one by one", plain),
+        "decoding": decoding,
     }
     times = take_turns(sides, rounds)
     return medians(rates), times
@@ -403,7 +407,8 @@ NOTES = {
     "training": [
         "An episode is prefilled what it reads, but for what another sample of its question has read alike; it looks further "
         "back in its context than the peer does; and rows run out of questions before the last one is done: that is in its "
-        "time, not in the peer's. The second row leaves the idle rows out.",
+        "time, not in the peer's. Draft tokens are guesses at what a row writes next, from what all rows have read and written; "
+        "where one is right, a step writes two tokens, the same that two steps would have. The peer writes one a step.",
     ],
 }
 
