@@ -30,7 +30,7 @@ LORA_A, LORA_B = "_lora_a", "_lora_b"
 WRITTEN_OUT = 8
 """Most layers of a model whose packed pass has each layer written out."""
 FEW_TOKENS = 8
-"""Tokens a row that are decoded, not prefilled."""
+"""Up to so many tokens a row, as decoding has them, it is the rows that go round between devices; from there on the weights."""
 Hidden = Float[Array, "B T D"]
 Attend = Callable[
     [Float[Array, "B T N H"], Float[Array, "B T K H"], Float[Array, "B T K H"]], Float[Array, "B T N H"]
@@ -259,7 +259,7 @@ class Decoder(nnx.Module):
         """What goes into the first layer, the layer as a function (carry, its number, its weights) -> carry, and all weights."""
         rotary, groups = rotation(self.config, positions), cache.groups(positions, readers)
         graph, stacked = nnx.split(self.layers)
-        # A few tokens a row are less than the weights: then these stay where they are, split over fsdp, and the rows go round.
+        # A few tokens a row are less than the weights: then these stay where they are, split over fsdp.
         split = ("data", None, "fsdp") if tokens.shape[1] <= FEW_TOKENS else (ROW_AXES, None, None)
 
         def one_layer(

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from rrl.models.cache import KVCache
-from rrl.models.decoder import Decoder
+from rrl.models.decoder import FEW_TOKENS, Decoder
 from rrl.parallel.mesh import ROW_AXES, data_shards
 from rrl.rollout.drafts import Drafts, following, windows
 from rrl.rollout.exchange import (
@@ -184,9 +184,9 @@ def decode_until(
 
     A step takes as many rows as the narrowest of `widths` that has room for all that run, or the widest, which is their
     first, where none has; the same number on each device that has rows. Of them `readers` read their past together, those of
-    these numbers that are not more (see `Decoder.extend`). A step computes `step_tokens`, for each row the next and, as far as
-    they go, what `drafts` has guessed behind it: of these it writes as many as were guessed right, and one more. Returns also how
-    many steps it took, and how many rows wrote in each, added up.
+    these numbers that are not more (see `Decoder.extend`). Of each row it computes `tokens_of_a_row`: the next, and what `drafts`
+    guesses behind it. It writes as many as were guessed right, and one more. Returns also how many steps it took, and how many
+    rows wrote in each, added up.
     """
 
     def going(state: tuple[Rows, KVCache, Drafts, Array], narrower: int) -> Array:
@@ -200,7 +200,7 @@ def decode_until(
         rows, cache, drafts, counts = state
         which = None if width == len(rows.status) else least_far(rows, width)
         of = rows if which is None else _taken(rows, which)
-        running, guesses = of.status == RUN, max(step_tokens // width, 1) - 1
+        running, guesses = of.status == RUN, tokens_of_a_row(step_tokens, width) - 1
         tokens = of.pending[:, None]
         if guesses:
             tokens = jnp.concatenate([tokens, drafts.guess(of.recent, guesses)], axis=1)
@@ -212,13 +212,13 @@ def decode_until(
             rows=which,
             readers=tuple(count for count in readers if count <= width),
         )
-        mask, wrote = running, []
+        accepted, wrote = running, []
         for place, drawn in enumerate(draw(of, model.unembed(hidden), sampler)):
-            rows, before = emit(rows, drawn, mask, sampler, context, which), of
+            rows, before = emit(rows, drawn, accepted, sampler, context, which), of
             of = rows if which is None else _taken(rows, which)
-            wrote.append((before.recent, of.pending, mask))
+            wrote.append((before.recent, of.pending, accepted))
             if place < guesses:
-                mask = mask & (of.status == RUN) & (of.pending == tokens[:, place + 1])
+                accepted = accepted & (of.status == RUN) & (of.pending == tokens[:, place + 1])
         if guesses:
             drafts = drafts.learn(*(jnp.stack(part, axis=1) for part in zip(*wrote, strict=True)))
         return rows, cache, drafts, counts + jnp.stack([1, jnp.sum(running)])
@@ -230,6 +230,11 @@ def decode_until(
             functools.partial(going, narrower=narrower), functools.partial(step, width=width), state
         )
     return state
+
+
+def tokens_of_a_row(step_tokens: int, width: int) -> int:
+    """How many a decode step of `width` rows computes: together `step_tokens`, but one at least and FEW_TOKENS at most."""
+    return min(max(step_tokens // width, 1), FEW_TOKENS)
 
 
 def least_far(rows: Rows, count: int) -> Int[Array, "count"]:
@@ -282,7 +287,7 @@ def feed(
     Of them are prefilled `together` at a time: as many as the first of these, as long as there are, then the second, and so on;
     the last are made up with pieces that have none. Each divides the one before it, and the first P. What begins a turn is left
     pending, so that its logits come from decoding whether its past was prefilled here or copied. Where the
-    drafts are to learn, they learn what is prefilled.
+    drafts are to learn, they learn what stands in each piece.
     """
     count, shards = rows.status.shape[0], feeds.shape[0]
     entry = Feed(*(feeds[..., i].reshape(-1) for i in range(HEADER)))

@@ -1,11 +1,11 @@
-"""Guesses at what rows write next, so that one decode step can write several tokens of a row.
+"""Speculative decoding without a draft model: guesses at what rows write next, so that one step can write several tokens of each.
 
 A search agent copies: names from its passages, and whole sentences that another sample of its question has written before it.
-So the next tokens are looked up behind the last place where the last few stood, in whichever row (prompt lookup decoding, Saxena
-2023, over all texts of a data shard). A step computes the logits behind each guess too, and draws from them in turn as long as
-what it drew is what was guessed. What is drawn depends on the request and the position alone (`rrl.rollout.sampling`): nothing is
-rejected to mend a distribution, as with a draft model (Leviathan et al. 2023), and the tokens are, up to rounding, those of
-decoding one by one.
+So the next tokens are looked up behind the last place where the last few stood, in whichever row: prompt lookup decoding (Saxena
+2023), with a table of n-grams over all texts of a data shard. A step computes the logits behind each guess too, and draws from
+them in turn as long as what it drew is what was guessed. What is drawn depends on the request and the position alone
+(`rrl.rollout.sampling`): nothing is rejected to mend a distribution, as with a draft model (Leviathan et al. 2023), and the
+tokens are, up to rounding, those of decoding one by one.
 """
 
 from collections.abc import Callable
@@ -20,24 +20,24 @@ from rrl.parallel.mesh import ROW_AXES
 from rrl.parallel.rules import constrain
 from rrl.rollout.exchange import RECENT
 
-RUNS = (4, 2, 1)
-"""Tokens in a row that are looked up: where a longer run is not known, the next shorter."""
-BITS = 16
-"""Of the hash of a run: so many have a place of their own; a later one takes the place of an earlier."""
+NGRAMS = (4, 2, 1)
+"""How many last tokens are looked up: where it is not known what followed them, the next fewer."""
+HASH_BITS = 16
+"""An n-gram's place in the table is its hash of so many bits; a later one takes the place of an earlier."""
 _FACTORS = (0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D, 0x27D4EB2F)
-"""Odd, one for each place in a run."""
+"""Odd, one for each token of an n-gram."""
 
 
 class Drafts(NamedTuple):
     """What followed what, in the rows of each data shard."""
 
     table: Int[Array, "shards places"]
-    """The token behind a run + 1; 0: none."""
+    """The token behind an n-gram + 1; 0: none."""
 
     @staticmethod
     def create(shards: int) -> "Drafts":
         """Nothing is known."""
-        return Drafts(constrain(jnp.zeros((shards, len(RUNS) << BITS), jnp.int32), ROW_AXES, None))
+        return Drafts(constrain(jnp.zeros((shards, len(NGRAMS) << HASH_BITS), jnp.int32), ROW_AXES, None))
 
     def guess(self, recent: Int[Array, "P RECENT"], count: int) -> Int[Array, "P count"]:
         """The tokens that are likely to follow; 0 where nothing is known. Where rows are split over devices, the P are too."""
@@ -60,11 +60,11 @@ class Drafts(NamedTuple):
         tokens: Int[Array, "P T"],
         valid: Bool[Array, "P T"],
     ) -> "Drafts":
-        """With what followed these, where valid; of two that followed the same, either. Of runs with NO_TOKEN in them nothing is
-        learned. Where rows are split over devices, the P are too."""
+        """With what followed these, where valid; of two that followed the same, either. Of n-grams with NO_TOKEN in them nothing
+        is learned. Where rows are split over devices, the P are too."""
 
         def on_one(table: Array, recent: Array, tokens: Array, valid: Array) -> Array:
-            whole = jnp.stack([recent[..., RECENT - run] >= 0 for run in RUNS], axis=-1)
+            whole = jnp.stack([recent[..., RECENT - size] >= 0 for size in NGRAMS], axis=-1)
             places = jnp.where(whole & valid[..., None], _places(recent), table.shape[1])
             values = jnp.broadcast_to(tokens[..., None] + 1, places.shape)
             return table.at[0, places].set(values, mode="drop")
@@ -91,11 +91,11 @@ def windows(recent: Int[Array, "P RECENT"], tokens: Int[Array, "P T"]) -> Int[Ar
     return jnp.stack([text[:, place : place + time] for place in range(RECENT)], axis=-1)
 
 
-def _places(recent: Int[Array, "... RECENT"]) -> Int[Array, "... RUNS"]:
-    """Where the table has what follows the last tokens, for each length of a run."""
+def _places(recent: Int[Array, "... RECENT"]) -> Int[Array, "... NGRAMS"]:
+    """Where the table has what follows the last tokens, for each number of them."""
     words, places = recent.astype(jnp.uint32), []
-    for number, run in enumerate(RUNS):
-        of_run = sum(words[..., RECENT - 1 - i] * jnp.uint32(_FACTORS[i]) for i in range(run))
-        mixed = (of_run ^ (of_run >> 15)) * jnp.uint32(_FACTORS[run - 1])
-        places.append((mixed >> (32 - BITS)).astype(jnp.int32) + (number << BITS))
+    for number, size in enumerate(NGRAMS):
+        of_ngram = sum(words[..., RECENT - 1 - i] * jnp.uint32(_FACTORS[i]) for i in range(size))
+        mixed = (of_ngram ^ (of_ngram >> 15)) * jnp.uint32(_FACTORS[size - 1])
+        places.append((mixed >> (32 - HASH_BITS)).astype(jnp.int32) + (number << HASH_BITS))
     return jnp.stack(places, axis=-1)

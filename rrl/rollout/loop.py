@@ -18,13 +18,13 @@ from jax.experimental import io_callback
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Int, Key, PyTree
 
-from rrl.errors import UserError, at_least, number, whole
+from rrl.errors import UserError, at_least, at_most, number, whole
 from rrl.models.cache import BLOCK, KVCache
 from rrl.models.config import DecoderConfig
-from rrl.models.decoder import Decoder, computed
+from rrl.models.decoder import FEW_TOKENS, Decoder, computed
 from rrl.parallel.mesh import ROW_AXES, data_shards
 from rrl.parallel.runtime import cores_here
-from rrl.rollout.device import Rows, Sampler, decode_until, feed
+from rrl.rollout.device import Rows, Sampler, decode_until, feed, tokens_of_a_row
 from rrl.rollout.drafts import Drafts
 from rrl.rollout.exchange import HEADER, LEAVE, OFF, WAIT, Feed, Limits
 from rrl.rollout.sizes import NARROWED, same_bits
@@ -47,8 +47,10 @@ class EngineConfig:
     feed_tokens: int = 256
     """Tokens prefilled together, per data shard: pieces of 32 of as many texts as have room (one piece, where it is less)."""
     draft_tokens: int = 0
-    """Tokens guessed for each row in a decode step (`rrl.rollout.drafts`): a step takes longer, and writes several tokens of a
-    row where they were guessed right."""
+    """Speculative decoding: tokens guessed for each row in a decode step, by looking its last tokens up in what all have read and
+    written (`rrl.rollout.drafts`). A step takes longer, and writes several tokens of a row where they were guessed right. A
+    narrower step guesses more for each. The last bits of a log-probability depend on whether anything is guessed, not on what. On
+    one CPU this is tried before the first run, and the option left out, with a warning, where it is not so."""
     patience: int = 8
     """Decode steps that a paused row waits at most while others run, twice as many where spare rows write in its place; one whose
     query is being encoded waits for a quarter of them."""
@@ -74,6 +76,7 @@ class EngineConfig:
     def __post_init__(self) -> None:
         whole(1, self, "rows", "context", "feeds", "feed_tokens", "patience", "top_k")
         whole(0, self, "spare_rows", "loops", "sample_top_k", "draft_tokens")
+        at_most(FEW_TOKENS - 1, self, "draft_tokens")
         at_least(0, self, "stall_seconds")
         number(self, "search_seconds", "top_p")
         if not self.search_seconds > 0:
@@ -185,8 +188,8 @@ class Programs:
         self.jit = functools.partial(jax.jit, compiler_options=options)
 
     def episode_loop(self, turn_tokens: int, first_accept: int) -> Callable:
-        """The jitted program (params, encoder state, key, stop table, number of the loop) -> decode steps; the host has the
-        episodes."""
+        """The jitted program (params, encoder state, key, stop table, number of the loop) -> decode steps, and how many rows
+        wrote in each, added up; the host has the episodes."""
 
         @self.jit
         def episode_loop(
@@ -273,7 +276,8 @@ class Programs:
 
     def narrow(self, params: PyTree) -> None:
         """Lets decode steps take fewer rows while few run, and prefills fewer pieces where few are left, on one CPU, where both
-        take time by the row (`rrl.rollout.sizes`); call it before the loops are built."""
+        take time by the row; leaves draft tokens out where bits depend on them (`rrl.rollout.sizes`). Call it before building
+        loops."""
         if self.one_cpu and (self.decode_rows >= NARROWED or self.step_tokens):
             self.widths, self.readers, self.together, self.step_tokens = same_bits(self, params)
 
@@ -286,7 +290,9 @@ class Programs:
         limits, readers = self.limits, self.readers or self.widths[:1]
         steps = f"{each(self.widths)} rows"
         if self.step_tokens:
-            steps = each([f"{width} rows x {self.step_tokens // width} tokens" for width in self.widths])
+            steps = each(
+                [f"{width} rows x {tokens_of_a_row(self.step_tokens, width)} tokens" for width in self.widths]
+            )
         return (
             f"{self.loops} rollout loops of {self.rows} rows x {limits.context} tokens: steps of {steps}, whose past is "
             f"read {BLOCK} tokens of {each(readers)} rows at a time; pieces of {limits.piece} tokens, prefilled "

@@ -53,32 +53,43 @@ class Found(NamedTuple):
 def same_bits(programs: "Programs", params: PyTree) -> Found:
     """Tries all sizes."""
     params = _adapted(computed(params, nnx.merge(programs.graph, params).dtype))
-    sizes, pieces = [programs.decode_rows], [programs.limits.together]
-    while sizes[-1] >= NARROWED and not sizes[-1] % (2 * MULTIPLE):
-        sizes.append(sizes[-1] // 2)
+    pieces = [programs.limits.together]
     while pieces[-1] > PIECES and not pieces[-1] % 2:
         pieces.append(pieces[-1] // 2)
+    with concurrent.futures.ThreadPoolExecutor(cores_here(), "rrl-sizes") as pool:
+        reading = [pool.submit(_read, programs, params, count) for count in pieces]
+        step_tokens = programs.step_tokens
+        found = _steps(programs, params, step_tokens, pool)
+        if found is None:
+            step_tokens = 0
+            found = _steps(programs, params, step_tokens, pool)
+        read = [reader.result() for reader in reading]
+    assert found is not None, "steps without guesses differ from themselves"
+    together = tuple(count for count, is_alike in zip(pieces, _alike(read), strict=True) if is_alike)
+    return Found(*found, together, step_tokens)
+
+
+def _steps(
+    programs: "Programs", params: PyTree, step_tokens: int, pool: concurrent.futures.Executor
+) -> tuple[Sizes, Sizes] | None:
+    """Widths and readers; None where bits depend on what was guessed."""
+    sizes = [programs.decode_rows]
+    while sizes[-1] >= NARROWED and not sizes[-1] % (2 * MULTIPLE):
+        sizes.append(sizes[-1] // 2)
     steps: list[tuple[int, Sizes]] = [(programs.decode_rows, ())]
     steps += [(size, tuple(sizes[place:])) for place, size in enumerate(sizes) if sizes[1:]]
-    with concurrent.futures.ThreadPoolExecutor(cores_here(), "rrl-sizes") as pool:
-        writing = [pool.submit(_writer, programs, params, *step) for step in steps]
-        reading = [pool.submit(_read, programs, params, count) for count in pieces]
-        first = writing[0].result()(None)
-        wrote = [writer.result()(first[0]) for writer in writing]
-        read = [reader.result() for reader in reading]
-    alike = _alike([first, *wrote])[1:]
-    same = [step for step, is_alike in zip(steps, alike, strict=True) if is_alike]
+    writing = [pool.submit(_writer, programs, params, step_tokens, *step) for step in steps]
+    first = writing[0].result()(None)
+    wrote = [writer.result()(first[0]) for writer in writing]
+    _, guessed, *_ = alike = _alike([first, *wrote])
+    same = [step for step, is_alike in zip(steps, alike[1:], strict=True) if is_alike]
     widths = tuple(dict.fromkeys(width for width, _ in same))
     readers = next((readers for width, readers in same if width == programs.decode_rows and readers), ())
-    together = tuple(count for count, is_alike in zip(pieces, _alike(read), strict=True) if is_alike)
-    if not alike[0]:  # what was guessed shows
-        programs.step_tokens = 0
-        return same_bits(programs, params)
-    return Found(widths, readers, together, programs.step_tokens)
+    return (widths, readers) if guessed else None
 
 
 def _writer(
-    programs: "Programs", params: PyTree, width: int, readers: tuple[int, ...]
+    programs: "Programs", params: PyTree, step_tokens: int, width: int, readers: tuple[int, ...]
 ) -> Callable[[np.ndarray | None], tuple[np.ndarray, ...]]:
     """Compiles what returns that which the first `width` rows write in steps that take no others: ids and both log-probabilities.
     Half of them need a second block of their past, a quarter a third, and so on. It is given what rows are guessed to write."""
@@ -116,7 +127,7 @@ def _writer(
             patience=turn,
             widths=(width,),
             readers=readers,
-            step_tokens=programs.step_tokens,
+            step_tokens=step_tokens,
         )
         return done.ids, done.logps, done.sampled_logps
 

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from rrl.errors import UserError
 from rrl.models.decoder import Decoder
 from rrl.parallel.mesh import make_mesh
 from rrl.parallel.rules import shard
@@ -186,3 +187,10 @@ def test_fewer_rows_guess_more(world, monkeypatch):  # noqa: F811
     engine = Engine(decoder, tokenizer, dataclasses.replace(CONFIG, rows=32, loops=1, draft_tokens=1))
     engine.programs.narrow(nnx.state(decoder))
     assert shapes == {(32, 2), (16, 4), (8, 8)}
+
+
+def test_more_guesses_than_a_step_has_room_for_are_refused():
+    with pytest.raises(UserError, match="draft_tokens=8 must be at most 7"):
+        dataclasses.replace(CONFIG, draft_tokens=8)
+    with pytest.raises(UserError, match="draft_tokens=-1"):
+        dataclasses.replace(CONFIG, draft_tokens=-1)
