@@ -20,7 +20,7 @@ if __name__ == "__main__":
     from rrl.rollout.workflow import Completion, Generate, PromptTooLong
     from tests.rollout.test_engine import CONFIG, ENVIRONMENT_, KEY, Scripted
     from tests.rollout.test_workflow import hops
-    from tests.rollout.world import make_world
+    from tests.rollout.world import alike, make_world
 
     class Faulty(Scripted):
         """Fails in one of the processes."""
@@ -40,7 +40,8 @@ if __name__ == "__main__":
     said["stages"] = engine._stages()
     guesses = dataclasses.replace(CONFIG, draft_tokens=2)
     guessing = Engine(decoder, tokenizer, guesses, retriever=retriever, mesh=mesh)
-    said["guessed"] = [t.tokens.tolist() for t in guessing.run(params, requests, ENVIRONMENT_, KEY)]
+    greedy = guessing.run(params, alike(requests), ENVIRONMENT_, KEY)
+    said["guessed"] = [t.tokens.tolist() for t in greedy]
     said["tokens per step"] = guessing.stats.tokens_per_step
     try:
         engine.run(params, requests, Faulty(turn_tokens=12, observation_tokens=60), KEY)

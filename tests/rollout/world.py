@@ -1,5 +1,7 @@
 """A small world, a random policy of its size, and questions: what engines are tested on."""
 
+import dataclasses
+
 from flax import nnx
 
 from rrl.data.miniwiki import generate
@@ -9,6 +11,15 @@ from rrl.models.decoder import Decoder
 from rrl.retrieval.index import make_retriever
 from rrl.rollout.episodes import Request
 from rrl.text.chat import chat_ids
+
+
+def alike(requests):
+    """Greedy samples, four of each of the first four questions: what one has written, the next is guessed to write."""
+    return [
+        dataclasses.replace(request, seed=4 * group + sample, group=group, temperature=0.0)
+        for group, request in enumerate(requests[:4])
+        for sample in range(4)
+    ]
 
 
 def make_world():
