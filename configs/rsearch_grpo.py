@@ -1,7 +1,7 @@
 """R-Search with GRPO.
 
     python launch/train.py --config=configs/rsearch_grpo.py                      # built-in world, 5 to 10 minutes on 2 cores
-    python launch/train.py --config=configs/rsearch_grpo.py:steps=2              # smoke run, half a minute
+    python launch/train.py --config=configs/rsearch_grpo.py:steps=2              # smoke run, a minute or two
     python launch/train.py --config=configs/rsearch_grpo.py:data=FOLDER,policy=FOLDER    # real questions, any policy
     python launch/train.py --config=configs/rsearch_grpo.py:size=7b,data=FOLDER,policy=FOLDER,reader=FOLDER,encoder=FOLDER
 
