@@ -82,7 +82,7 @@ def test_parameters_move_and_are_held_against_the_frozen_start(whole):
     assert lines[-1]["train/kl"] > 0
     assert lines[0]["train/logp_gap"] < 1e-5
     assert all(line["memory/host"] > 0.01 for line in lines)
-    assert all(0 < line["rollout/busy"] <= 1 for line in lines)
+    assert all(0 < line["rollout/busy"] <= 1 <= line["rollout/tokens_per_step"] for line in lines)
     tokens = [line["rollout/tokens_per_second"] * line["time/rollout"] for line in lines]
     assert tokens == pytest.approx([12 * line["tokens/policy"] for line in lines])
     assert set(outcome.after) >= {"eval/em", "eval/f1", "eval/searches"}
