@@ -42,7 +42,8 @@ def test_what_followed_the_last_tokens_is_guessed_by_the_longest_ngram():
     assert guessed(drafts, [5, 6], 4) == [7, 8, 9, 10]
     assert guessed(drafts, [3, 5, 6, 7, 8], 2) == [9, 10]
     drafts = learned([1, 2, 7, 8, 30], [4, 4, 7, 8, 40], drafts=drafts)
-    assert guessed(drafts, [1, 2, 7, 8], 1) == [30]  # the last four say so; behind the last two, 40 was seen later
+    # The last four say so; behind the last two, 40 was seen later.
+    assert guessed(drafts, [1, 2, 7, 8], 1) == [30]
     assert guessed(drafts, [9, 9, 7, 8], 1) == [40]
     assert guessed(drafts, [8], 1) == [40]
     assert guessed(drafts, [99, 6], 1) == [7]  # of the last token alone
