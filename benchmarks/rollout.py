@@ -138,15 +138,20 @@ class Turns:
 
 
 KEPT = f"{HF} that keeps its cache, all episodes in step"
+UNCUT = f"{HF}, each turn written to its limit"
+RESPONSE_TOKENS = 500
+"""Of a turn in Search-R1's scripts (max_response_length). Its loop samples without stop strings, and cuts the text behind its tag
+when a turn is written to the end or the limit."""
 
 
 def episodes(args: argparse.Namespace) -> Found:
     """Search episodes, against loops that read the whole history again at every turn: Search-R1's over Hugging Face's generate,
-    Tunix's over its Sampler, and one over this engine; and against one over generate that keeps its cache, which it can as long
-    as all turns and observations are of one length."""
-    rows, notes, batch = [], [], args.batch // 4
-    for searches in (2, 4):
-        live, again = Turns(searches), Turns(searches, again=True)
+    with turns written to their limit, as published, and no longer than what is kept of them; Tunix's over its Sampler; one over
+    this engine. And against one over generate that keeps its cache, which it can as long as all turns and observations are of one
+    length. A batch four times as large is measured with generate alone, of the other libraries."""
+    rows, notes = [], []
+    for searches, batch in ((2, args.batch // 4), (4, args.batch // 4), (4, args.batch)):
+        live, again, all_peers = Turns(searches), Turns(searches, again=True), batch < args.batch
         what = f"episodes of {searches} searches (64 written, 384 read a turn), batch {batch}, seconds"
         wanted = "4x at 4 turns, growing" if searches == 4 else ""
         histories = [
@@ -155,8 +160,8 @@ def episodes(args: argparse.Namespace) -> Found:
         config = EngineConfig(
             rows=batch,
             context=histories[-1] + live.turn_tokens + 64,
-            feeds=16,
-            feed_tokens=512,
+            feeds=max(16, batch // 2),
+            feed_tokens=1024,
             share_prompts=False,
         )
         asked = model().requests(batch, live.prompt)
@@ -166,34 +171,32 @@ def episodes(args: argparse.Namespace) -> Found:
             "ours": model().timed(model().engine(config), asked, live, tokens),
             own: model().timed(model().engine(config), asked, again, tokens),
         }
-        with peers(model(), pythons(args), batch, histories[-1], live.turn_tokens) as (found, missing):
+        named = pythons(args) if all_peers else {HF: args.hf_python}
+        with peers(model(), named, batch, histories[-1], live.turn_tokens) as (found, missing):
             for peer in found.values():
                 sides |= peer.sides("turns", *histories)
-            if HF in found:
-                found[KEPT] = Fastest(KEPT, found[HF].peer, CACHES)
+            if all_peers and HF in found:
+                generate = found[HF].peer
+                found |= {name: Fastest(name, generate, CACHES) for name in (KEPT, UNCUT)}
                 sides |= found[KEPT].sides("kept", *histories)
+                sides |= found[UNCUT].sides("uncut", RESPONSE_TOKENS, *histories)
             times = take_turns(sides, args.rounds)
         took = medians(times)
         # With decoding that takes no time at all.
         most = sum(histories) / (live.prompt + searches * live.observation_tokens)
-        compared = [(took[own], f"{own} {took[own]:.2f}", f" (at most {most:.1f}x: tokens read)")]
+        compared = [(took[own], f"{own} {took[own]:.2f}", f" (at most {most:.1f}x: tokens read)", "")]
         for name, peer in found.items():
             seconds, words = peer.best(took, "{:.2f}".format)
-            compared.append(
-                (seconds, words if name == KEPT else f"all read again at every turn: {words}", "")
-            )
+            if name == KEPT:
+                compared.append((seconds, words, "", ""))
+            else:
+                compared.append((seconds, f"all read again at every turn: {words}", "", wanted))
         rows += [
-            Row(
-                what,
-                f"{took['ours']:.2f}",
-                words,
-                f"{seconds / took['ours']:.2f}x{more}",
-                "" if words.startswith(KEPT) else wanted,
-            )
-            for seconds, words, more in compared
+            Row(what, f"{took['ours']:.2f}", words, f"{seconds / took['ours']:.2f}x{more}", goal)
+            for seconds, words, more, goal in compared
         ]
         rows += [Row(what, "", name, why, wanted) for name, why in missing.items()]
-        notes.append(f"{searches} searches: {warm_up(times)}")
+        notes.append(f"{searches} searches, batch {batch}: {warm_up(times)}")
     return rows, notes
 
 
@@ -403,6 +406,9 @@ NOTES = {
         "This engine and Hugging Face's generate draw; Tunix's Sampler is greedy, which is faster. Its cache is as long as each "
         "turn needs. A loop that reads again, or keeps generate's cache, waits for the longest turn of all; here all are of one "
         "length, which costs such a loop nothing.",
+        f"{UNCUT}: Search-R1's loop as published. It samples without stop strings and cuts a text behind its tag afterwards; "
+        f"its scripts allow a turn {RESPONSE_TOKENS} tokens, of which 64 are kept here. (It does so over vLLM.) In the other "
+        "rows a turn ends where its tag does, as if generate had been told to stop there.",
     ],
     "training": [
         "An episode is prefilled what it reads, but for what another sample of its question has read alike; it looks further "

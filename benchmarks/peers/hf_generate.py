@@ -2,7 +2,8 @@
 
 The line `sample CACHE` draws NEW tokens after each prompt. The line `turns CACHE A B C` runs prompts of each of the lengths
 A, B, C, ... in turn, with NEW tokens drawn after them, as a loop does that reads the whole history again at every turn; PROMPT
-is the longest. So does `kept CACHE A B C`, which keeps the cache and reads what is new: that asks for texts of one length.
+is the longest. So does `uncut CACHE LIMIT A B C`, which draws LIMIT tokens a turn, as a loop does that cuts a turn when it is
+written; and `kept CACHE A B C`, which keeps the cache and reads what is new: that asks for texts of one length.
 CACHE is dynamic or static; transformers compiles what decodes with a static one, on a GPU. The line `below T U V ...` is
 answered with how far below the best logit those tokens lie after the prompts, one each, in standard deviations of the logits.
 """
@@ -31,20 +32,25 @@ DRAWN = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
 """From the whole distribution: top_k is 50 otherwise."""
 
 
-def generate(asked: torch.Tensor, **how: object) -> torch.Tensor:
-    """Texts, and the new tokens behind them."""
-    out = model.generate(asked, attention_mask=torch.ones_like(asked), max_new_tokens=new, **how)
-    if out.shape != (batch, asked.shape[1] + new):
-        raise RuntimeError(f"{tuple(out.shape)} tokens, not {batch} x ({asked.shape[1]} + {new})")
+def generate(asked: torch.Tensor, count: int = new, **how: object) -> torch.Tensor:
+    """Texts, and `count` new tokens behind them."""
+    out = model.generate(asked, attention_mask=torch.ones_like(asked), max_new_tokens=count, **how)
+    if out.shape != (batch, asked.shape[1] + count):
+        raise RuntimeError(f"{tuple(out.shape)} tokens, not {batch} x ({asked.shape[1]} + {count})")
     return out
 
 
-def turns(cache: str, lengths: list[int], how: dict) -> torch.Tensor:
+def turns(cache: str, lengths: list[int], how: dict, count: int = new) -> torch.Tensor:
     """Each turn's texts read from their beginning; the last one's new tokens."""
     named = {} if cache == "dynamic" else {"cache_implementation": cache}
     for length in lengths:
-        out = generate(tokens[:, :length], **named, **how)
+        out = generate(tokens[:, :length], count, **named, **how)
     return out[:, length:]
+
+
+def uncut(cache: str, lengths: list[int], how: dict) -> torch.Tensor:
+    """The same, with as many new tokens a turn as the first number says."""
+    return turns(cache, lengths[1:], how, lengths[0])
 
 
 def kept(cache: str, lengths: list[int], how: dict) -> torch.Tensor:
@@ -83,7 +89,10 @@ for line in sys.stdin:
         began = time.perf_counter()
         try:
             with torch.inference_mode():
-                run, how = kept if said == "kept" else turns, GREEDY if said == "greedy" else DRAWN
+                run, how = (
+                    {"kept": kept, "uncut": uncut}.get(said, turns),
+                    GREEDY if said == "greedy" else DRAWN,
+                )
                 out = run(cache, [*map(int, lengths)] or [prompt], how)
             if device == "cuda":
                 torch.cuda.synchronize()
