@@ -49,7 +49,7 @@ class EngineConfig:
     draft_tokens: int = 0
     """Speculative decoding: tokens guessed for each row in a decode step, by looking its last tokens up in what all have read and
     written (`rrl.rollout.drafts`). A step takes longer, and writes several tokens of a row where they were guessed right. A
-    narrower step guesses more for each. The last bits of a log-probability depend on whether anything is guessed, not on what. On
+    narrower step guesses more for each. The last bits of a log-probability depend on how many are guessed, not on what. On
     one CPU this is tried before the first run, and the option left out, with a warning, where it is not so."""
     patience: int = 8
     """Decode steps that a paused row waits at most while others run, twice as many where spare rows write in its place; one whose

@@ -47,7 +47,7 @@ class Trajectory:
     turns: Int[np.ndarray, "T"]
     """Index of the turn each token belongs to; a turn is policy tokens and the environment's answer to them."""
     segments: list[tuple[int, str]]
-    """(role, text) in order, neighbours of one role merged; decoded from the bytes of the ids."""
+    """(role, text) in order, what is said at a time by itself; decoded from the bytes of the ids."""
     searches: list[Search]
     ended: str
     """Why the episode ended: "answer", "turn_limit", "context_limit", ...; docs/metrics.md names all and what they mean."""
