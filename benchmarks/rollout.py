@@ -405,8 +405,8 @@ NOTES = {
         "length, which costs such a loop nothing.",
         f"{UNCUT}: Search-R1's loop as published. It samples without stop strings and cuts a text behind its tag afterwards; "
         f"its scripts allow a turn {RESPONSE_TOKENS} tokens, of which 64 are kept here. (It does so over vLLM.) A model that "
-        "ends its sequence behind a tag writes fewer; here none does, so this is the most that its loop can take, and most of it is "
-        "text that is cut. In the other rows a turn ends where its tag does, as if generate had been told to stop there.",
+        "ends its sequence behind a tag writes fewer; here none does, so this is the most that its loop can take, most of it "
+        "for text that is cut. In the other rows a turn ends where its tag does, as if generate had been told to stop there.",
     ],
     "training": [
         "An episode is prefilled what it reads, but for what another sample of its question has read alike; it looks further "
