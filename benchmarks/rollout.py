@@ -187,10 +187,9 @@ def episodes(args: argparse.Namespace) -> Found:
         compared = [(took[own], f"{own} {took[own]:.2f}", f" (at most {most:.1f}x: tokens read)", wanted)]
         for name, peer in found.items():
             seconds, words = peer.best(took, "{:.2f}".format)
-            if name == KEPT:
-                compared.append((seconds, words, "", ""))
-            else:
-                compared.append((seconds, f"all read again at every turn: {words}", "", wanted))
+            reads = "" if name == KEPT else "all read again at every turn: "
+            # The target is of turns of one length on both sides.
+            compared.append((seconds, reads + words, "", "" if name in (KEPT, UNCUT) else wanted))
         rows += [
             Row(what, f"{took['ours']:.2f}", words, f"{seconds / took['ours']:.2f}x{more}", goal)
             for seconds, words, more, goal in compared
@@ -406,7 +405,8 @@ NOTES = {
         f"{UNCUT}: Search-R1's loop as published. It samples without stop strings and cuts a text behind its tag afterwards; "
         f"its scripts allow a turn {RESPONSE_TOKENS} tokens, of which 64 are kept here. (It does so over vLLM.) A model that "
         "ends its sequence behind a tag writes fewer; here none does, so this is the most that its loop can take, most of it "
-        "for text that is cut. In the other rows a turn ends where its tag does, as if generate had been told to stop there.",
+        "for text that is cut: no measure of reading again, and no target is held against it. In the other rows a turn ends "
+        "where its tag does, as if generate had been told to stop there; the target is of those.",
     ],
     "training": [
         "An episode is prefilled what it reads, but for what another sample of its question has read alike; it looks further "
