@@ -62,7 +62,12 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.11",
     packages=find_packages(include=["rrl", "rrl.*"]),
-    package_data={"rrl": ["py.typed"], "rrl.eval": ["*.css", "*.js"], "rrl.recipes": ["prompts/*.txt"]},
+    package_data={
+        "rrl": ["py.typed"],
+        "rrl.eval": ["*.css", "*.js"],
+        "rrl.models": ["*.cc"],
+        "rrl.recipes": ["prompts/*.txt"],
+    },
     install_requires=BASE,
     extras_require=EXTRAS,
 )

@@ -15,6 +15,7 @@ from jaxtyping import Array, Float, Int
 
 from rrl.models.attention import Groups, cache_attention
 from rrl.models.config import DecoderConfig
+from rrl.models.cpu_attention import cpu_attention
 from rrl.parallel.mesh import ROW_AXES, data_shards
 from rrl.parallel.rules import constrain, fit
 
@@ -42,6 +43,8 @@ class KVCache:
     slots_last: bool = dataclasses.field(default=False, metadata={"static": True})
     """Whether keys have their slots last, as a CPU's matrix product wants them: it transposes no block then. A TPU would copy
     all keys to write one there."""
+    compiled: bool = dataclasses.field(default=False, metadata={"static": True})
+    """Whether `rrl.models.cpu_attention` reads it, which can only on a CPU, and with `slots_last`."""
 
     @classmethod
     def create(
@@ -52,12 +55,13 @@ class KVCache:
         dtype: DTypeLike = jnp.float32,
         *,
         slots_last: bool = False,
+        compiled: bool = False,
     ) -> "KVCache":
         """An empty cache of `rows` sequences of up to `slots` tokens."""
         lead = (config.layers, -(-slots // BLOCK), rows, config.kv_heads)
         last = BLOCK, config.head_dim
         keys = jnp.zeros((*lead, *(reversed(last) if slots_last else last)), dtype)
-        return cls(_placed(keys), _placed(jnp.zeros((*lead, *last), dtype)), slots, slots_last)
+        return cls(_placed(keys), _placed(jnp.zeros((*lead, *last), dtype)), slots, slots_last, compiled)
 
     @property
     def rows(self) -> int:
@@ -68,13 +72,14 @@ class KVCache:
         """The P entries in groups of `readers[0]`, and how many blocks hold all slots up to the positions of each (below S).
 
         Those that need most come first, so that short entries are not kept waiting by long ones. Without readers, or where their
-        first does not divide P, or is P and no other follows, all are one group in their order. Where rows are split over
-        devices, each groups its own.
+        first does not divide P, or is P and no other follows, all are one group in their order; so they are where each reads by
+        itself (`compiled`). Where rows are split over devices, each groups its own.
         """
 
         def on_one(positions: Array) -> Groups:
             needed = jnp.max(jnp.where(positions < self.slots, positions // BLOCK + 1, 0), axis=1)
-            if not readers or len(needed) % readers[0] or tuple(readers) == (len(needed),):
+            alone = self.compiled or not readers
+            if alone or len(needed) % readers[0] or tuple(readers) == (len(needed),):
                 return None, jnp.max(needed)[None, None]
             order = jnp.argsort(-needed).reshape(-1, readers[0])
             return order, needed[order]
@@ -189,6 +194,8 @@ def _attended(
     pair = put(pair[0], of_key, k), put(pair[1], (every, slot), v)
     if not reads:
         return q, pair
+    if cache.compiled:
+        return cpu_attention(q, *pair, layer, positions, rows, cache.slots), pair
     out = cache_attention(q, *pair, layer, positions, rows, groups, readers, slots_last=cache.slots_last)
     return out, pair
 

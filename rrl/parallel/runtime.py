@@ -63,17 +63,20 @@ def use_huge_pages() -> None:
         os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 
+def cache_folder() -> Path:
+    """Where what is compiled stays: `rrl` in the user's cache folder ($XDG_CACHE_HOME, or ~/.cache)."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rrl"
+
+
 def enable_compilation_cache(folder: str | Path | None = None) -> Path:
     """Keeps compiled programs on disk, so that a second start is fast; returns the folder.
 
     Args:
-        folder: None: `rrl/jax` in the user's cache folder ($XDG_CACHE_HOME, or ~/.cache).
+        folder: None: `jax` in `cache_folder`.
     """
     import jax
 
-    if folder is None:
-        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rrl" / "jax"
-    folder = Path(folder)
+    folder = cache_folder() / "jax" if folder is None else Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)

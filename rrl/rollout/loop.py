@@ -16,11 +16,13 @@ import numpy as np
 from flax import nnx
 from jax.experimental import io_callback
 from jax.sharding import Mesh, PartitionSpec
+from jax.typing import DTypeLike
 from jaxtyping import Array, Int, Key, PyTree
 
 from rrl.errors import UserError, at_least, at_most, number, whole
 from rrl.models.cache import BLOCK, KVCache
 from rrl.models.config import DecoderConfig
+from rrl.models.cpu_attention import can_attend
 from rrl.models.decoder import FEW_TOKENS, Decoder, computed
 from rrl.parallel.mesh import ROW_AXES, data_shards
 from rrl.parallel.runtime import cores_here
@@ -299,15 +301,24 @@ class Programs:
             f"{each(self.together)} together on each of {self.shards} data shards"
         )
 
-    def _start(self, model: Decoder, turn_tokens: int) -> tuple[Rows, KVCache, Drafts, jax.Array]:
-        rows = Rows.create(self.rows, turn_tokens)
-        cache = KVCache.create(
+    def cache(self, slots: int, dtype: DTypeLike) -> KVCache:
+        """An empty one for a loop's rows."""
+        return KVCache.create(
             self.decoder_config,
             self.rows,
-            self.config.context,
-            model.dtype,
+            slots,
+            dtype,
             slots_last=self.on_cpu,
+            compiled=self.reads_compiled(dtype),
         )
+
+    def reads_compiled(self, dtype: DTypeLike) -> bool:
+        """Whether the cache is read by `rrl.models.cpu_attention`."""
+        return self.on_cpu and can_attend(dtype, self.decoder_config.head_dim)
+
+    def _start(self, model: Decoder, turn_tokens: int) -> tuple[Rows, KVCache, Drafts, jax.Array]:
+        rows = Rows.create(self.rows, turn_tokens)
+        cache = self.cache(self.config.context, model.dtype)
         width = self.encoder.dim if self.encoder else 0
         embeddings = jnp.zeros((self.shards * self.limits.feeds, width), jnp.float32)
         return rows, cache, Drafts.create(self.shards), embeddings

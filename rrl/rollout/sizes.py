@@ -77,7 +77,10 @@ def _steps(
     while sizes[-1] >= NARROWED and not sizes[-1] % (2 * MULTIPLE):
         sizes.append(sizes[-1] // 2)
     steps: list[tuple[int, Sizes]] = [(programs.decode_rows, ())]
-    steps += [(size, tuple(sizes[place:])) for place, size in enumerate(sizes) if sizes[1:]]
+    if programs.reads_compiled(nnx.merge(programs.graph, params).dtype):
+        steps += [(size, ()) for size in sizes[1:]]
+    else:
+        steps += [(size, tuple(sizes[place:])) for place, size in enumerate(sizes) if sizes[1:]]
     writing = [pool.submit(_writer, programs, params, step_tokens, *step) for step in steps]
     first = writing[0].result()(None)
     wrote = [writer.result()(first[0]) for writer in writing]
@@ -189,7 +192,7 @@ def _read(programs: "Programs", params: PyTree, count: int) -> tuple[np.ndarray,
 def _made_up(programs: "Programs", params: PyTree, slots: int) -> KVCache:
     """A cache full of numbers, the same whenever it is asked for."""
     dtype = nnx.merge(programs.graph, params).dtype
-    cache = KVCache.create(programs.decoder_config, programs.rows, slots, dtype, slots_last=programs.on_cpu)
+    cache = programs.cache(slots, dtype)
     draw = np.random.default_rng(0)
     k, v = (jnp.asarray(draw.standard_normal(part.shape, np.float32), dtype) for part in (cache.k, cache.v))
     return dataclasses.replace(cache, k=k, v=v)
