@@ -16,11 +16,22 @@ namespace ffi = xla::ffi;
 
 namespace {
 
-constexpr int kLanes = 16, kTogether = 4;
+// Numbers of a vector register, and how many registers hold sums while others hold what is multiplied.
+#ifdef __AVX512F__
+constexpr int kLanes = 16, kSums = 16;
+#else
+constexpr int kLanes = 8, kSums = 8;
+#endif
+// So many registers go through a polynomial together, and so many queries through a block.
+constexpr int64_t kTogether = 4, kStride = kTogether * kLanes, kQueries = 16;
 constexpr float kLowest = std::numeric_limits<float>::lowest();
 constexpr float kLog2e = 1.44269504f;
 
-typedef float Lanes __attribute__((vector_size(4 * kLanes)));
+template <int count>
+struct Vector {
+  typedef float Floats __attribute__((vector_size(4 * count)));
+};
+typedef Vector<kLanes>::Floats Lanes;
 typedef int32_t Ints __attribute__((vector_size(4 * kLanes)));
 
 inline Lanes load(const float* from) {
@@ -58,12 +69,15 @@ inline void power_of_two(Lanes (&x)[count]) {
   }
 }
 
-inline float largest_of(Lanes x) {
-  x = larger(x, __builtin_shufflevector(x, x, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7));
-  x = larger(x, __builtin_shufflevector(x, x, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11));
-  x = larger(x, __builtin_shufflevector(x, x, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13));
-  x = larger(x, __builtin_shufflevector(x, x, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14));
-  return x[0];
+template <int count>
+inline float largest_of(typename Vector<count>::Floats x) {
+  if constexpr (count == 1) {
+    return x[0];
+  } else {
+    typename Vector<count / 2>::Floats halves[2];
+    std::memcpy(halves, &x, sizeof x);
+    return largest_of<count / 2>(halves[0] < halves[1] ? halves[1] : halves[0]);
+  }
 }
 
 struct Matrix {
@@ -89,25 +103,28 @@ inline void tile(Matrix x, Matrix y, int64_t inner, const float* scale, float* o
     for (int c = 0; c < columns; ++c) store(out + q * step + c * kLanes, sum[q][c]);
 }
 
-// The same for any number of rows, from row q on: as many as fill the registers at a time, then fewer.
-template <int rows, int columns>
-inline void strip(Matrix x, Matrix y, int64_t q, int64_t count, int64_t inner, const float* scale, float* out,
-                  int64_t step) {
-  for (; q + rows <= count; q += rows)
-    tile<rows, columns>({x.first + q * x.step, x.step}, y, inner, scale ? scale + q : nullptr, out + q * step, step);
-  if constexpr (rows > 1) strip<rows / 2, columns>(x, y, q, count, inner, scale, out, step);
+// The same for `rows` q and any width that is a multiple of kLanes.
+template <int rows>
+inline void band(Matrix x, Matrix y, int64_t inner, int64_t width, const float* scale, float* out, int64_t step) {
+  constexpr int columns = kSums / rows < 4 ? kSums / rows : 4;
+  int64_t c = 0;
+  for (; c + columns * kLanes <= width; c += columns * kLanes)
+    tile<rows, columns>(x, {y.first + c, y.step}, inner, scale, out + c, step);
+  for (; c < width; c += kLanes) tile<rows, 1>(x, {y.first + c, y.step}, inner, scale, out + c, step);
 }
 
-// The same for any width that is a multiple of kLanes. Each number is summed from the first i to the last, whatever the shapes.
+// The same for any number of rows: as many as fill the registers at a time, then fewer. Each number is summed from the first i to
+// the last, whatever the shapes.
+template <int rows>
 void multiply(Matrix x, Matrix y, int64_t count, int64_t inner, int64_t width, const float* scale, float* out,
               int64_t step) {
-  int64_t c = 0;
-  for (; c + 4 * kLanes <= width; c += 4 * kLanes)
-    strip<4, 4>(x, {y.first + c, y.step}, 0, count, inner, scale, out + c, step);
-  for (; c + 2 * kLanes <= width; c += 2 * kLanes)
-    strip<8, 2>(x, {y.first + c, y.step}, 0, count, inner, scale, out + c, step);
-  for (; c < width; c += kLanes)
-    strip<8, 1>(x, {y.first + c, y.step}, 0, count, inner, scale, out + c, step);
+  int64_t q = 0;
+  for (; q + rows <= count; q += rows)
+    band<rows>({x.first + q * x.step, x.step}, y, inner, width, scale ? scale + q : nullptr, out + q * step, step);
+  if constexpr (rows > 1)
+    if (q < count)
+      multiply<rows / 2>({x.first + q * x.step, x.step}, y, count - q, inner, width, scale ? scale + q : nullptr,
+                         out + q * step, step);
 }
 
 // The queries of one entry and key head, and what they have read so far.
@@ -141,45 +158,11 @@ class Reader {
 
   int64_t longest() const { return longest_; }
 
-  // A block whose first slot is `first`: a running softmax (Milakov & Gimelshein 2018). `scores` is room for them.
+  // A block whose first slot is `first`, by a few queries at a time, whose scores stay near: `scores` is room for them.
   void read(const float* keys, const float* values, int64_t first, int64_t block, float* scores) {
-    constexpr int64_t kStride = kTogether * kLanes;
-    const int64_t count = places_.size(), here = std::min(block, (longest_ - first + kStride - 1) / kStride * kStride);
-    multiply({queries_, width_}, {keys, block}, count, width_, here, nullptr, scores, block);
-    for (int64_t m = 0; m < count; ++m) {
-      float* score = scores + m * block;
-      const int64_t own = std::max<int64_t>(seen_[m] - first, 0);
-      if (own < here) std::fill(score + own, score + here, kLowest);
-      Lanes high = load(score);
-      for (int64_t s = kLanes; s < here; s += kLanes) high = larger(high, load(score + s));
-      const float before = peak_[m];
-      peak_[m] = largest_of(larger(high, all(before)));
-      shrink_[m] = before - peak_[m];
-    }
-    for (int64_t m = 0; m < count; m += kLanes) {
-      Lanes x[] = {load(shrink_ + m)};
-      power_of_two(x);
-      store(shrink_ + m, x[0]);
-    }
-    for (int64_t m = 0; m < count; ++m) {
-      float* score = scores + m * block;
-      const int64_t own = std::max<int64_t>(seen_[m] - first, 0);
-      const Lanes highest = all(peak_[m]);
-      Lanes sum = load(total_ + m * kLanes) * shrink_[m];
-      for (int64_t s = 0; s < here; s += kStride) {
-        Lanes x[kTogether];
-        for (int i = 0; i < kTogether; ++i) x[i] = load(score + s + i * kLanes) - highest;
-        power_of_two(x);
-        for (int i = 0; i < kTogether; ++i) store(score + s + i * kLanes, x[i]);
-        if (own < s + kStride) {  // what is not seen weighs nothing at all
-          std::fill(score + std::max(own, s), score + s + kStride, 0.0f);
-          for (int i = 0; i < kTogether; ++i) x[i] = load(score + s + i * kLanes);
-        }
-        sum += (x[0] + x[1]) + (x[2] + x[3]);
-      }
-      store(total_ + m * kLanes, sum);
-    }
-    multiply({scores, block}, {values, width_}, count, here, width_, shrink_, mixed_, width_);
+    const int64_t here = std::min(block, (longest_ - first + kStride - 1) / kStride * kStride), count = places_.size();
+    for (int64_t begin = 0; begin < count; begin += kQueries)
+      read(begin, std::min(begin + kQueries, count), keys, values, first, here, block, scores);
   }
 
   void end() const {
@@ -191,6 +174,48 @@ class Reader {
   }
 
  private:
+  // A running softmax (Milakov & Gimelshein 2018) of queries from `begin` on over `here` slots.
+  void read(int64_t begin, int64_t end, const float* keys, const float* values, int64_t first, int64_t here,
+            int64_t block, float* scores) {
+    const int64_t count = end - begin;
+    multiply<kSums / 4>({queries_ + begin * width_, width_}, {keys, block}, count, width_, here, nullptr, scores, block);
+    float *peak = peak_ + begin, *shrink = shrink_ + begin, *total = total_ + begin * kLanes;
+    for (int64_t m = 0; m < count; ++m) {
+      float* score = scores + m * block;
+      const int64_t own = std::max<int64_t>(seen_[begin + m] - first, 0);
+      if (own < here) std::fill(score + own, score + here, kLowest);
+      Lanes high = load(score);
+      for (int64_t s = kLanes; s < here; s += kLanes) high = larger(high, load(score + s));
+      const float before = peak[m];
+      peak[m] = largest_of<kLanes>(larger(high, all(before)));
+      shrink[m] = before - peak[m];
+    }
+    for (int64_t m = 0; m < count; m += kLanes) {
+      Lanes x[] = {load(shrink + m)};
+      power_of_two(x);
+      store(shrink + m, x[0]);
+    }
+    for (int64_t m = 0; m < count; ++m) {
+      float* score = scores + m * block;
+      const int64_t own = std::max<int64_t>(seen_[begin + m] - first, 0);
+      const Lanes highest = all(peak[m]);
+      Lanes sum = load(total + m * kLanes) * shrink[m];
+      for (int64_t s = 0; s < here; s += kStride) {
+        Lanes x[kTogether];
+        for (int i = 0; i < kTogether; ++i) x[i] = load(score + s + i * kLanes) - highest;
+        power_of_two(x);
+        for (int i = 0; i < kTogether; ++i) store(score + s + i * kLanes, x[i]);
+        if (own < s + kStride) {  // what is not seen weighs nothing at all
+          std::fill(score + std::max(own, s), score + s + kStride, 0.0f);
+          for (int i = 0; i < kTogether; ++i) x[i] = load(score + s + i * kLanes);
+        }
+        sum += (x[0] + x[1]) + (x[2] + x[3]);
+      }
+      store(total + m * kLanes, sum);
+    }
+    multiply<kSums / 2>({scores, block}, {values, width_}, count, here, width_, shrink, mixed_ + begin * width_, width_);
+  }
+
   int64_t width_, most_, longest_;
   std::vector<Lanes> room_;  // begins where a cache line does
   float *queries_, *mixed_, *total_, *peak_, *shrink_;
@@ -210,7 +235,7 @@ ffi::Error Attend(ffi::Buffer<ffi::F32> q, ffi::Buffer<ffi::F32> k, ffi::Buffer<
   std::vector<int64_t> order(entries);
   std::iota(order.begin(), order.end(), 0);
   std::stable_sort(order.begin(), order.end(), [&](int64_t x, int64_t y) { return row_of[x] < row_of[y]; });
-  std::vector<Lanes> scores(time * group * block / kLanes);
+  std::vector<Lanes> scores(kQueries * block / kLanes);
   std::vector<Reader> readers;
 
   for (int64_t begin = 0, end; begin < entries; begin = end) {

@@ -1,4 +1,4 @@
-"""Attention to a key-value cache on a processor, in C++: `cpu_attention.cc`, compiled for the machine at hand when it is first needed.
+"""Attention to a key-value cache on a processor: `cpu_attention.cc`, compiled for the machine at hand when it is first needed.
 
 XLA on CPU copies each block of the cache before it multiplies, and writes scores and weights to memory between its loops. The
 kernel reads the cache where it lies, once, as fast as memory allows, and prefills with the processor's rate of products. A
@@ -84,7 +84,9 @@ def _library(folder: Path) -> Path:
         OSError: there is no compiler, or the folder can't be written.
         subprocess.SubprocessError: the compiler fails.
     """
-    compiler = next(filter(None, map(shutil.which, (os.environ.get("CXX", ""), "c++", "g++", "clang++"))), None)
+    compiler = next(
+        filter(None, map(shutil.which, (os.environ.get("CXX", ""), "c++", "g++", "clang++"))), None
+    )
     if compiler is None:
         raise FileNotFoundError("There is no C++ compiler.")
     version = subprocess.run([compiler, "--version"], check=True, capture_output=True, text=True).stdout

@@ -289,16 +289,17 @@ class Programs:
         def each(counts: Sequence[int | str]) -> str:
             return ", ".join(map(str, counts))
 
-        limits, readers = self.limits, self.readers or self.widths[:1]
+        limits = self.limits
         steps = f"{each(self.widths)} rows"
         if self.step_tokens:
             steps = each(
                 [f"{width} rows x {tokens_of_a_row(self.step_tokens, width)} tokens" for width in self.widths]
             )
+        if self.readers:
+            steps += f", whose past is read {BLOCK} tokens of {each(self.readers)} rows at a time"
         return (
-            f"{self.loops} rollout loops of {self.rows} rows x {limits.context} tokens: steps of {steps}, whose past is "
-            f"read {BLOCK} tokens of {each(readers)} rows at a time; pieces of {limits.piece} tokens, prefilled "
-            f"{each(self.together)} together on each of {self.shards} data shards"
+            f"{self.loops} rollout loops of {self.rows} rows x {limits.context} tokens: steps of {steps}; pieces of "
+            f"{limits.piece} tokens, prefilled {each(self.together)} together on each of {self.shards} data shards"
         )
 
     def cache(self, slots: int, dtype: DTypeLike) -> KVCache:

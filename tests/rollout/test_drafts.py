@@ -17,6 +17,7 @@ from rrl.rollout.engine import Engine
 from rrl.rollout.exchange import NO_TOKEN, RECENT
 from rrl.rollout.protocol import SingleTurn
 from tests.rollout.test_engine import CONFIG, ENVIRONMENT_, KEY, same, world  # noqa: F401
+from tests.rollout.world import alike
 
 GUESSING = dataclasses.replace(CONFIG, draft_tokens=2)
 
@@ -70,17 +71,19 @@ def blind(drafts, recent, count):
 
 @pytest.fixture(scope="module")
 def runs(world):  # noqa: F811
-    """By whether anything is guessed: trajectories, and stats."""
+    """By whether anything is guessed: trajectories, stats, and those of samples that are alike."""
     decoder, tokenizer, retriever, requests = world
     found = {}
     for name, config in (("none", CONFIG), ("some", GUESSING)):
-        engine = Engine(decoder, tokenizer, config, retriever=retriever)
-        found[name] = engine.run(nnx.state(decoder), requests, ENVIRONMENT_, KEY), engine.stats
+        engine, params = Engine(decoder, tokenizer, config, retriever=retriever), nnx.state(decoder)
+        own = engine.run(params, requests, ENVIRONMENT_, KEY), engine.stats
+        engine.run(params, alike(requests), ENVIRONMENT_, KEY)
+        found[name] = *own, engine.stats
     return found
 
 
 def test_trajectories_are_those_without_in_fewer_steps(runs):
-    (none, slow), (some, fast) = runs.values()
+    (none, _, slow), (some, _, fast) = runs.values()
     same(none, some)
     assert fast.row_steps < 0.9 * slow.row_steps and slow.tokens_per_step == 1 < fast.tokens_per_step
     assert fast.busy <= 1 and fast.policy_tokens == slow.policy_tokens
@@ -172,7 +175,7 @@ def test_where_bits_depend_on_guesses_nothing_is_guessed(world, monkeypatch, cap
         engines[1].run(nnx.state(decoder), requests[:1], SingleTurn(turn_tokens=4), KEY)
     assert engines[1].programs.step_tokens == 0 and engines[1].stats.tokens_per_step == 1
     assert any("rollout.draft_tokens=2 is left out" in line for line in caplog.messages)
-    assert any("steps of 8 rows, whose past" in line for line in caplog.messages)
+    assert any("steps of 8 rows;" in line for line in caplog.messages)
 
 
 def test_fewer_rows_guess_more(world, monkeypatch):  # noqa: F811

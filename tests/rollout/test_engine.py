@@ -343,8 +343,8 @@ def test_a_second_run_compiles_nothing(world, caplog):
     with caplog.at_level("INFO", "rrl.rollout.engine"):
         assert compiled([dataclasses.replace(requests[0], stops=("o",)), *requests[1:]], jax.random.key(0))
     assert (
-        "compiling 1 rollout loops of 8 rows x 192 tokens: steps of 8 rows, whose past is read 128 tokens of 8 rows at a time; "
-        "pieces of 32 tokens, prefilled 1 together on each of 1 data shards, turns of 12 tokens, 2 stop strings"
+        "compiling 1 rollout loops of 8 rows x 192 tokens: steps of 8 rows; pieces of 32 tokens, prefilled 1 together on each "
+        "of 1 data shards, turns of 12 tokens, 2 stop strings"
     ) in caplog.messages
     # Other questions, fewer of them, other temperatures and turns, a part of the stops: only numbers change.
     others = [

@@ -36,6 +36,7 @@ def make_world():
             "num_hidden_layers": 2,
             "num_attention_heads": 4,
             "num_key_value_heads": 2,
+            "head_dim": 16,
             "intermediate_size": 64,
             "rope_theta": 10000.0,
             "rms_norm_eps": 1e-6,
