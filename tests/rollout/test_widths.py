@@ -30,8 +30,10 @@ def world():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("spare_rows", [0, 8])
-def test_a_row_has_the_same_bits_among_few_as_among_all(world, spare_rows, monkeypatch):
+@pytest.mark.parametrize(("spare_rows", "compiled"), [(0, True), (8, True), (8, False)])
+def test_a_row_has_the_same_bits_among_few_as_among_all(world, spare_rows, compiled, monkeypatch):
+    if not compiled:
+        monkeypatch.setattr(loop, "can_attend", lambda *_: False)
     decoder, tokenizer, requests = world
     config = dataclasses.replace(CONFIG, spare_rows=spare_rows)
     narrow, wide = (Engine(decoder, tokenizer, config) for _ in range(2))
@@ -57,6 +59,7 @@ def test_a_row_has_the_same_bits_among_few_as_among_all(world, spare_rows, monke
     ],
 )
 def test_sizes_on_which_bits_depend_are_not_taken(world, monkeypatch, place, size, kept):
+    monkeypatch.setattr(loop, "can_attend", lambda *_: False)
     decoder, tokenizer, _ = world
     owner = cache if place == "cache_attention" else Decoder
     right = getattr(owner, place)
