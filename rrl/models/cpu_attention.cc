@@ -140,6 +140,8 @@ class Reader {
     begin();
   }
 
+  Reader(Reader&&) = default;  // a copy would write where the other does
+
   void begin() {
     std::fill(room_.begin(), room_.end(), Lanes{});
     std::fill_n(peak_, most_, kLowest);
