@@ -1,8 +1,8 @@
 """Attention to a key-value cache on a processor: `cpu_attention.cc`, compiled for the machine at hand when it is first needed.
 
 XLA on CPU copies each block of the cache before it multiplies, and writes scores and weights to memory between its loops. The
-kernel reads the cache where it lies, once, as fast as memory allows, and prefills with the processor's rate of products. A
-query's bits depend on its row's past alone: neither on its neighbours nor on how many tokens come with it.
+kernel reads the cache where it lies, once. A query's bits depend on its row's past alone: neither on its neighbours nor on how many
+tokens come with it.
 """
 
 import ctypes
@@ -69,7 +69,7 @@ def _register() -> bool:
     except (OSError, subprocess.SubprocessError, AttributeError) as error:
         said = getattr(error, "stderr", None) or error
         log.warning(
-            "The attention kernel for processors could not be compiled, and rollouts here take up to twice as long with XLA's. "
+            "The attention kernel for processors could not be compiled; rollouts here take longer with XLA's. "
             "Install a C++ compiler (g++ or clang++), or name one in CXX. %s",
             said,
         )
