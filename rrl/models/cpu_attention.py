@@ -1,8 +1,8 @@
 """Attention to a key-value cache on a processor: `cpu_attention.cc`, compiled for the machine at hand when it is first needed.
 
 XLA on CPU copies each block of the cache before it multiplies, and writes scores and weights to memory between its loops. The
-kernel reads the cache where it lies, once. A query's bits depend on its row's past alone: neither on its neighbours nor on how many
-tokens come with it.
+kernel reads the cache where it lies, once. A query's bits depend on its row's past alone: neither on its neighbours nor on how
+many tokens come with it.
 """
 
 import ctypes

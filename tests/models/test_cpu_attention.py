@@ -26,12 +26,14 @@ def compiled():
 
 
 def made(entries, time, group, kv_heads, width, seed=0):
-    """Queries, keys and values of normal numbers, and positions of which some lie behind the last slot."""
+    """Queries, keys and values of normal numbers, and positions: half of the last entry's lie behind the last slot."""
     draw = np.random.default_rng(seed)
     q = draw.normal(size=(entries, time, group * kv_heads, width)) * width**-0.5
     k = draw.normal(size=(LAYERS, BLOCKS, ROWS, kv_heads, width, BLOCK))
     v = draw.normal(size=(LAYERS, BLOCKS, ROWS, kv_heads, BLOCK, width))
-    at = draw.integers(0, SLOTS, entries)[:, None] + np.arange(time)
+    start = draw.integers(0, SLOTS - time, entries)
+    start[-1] = SLOTS - time // 2
+    at = start[:, None] + np.arange(time)
     rows = draw.integers(0, ROWS, entries)
     q, k, v = (jnp.asarray(part, jnp.float32) for part in (q, k, v))
     return q, k, v, jnp.asarray(at, jnp.int32), jnp.asarray(rows, jnp.int32)
@@ -74,7 +76,7 @@ def test_a_querys_bits_depend_on_its_row_alone(compiled):
         some = slice(time, time + 1)
         np.testing.assert_array_equal(attend(q[:, some], at[:, some], rows), whole[:, some])
     early = jnp.full_like(at, 10)
-    later = k.at[..., 11:].set(1e9), v.at[..., 11:, :].set(1e9)
+    later = k.at[..., 11:].set(1e9), v.at[..., 11:, :].set(1e36)
     seen, unseen = (cpu_attention(q, *pair, jnp.int32(0), early, rows, SLOTS) for pair in ((k, v), later))
     np.testing.assert_array_equal(seen, unseen)
 
@@ -98,10 +100,11 @@ def test_what_is_not_a_number_is_not_hidden(compiled):
     assert rows[0] == rows[1] or not np.isnan(found[1]).any()
 
 
-def test_large_scores_do_not_overflow(compiled):
+@pytest.mark.parametrize("score", [280.0, 1e4])
+def test_large_scores_do_not_overflow(compiled, score):
     q, k, v, at, rows = made(3, 4, 2, 2, 16)
     exact = jax.nn.one_hot(3, BLOCK * BLOCKS).reshape(BLOCKS, BLOCK)
-    k = jnp.zeros_like(k).at[:, :, :, :, 0].set(1e4 * exact[:, None, None])
+    k = jnp.zeros_like(k).at[:, :, :, :, 0].set(score * exact[:, None, None])
     q = jnp.zeros_like(q).at[..., 0].set(1.0)
     at = jnp.maximum(at, 3)
     found = np.asarray(cpu_attention(q, k, v, jnp.int32(0), at, rows, SLOTS))
