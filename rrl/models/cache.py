@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int
 
 from rrl.models.attention import Groups, cache_attention
 from rrl.models.config import DecoderConfig
-from rrl.models.cpu_attention import cpu_attention
+from rrl.models.cpu_layers import cpu_attention
 from rrl.parallel.mesh import ROW_AXES, data_shards
 from rrl.parallel.rules import constrain, fit
 
@@ -44,7 +44,9 @@ class KVCache:
     """Whether keys have their slots last, as a CPU's matrix product wants them: it transposes no block then. A TPU would copy
     all keys to write one there."""
     compiled: bool = dataclasses.field(default=False, metadata={"static": True})
-    """Whether `rrl.models.cpu_attention` reads it, which can only on a CPU, and with `slots_last`."""
+    """Whether `rrl.models.cpu_layers` reads it, which can only on a CPU, and with `slots_last`."""
+    threads: int = dataclasses.field(default=1, metadata={"static": True})
+    """Most that it may use; bits don't depend on it."""
 
     @classmethod
     def create(
@@ -56,12 +58,14 @@ class KVCache:
         *,
         slots_last: bool = False,
         compiled: bool = False,
+        threads: int = 1,
     ) -> "KVCache":
         """An empty cache of `rows` sequences of up to `slots` tokens."""
         lead = (config.layers, -(-slots // BLOCK), rows, config.kv_heads)
         last = BLOCK, config.head_dim
         keys = jnp.zeros((*lead, *(reversed(last) if slots_last else last)), dtype)
-        return cls(_placed(keys), _placed(jnp.zeros((*lead, *last), dtype)), slots, slots_last, compiled)
+        values = _placed(jnp.zeros((*lead, *last), dtype))
+        return cls(_placed(keys), values, slots, slots_last, compiled, threads)
 
     @property
     def rows(self) -> int:

@@ -4,6 +4,7 @@ Two paths share one layer, and scan over layers stacked on a leading axis L, so 
 does not grow with L. Training (`__call__`) takes a packed batch; generation (`extend`, `prefill`) carries a KVCache through.
 """
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -19,6 +20,7 @@ from rrl.errors import UserError
 from rrl.models.attention_backends import Backend, packed_attention
 from rrl.models.cache import KVCache
 from rrl.models.config import DecoderConfig
+from rrl.models.cpu_layers import can_compute, cpu_layers
 from rrl.models.products import mean_square, product, sum_products
 from rrl.models.rope import rotate, rotation
 from rrl.parallel.mesh import ROW_AXES
@@ -130,6 +132,9 @@ class Decoder(nnx.Module):
             only, "full" keeps the layer's input only.
     """
 
+    turned: Float[Array, "D V"] | None = None
+    """Tied embeddings as `unembed` reads them, where they have been turned for it."""
+
     def __init__(
         self,
         config: DecoderConfig,
@@ -219,6 +224,9 @@ class Decoder(nnx.Module):
         Returns:
             Hidden states, and the cache with the new slots written.
         """
+        if self._in_kernel(cache):
+            x, cache = self._by_kernel(tokens, positions, cache, rows)
+            return rms_norm(x, self.norm[...], self.config.rms_eps), cache
         start, one_layer, stacked = self._layer_by_layer(tokens, positions, cache, rows, readers)
         layers = jnp.arange(self.config.layers), stacked
         (x, cache), _ = jax.lax.scan(lambda carry, own: (one_layer(carry, *own), None), start, layers)
@@ -235,6 +243,8 @@ class Decoder(nnx.Module):
     ) -> KVCache:
         """The cache that `extend` returns. Nobody asks what follows these tokens, so that the last layer only writes its keys and
         values."""
+        if self._in_kernel(cache):
+            return self._by_kernel(tokens, positions, cache, rows, last_reads=False)[1]
         start, one_layer, stacked = self._layer_by_layer(tokens, positions, cache, rows, readers)
 
         def of_layer(index: Array | int) -> nnx.State:
@@ -247,6 +257,38 @@ class Decoder(nnx.Module):
             0, last, lambda index, carry: one_layer(carry, index, of_layer(index)), start
         )
         return one_layer(carry, jnp.int32(last), of_layer(last), reads=False)[1]
+
+    def _in_kernel(self, cache: KVCache) -> bool:
+        """Whether `rrl.models.cpu_layers` computes the layers."""
+        mesh = jax.sharding.get_abstract_mesh()
+        adapted = any(str(path[-1]).endswith(LORA_A) for path, _ in nnx.to_flat_state(nnx.state(self.layers)))
+        one = mesh.empty or mesh.size == 1
+        return cache.compiled and one and not adapted and can_compute(self.config, self.dtype)
+
+    def _by_kernel(
+        self,
+        tokens: Array,
+        positions: Array,
+        cache: KVCache,
+        rows: Array | None,
+        last_reads: bool = True,
+    ) -> tuple[Hidden, KVCache]:
+        """What comes out of the last layer, and the cache."""
+        weights = {str(path[-1]): leaf[...] for path, leaf in nnx.to_flat_state(nnx.state(self.layers))}
+        x, (k, v) = cpu_layers(
+            self._embed(tokens),
+            rotation(self.config, positions),
+            weights,
+            cache.k,
+            cache.v,
+            positions,
+            rows,
+            slots=cache.slots,
+            eps=self.config.rms_eps,
+            last_reads=last_reads,
+            threads=cache.threads,
+        )
+        return x, dataclasses.replace(cache, k=k, v=v)
 
     def _layer_by_layer(
         self,
@@ -279,7 +321,9 @@ class Decoder(nnx.Module):
 
     def unembed(self, hidden: Float[Array, "... D"]) -> Float[Array, "... V"]:
         """Logits, float32."""
-        if self.config.tie_embeddings:
+        if self.turned is not None:
+            table, axes = self.turned.astype(hidden.dtype), "...D,DV->...V"
+        elif self.config.tie_embeddings:
             table, axes = self.embedding[...].astype(hidden.dtype), "...D,VD->...V"
         else:
             table, axes = self.head[...].astype(hidden.dtype), "...D,DV->...V"

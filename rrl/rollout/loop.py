@@ -22,8 +22,9 @@ from jaxtyping import Array, Int, Key, PyTree
 from rrl.errors import UserError, at_least, at_most, number, whole
 from rrl.models.cache import BLOCK, KVCache
 from rrl.models.config import DecoderConfig
-from rrl.models.cpu_attention import can_attend
+from rrl.models.cpu_layers import can_attend, can_compute
 from rrl.models.decoder import FEW_TOKENS, Decoder, computed
+from rrl.models.lora import merged
 from rrl.parallel.mesh import ROW_AXES, data_shards
 from rrl.parallel.runtime import cores_here
 from rrl.rollout.device import Rows, Sampler, decode_until, feed, tokens_of_a_row
@@ -198,7 +199,7 @@ class Programs:
             params: PyTree, encoder_state: PyTree, key: Key, table: jax.Array, loop: jax.Array
         ) -> jax.Array:
             params = computed(params, nnx.merge(self.graph, params).dtype)
-            model = nnx.merge(self.graph, params)
+            model = self.model(params)
             sampler = self.sampler(key, table, first_accept)
 
             def going(state: tuple) -> jax.Array:
@@ -210,7 +211,7 @@ class Programs:
                     rows, cache, drafts, more = self._decode(model, rows, cache, drafts, sampler, patience)
                 answer = self._unpack(self._ask(rows, embeddings, loop))
                 with jax.named_scope(PREFILL):
-                    prefilling = nnx.merge(self.graph, self._unhoisted(params, answer.feeds))
+                    prefilling = self._unhoisted(model, params, answer.feeds)
                     rows, cache, drafts = self._feed(
                         prefilling, rows, cache, drafts, answer.feeds, answer.marks
                     )
@@ -240,7 +241,7 @@ class Programs:
             patience: jax.Array,
         ) -> tuple:
             sampler = self.sampler(key, table, first_accept)
-            return self._decode(nnx.merge(self.graph, params), rows, cache, drafts, sampler, patience)
+            return self._decode(self.model(params), rows, cache, drafts, sampler, patience)
 
         @functools.partial(self.jit, donate_argnums=2)
         def feed_step(
@@ -251,7 +252,7 @@ class Programs:
             feeds: jax.Array,
             marks: jax.Array,
         ) -> tuple:
-            return self._feed(nnx.merge(self.graph, params), rows, cache, drafts, feeds, marks)
+            return self._feed(self.model(params), rows, cache, drafts, feeds, marks)
 
         embed = self.jit(self._embed)
 
@@ -311,11 +312,16 @@ class Programs:
             dtype,
             slots_last=self.on_cpu,
             compiled=self.reads_compiled(dtype),
+            threads=cores_here() if self.one_cpu and self.loops == 1 else 1,
         )
 
     def reads_compiled(self, dtype: DTypeLike) -> bool:
-        """Whether the cache is read by `rrl.models.cpu_attention`."""
+        """Whether the cache is read by `rrl.models.cpu_layers`."""
         return self.on_cpu and can_attend(dtype, self.decoder_config.head_dim)
+
+    def in_kernel(self, dtype: DTypeLike) -> bool:
+        """Whether `rrl.models.cpu_layers` computes the layers: then what is not there takes no time in them."""
+        return self.one_cpu and self.reads_compiled(dtype) and can_compute(self.decoder_config, dtype)
 
     def _start(self, model: Decoder, turn_tokens: int) -> tuple[Rows, KVCache, Drafts, jax.Array]:
         rows = Rows.create(self.rows, turn_tokens)
@@ -324,13 +330,25 @@ class Programs:
         embeddings = jnp.zeros((self.shards * self.limits.feeds, width), jnp.float32)
         return rows, cache, Drafts.create(self.shards), embeddings
 
-    def _unhoisted(self, params: PyTree, feeds: jax.Array) -> PyTree:
-        """The parameters, bound to something that changes from turn to turn.
+    def model(self, params: PyTree) -> Decoder:
+        """The decoder of these parameters, as a jitted program generates with it. To be made before the program's loop: on one
+        CPU adapters are added to the kernels, and a tied table is turned, once for all tokens."""
+        model = nnx.merge(self.graph, params)
+        if self.in_kernel(model.dtype):
+            model = merged(model)
+        if self.one_cpu and model.config.tie_embeddings:
+            model.turned = model.embedding[...].T
+        return model
+
+    def _unhoisted(self, model: Decoder, params: PyTree, feeds: jax.Array) -> Decoder:
+        """The model of these parameters, bound to something that changes from turn to turn.
 
         Prefilling gathers them from the devices that share them; left alone, XLA cuts them up for that before the loop, once
         for all turns, and the cuts of all layers take four times their room.
         """
-        return params if self.mesh.size == 1 else jax.lax.optimization_barrier((params, feeds))[0]
+        if self.mesh.size == 1:
+            return model
+        return nnx.merge(self.graph, jax.lax.optimization_barrier((params, feeds))[0])
 
     def sampler(self, key: Key, table: jax.Array, first_accept: int) -> Sampler:
         return Sampler(key, table, self.eos, first_accept, self.config.top_p, self.config.sample_top_k)

@@ -52,12 +52,13 @@ class Found(NamedTuple):
 
 def same_bits(programs: "Programs", params: PyTree) -> Found:
     """Tries all sizes."""
-    params = _adapted(computed(params, nnx.merge(programs.graph, params).dtype))
+    dtype = nnx.merge(programs.graph, params).dtype
+    params = _adapted(computed(params, dtype))
     pieces = [programs.limits.together]
-    while pieces[-1] > PIECES and not pieces[-1] % 2:
+    while not programs.in_kernel(dtype) and pieces[-1] > PIECES and not pieces[-1] % 2:
         pieces.append(pieces[-1] // 2)
     with concurrent.futures.ThreadPoolExecutor(cores_here(), "rrl-sizes") as pool:
-        reading = [pool.submit(_read, programs, params, count) for count in pieces]
+        reading = [pool.submit(_read, programs, params, count) for count in pieces if pieces[1:]]
         step_tokens = programs.step_tokens
         found = _steps(programs, params, step_tokens, pool)
         if found is None:
@@ -65,7 +66,8 @@ def same_bits(programs: "Programs", params: PyTree) -> Found:
             found = _steps(programs, params, step_tokens, pool)
         read = [reader.result() for reader in reading]
     assert found is not None, "steps without guesses differ from themselves"
-    together = tuple(count for count, is_alike in zip(pieces, _alike(read), strict=True) if is_alike)
+    alike = _alike(read) if read else [True]
+    together = tuple(count for count, is_alike in zip(pieces, alike, strict=True) if is_alike)
     return Found(*found, together, step_tokens)
 
 
@@ -120,7 +122,7 @@ def _writer(
     ) -> tuple[jax.Array, ...]:
         drafts, known = Drafts.create(programs.shards), jnp.broadcast_to(guesses[:, :1] >= 0, guesses.shape)
         done, *_ = decode_until(
-            nnx.merge(programs.graph, params),
+            programs.model(params),
             rows,
             cache,
             drafts.learn(windows(rows.recent, guesses), guesses, known),
@@ -170,9 +172,8 @@ def _read(programs: "Programs", params: PyTree, count: int) -> tuple[np.ndarray,
 
     @programs.jit
     def read(params: PyTree, rows: Rows, cache: KVCache, feeds: jax.Array, marks: jax.Array) -> KVCache:
-        model = nnx.merge(programs.graph, params)
         return feed(
-            model,
+            programs.model(params),
             rows,
             cache,
             Drafts.create(programs.shards),

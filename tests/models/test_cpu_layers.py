@@ -1,6 +1,7 @@
-"""The compiled attention of processors gives XLA's numbers, and each query's whatever comes with it; without a compiler, none."""
+"""The compiled layers of processors give XLA's numbers, and each token's whatever comes with it; without a compiler, none."""
 
 import ctypes
+import dataclasses
 import logging
 import stat
 import subprocess
@@ -9,14 +10,29 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
-from rrl.models import cpu_attention as kernel
+from rrl.models import cpu_layers as kernel
 from rrl.models.attention import cache_attention
 from rrl.models.cache import BLOCK, KVCache
-from rrl.models.cpu_attention import can_attend, cpu_attention
+from rrl.models.config import DecoderConfig, Llama3Scaling
+from rrl.models.cpu_layers import can_attend, can_compute, cpu_attention
+from rrl.models.lora import LoraConfig, add_lora, merged
+from tests.models.small import draw, extend, filled, make, places, run
 
 LAYERS, BLOCKS, ROWS = 2, 3, 5
 SLOTS = BLOCKS * BLOCK - 7
+
+
+BASE = DecoderConfig(vocab_size=97, hidden=32, layers=3, heads=4, kv_heads=2, head_dim=16, mlp=48)
+SHAPES = {
+    "qwen2": BASE,
+    "qwen3": dataclasses.replace(BASE, model_type="qwen3", heads=6, hidden=80, tie_embeddings=False),
+    "llama": dataclasses.replace(BASE, model_type="llama", kv_heads=4, head_dim=32, mlp=112, rms_eps=1e-5,
+                                 rope_theta=500.0, rope_scaling=Llama3Scaling(8.0, 1.0, 4.0, 64)),
+    "one-layer": dataclasses.replace(BASE, layers=1, kv_heads=1),
+    "large": dataclasses.replace(BASE, layers=2, hidden=256, mlp=1040),
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -113,6 +129,104 @@ def test_large_scores_do_not_overflow(compiled, score):
     np.testing.assert_allclose(found[real], np.broadcast_to(wanted, found.shape)[real], rtol=1e-6)
 
 
+def caches(config, rows, slots, threads=1):
+    """An empty one that the kernel reads, and one that XLA does."""
+    how = {"slots_last": True, "threads": threads}
+    return [KVCache.create(config, rows, slots, compiled=compiled, **how) for compiled in (True, False)]
+
+
+def prefill(decoder, tokens, at, cache, rows=None):
+    return jax.jit(lambda: decoder.prefill(tokens, positions=at, cache=cache, rows=rows))()
+
+
+def alike(one, other):
+    for name in ("k", "v"):
+        np.testing.assert_allclose(getattr(one, name), getattr(other, name), rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_layers_give_the_numbers_of_xla(compiled, shape):
+    """Pieces of one text and of others, some of it behind the last slot, then single tokens."""
+    config = SHAPES[shape]
+    decoder, slots = make(config), 2 * BLOCK - 5
+    tokens, rows = draw(config, 4, 70), jnp.array([3, 0, 3, 1])
+    at = places(4, 70) + jnp.array([20, 0, 90, slots - 30])[:, None]
+    real = np.asarray(at < slots)
+    assert can_compute(config, jnp.float32)
+    (found, ours), (wanted, theirs) = (
+        extend(decoder, tokens, at, cache, rows) for cache in caches(config, 5, slots)
+    )
+    np.testing.assert_allclose(found[real], wanted[real], rtol=2e-5, atol=2e-5)
+    assert not np.any(np.asarray(ours.k)[:, :, [2, 4]])
+    alike(ours, theirs)
+    ours, theirs = (prefill(decoder, tokens, at, cache, rows) for cache in caches(config, 5, slots))
+    alike(ours, theirs)
+    last = jnp.array([[160], [70], [slots], [20], [0]])
+    (found, _), (wanted, _) = (extend(decoder, draw(config, 5, 1), last, cache) for cache in (ours, theirs))
+    kept = np.array([0, 1, 3, 4])
+    np.testing.assert_allclose(found[kept], wanted[kept], rtol=2e-5, atol=2e-5)
+
+
+def test_prefilled_and_decoded_tokens_are_those_of_one_pass(compiled):
+    decoder, tokens = make(BASE), draw(BASE, 3, 150)
+    expected, (cache, _) = run(decoder, tokens, places(3, 150)), caches(BASE, 3, 200)
+    cache = prefill(decoder, tokens[:, :140], places(3, 140), cache)
+    for time in range(140, 150):
+        some = tokens[:, time : time + 1]
+        hidden, cache = extend(decoder, some, jnp.full((3, 1), time), cache)
+        np.testing.assert_allclose(hidden, expected[:, time : time + 1], rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("shape", ["qwen3", "large"])
+def test_a_tokens_bits_depend_on_its_past_alone(compiled, shape):
+    """Not on its neighbours, on how many come at a time, or on how many threads compute."""
+    config = SHAPES[shape]
+    decoder, tokens = make(config), draw(config, 9, 150)
+    (whole, ours), (threaded, others) = (
+        extend(decoder, tokens, places(9, 150), caches(config, 9, 150, threads)[0]) for threads in (1, 4)
+    )
+    np.testing.assert_array_equal(threaded, whole)
+    np.testing.assert_array_equal(others.k, ours.k)
+    cache, rows = caches(config, 9, 150)[0], jnp.array([4, 2])
+    for first, last in ((0, 77), (77, 78), (78, 150)):
+        some = slice(first, last)
+        hidden, cache = extend(decoder, tokens[rows, some], places(2, 150)[:, some], cache, rows)
+        np.testing.assert_array_equal(hidden, whole[rows, some])
+    np.testing.assert_array_equal(cache.k[:, :, rows], ours.k[:, :, rows])
+    np.testing.assert_array_equal(cache.v[:, :, rows], ours.v[:, :, rows])
+
+
+def test_adapters_are_left_to_xla_or_added_before(compiled):
+    decoder = filled(BASE)
+    add_lora(decoder, LoraConfig(rank=2), rngs=nnx.Rngs(0))
+    for name in ("q_lora_b", "down_lora_b"):
+        held = getattr(decoder.layers, name)
+        held[...] = jax.random.normal(jax.random.key(1), held.shape) * 0.1
+    tokens, (ours, theirs) = draw(BASE, 2, 9), caches(BASE, 2, 20)
+    assert not decoder._in_kernel(ours) and merged(decoder)._in_kernel(ours)
+    wanted, _ = extend(decoder, tokens, places(2, 9), theirs)
+    for model in (decoder, merged(decoder)):
+        found, _ = extend(model, tokens, places(2, 9), ours)
+        np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_a_turned_table_gives_the_same_logits():
+    decoder, hidden = make(BASE), jax.random.normal(jax.random.key(0), (2, 3, BASE.hidden))
+    turned = nnx.merge(*nnx.split(decoder))
+    turned.turned = decoder.embedding[...].T
+    np.testing.assert_allclose(turned.unembed(hidden), decoder.unembed(hidden), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("changed", [{"hidden": 40}, {"mlp": 56}, {"head_dim": 24}])
+def test_other_shapes_are_left_to_xla(changed):
+    config = dataclasses.replace(BASE, **changed)
+    assert not can_compute(config, jnp.float32) and not can_compute(BASE, jnp.bfloat16)
+    decoder, tokens, (cache, _) = filled(config), draw(config, 2, 9), caches(config, 2, 20)
+    if config.head_dim % 16 == 0:
+        found, _ = extend(decoder, tokens, places(2, 9), cache)
+        np.testing.assert_allclose(found, run(decoder, tokens, places(2, 9)), rtol=2e-4, atol=2e-4)
+
+
 @pytest.mark.parametrize(("dtype", "width"), [(jnp.bfloat16, 32), (jnp.float32, 8), (jnp.float32, 24)])
 def test_other_numbers_and_heads_are_left_to_xla(dtype, width):
     assert not can_attend(dtype, width)
@@ -133,15 +247,24 @@ def test_it_runs_where_vectors_are_short(compiled, tmp_path, monkeypatch):
     """Compiled for the oldest processors that the compiler knows."""
     monkeypatch.setattr(kernel, "NATIVE", "-w")
     library = ctypes.CDLL(str(kernel._library(tmp_path)))
-    monkeypatch.setattr(kernel, "TARGET", "rrl_cache_attention_short")
-    address = jax.ffi.pycapsule(library.rrl_cache_attention)
-    jax.ffi.register_ffi_target("rrl_cache_attention_short", address, platform="cpu")
+    for name in ("ATTENTION", "LAYERS"):
+        target = getattr(kernel, name)
+        monkeypatch.setattr(kernel, name, f"{target}_short")
+        jax.ffi.register_ffi_target(
+            f"{target}_short", jax.ffi.pycapsule(getattr(library, target)), platform="cpu"
+        )
     q, k, v, at, rows = made(4, 21, 2, 2, 32)
     groups = KVCache(k, v, SLOTS, slots_last=True).groups(at)
     expected = cache_attention(q, k, v, jnp.int32(1), at, rows, groups, (), slots_last=True)
     found = cpu_attention(q, k, v, jnp.int32(1), at, rows, SLOTS)
     real = np.asarray(at < SLOTS)
     np.testing.assert_allclose(found[real], expected[real], rtol=1e-5, atol=1e-6)
+    decoder, tokens, at = make(SHAPES["large"]), draw(BASE, 3, 40), places(3, 40)
+    (found, ours), (wanted, theirs) = (
+        decoder.extend(tokens, positions=at, cache=cache) for cache in caches(decoder.config, 3, 50)
+    )
+    np.testing.assert_allclose(found, wanted, rtol=2e-5, atol=2e-5)
+    alike(ours, theirs)
 
 
 def test_without_a_compiler_a_warning_says_so(monkeypatch, tmp_path, caplog):

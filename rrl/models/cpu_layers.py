@@ -1,7 +1,8 @@
-"""Attention to a key-value cache on a processor: `cpu_attention.cc`, compiled for the machine at hand when it is first needed.
+"""A decoder's layers on a processor: `cpu_layers.cc`, compiled for the machine at hand when it is first needed.
 
-XLA on CPU copies each block of the cache before it multiplies, and writes scores and weights to memory between its loops. The
-kernel reads the cache where it lies, once. A query's bits depend on its row's past alone: neither on its neighbours nor on how
+XLA on CPU copies each layer's weights out of the stack and each block of the cache before it multiplies, computes rows that
+are not there, and takes some microseconds to begin each of the thirty operations of a layer. The kernel reads weights and cache
+where they lie, and does all layers at once. A token's bits depend on its row's past alone: neither on its neighbours nor on how
 many tokens come with it.
 """
 
@@ -15,6 +16,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 
 import jax
@@ -23,11 +25,17 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
+from rrl.models.config import DecoderConfig
 from rrl.parallel.runtime import cache_folder
 
 log = logging.getLogger(__name__)
 SOURCE = Path(__file__).with_suffix(".cc")
-TARGET = "rrl_cache_attention"
+ATTENTION, LAYERS = TARGETS = "rrl_cache_attention", "rrl_layers"
+WEIGHTS = (
+    *("attention_norm", "q", "k", "v", "o", "mlp_norm", "gate", "up", "down"),
+    *("q_bias", "k_bias", "v_bias", "q_norm", "k_norm"),
+)
+"""In the kernel's order."""
 LANES = 16
 """A head's width must be a multiple of it."""
 FLAGS = ("-std=c++17", "-O3", "-ffp-contract=fast", "-fPIC", "-shared", "-w")
@@ -49,9 +57,57 @@ def cpu_attention(
     Call `can_attend` before: it makes the kernel known to JAX.
     """
     which = jnp.arange(len(q), dtype=jnp.int32) if rows is None else rows.astype(jnp.int32)
-    called = jax.ffi.ffi_call(TARGET, jax.ShapeDtypeStruct(q.shape, q.dtype))
+    called = jax.ffi.ffi_call(ATTENTION, jax.ShapeDtypeStruct(q.shape, q.dtype))
     numbers = layer.astype(jnp.int32), positions.astype(jnp.int32), which
     return called(q, k, v, *numbers, slots=np.int32(slots))
+
+
+def cpu_layers(
+    x: Float[Array, "P T D"],
+    rotary: tuple[Float[Array, "P T H/2"], Float[Array, "P T H/2"]],
+    weights: Mapping[str, Float[Array, "L ..."]],
+    k: Float[Array, "L blocks R K H slot"],
+    v: Float[Array, "L blocks R K slot H"],
+    positions: Int[Array, "P T"],
+    rows: Int[Array, "P"] | None,
+    *,
+    slots: int,
+    eps: float,
+    last_reads: bool,
+    threads: int = 1,
+) -> tuple[Float[Array, "P T D"], tuple[Array, Array]]:
+    """What comes out of a decoder's last layer, and the cache with these tokens' keys and values.
+
+    Zeros come out for what has no slot (a position not below `slots`).
+
+    Args:
+        x: what goes into the first layer; all arrays but `positions` and `rows` are float32.
+        rotary: cosine and sine of each token's angles.
+        weights: of all layers, by their names in `rrl.models.decoder.Layer`.
+        k, v, positions, rows: as those of `cpu_attention`.
+        slots: of the cache.
+        eps: of the norms.
+        last_reads: whether the last layer does more than write its keys and values; if not, what comes out means nothing.
+        threads: most that compute; bits don't depend on it.
+
+    Call `can_compute` before: it makes the kernel known to JAX.
+    """
+    which = jnp.arange(len(x), dtype=jnp.int32) if rows is None else rows.astype(jnp.int32)
+    empty = jnp.zeros(0, jnp.float32)
+    named = [weights.get(name, empty).astype(jnp.float32) for name in WEIGHTS]
+    before = positions.astype(jnp.int32), which, x, *rotary
+    shapes = [jax.ShapeDtypeStruct(part.shape, part.dtype) for part in (x, k, v)]
+    aliases = {len(before): 1, len(before) + 1: 2}
+    called = jax.ffi.ffi_call(LAYERS, shapes, input_output_aliases=aliases)
+    numbers = {"slots": np.int32(slots), "eps": np.float32(eps), "threads": np.int32(threads)}
+    out, *pair = called(*before, k, v, *named, last_reads=last_reads, **numbers)
+    return out, tuple(pair)
+
+
+def can_compute(config: DecoderConfig, dtype: DTypeLike) -> bool:
+    """Whether the kernel is there, and made for such numbers and shapes (see `can_attend`)."""
+    whole = config.hidden % LANES == 0 == config.mlp % LANES
+    return whole and can_attend(dtype, config.head_dim)
 
 
 def can_attend(dtype: DTypeLike, head_dim: int) -> bool:
@@ -65,7 +121,8 @@ def _register() -> bool:
     """Whether JAX knows the kernel from here on."""
     try:
         library = ctypes.CDLL(str(_library(cache_folder() / "kernels")))
-        jax.ffi.register_ffi_target(TARGET, jax.ffi.pycapsule(getattr(library, TARGET)), platform="cpu")
+        for target in TARGETS:
+            jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(getattr(library, target)), platform="cpu")
     except (OSError, subprocess.SubprocessError, AttributeError) as error:
         said = getattr(error, "stderr", None) or error
         log.warning(
@@ -91,7 +148,7 @@ def _library(folder: Path) -> Path:
         raise FileNotFoundError("There is no C++ compiler.")
     version = subprocess.run([compiler, "--version"], check=True, capture_output=True, text=True).stdout
     known = SOURCE.read_text(), version, FLAGS, importlib.metadata.version("jaxlib"), _processor()
-    library = folder / f"attention-{hashlib.sha256(repr(known).encode()).hexdigest()[:16]}.so"
+    library = folder / f"layers-{hashlib.sha256(repr(known).encode()).hexdigest()[:16]}.so"
     if not library.exists():
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder) as apart:

@@ -1,0 +1,535 @@
+// The layers of a decoder, for new tokens whose past is in a cache of keys and values, on one core of a processor (see
+// cpu_layers.py).
+//
+// Weights and the cache are read where they lie. A block's keys and values are read once by all queries of a key head, whose
+// scores stay in the nearest caches. A token's numbers are summed in an order that nothing but its own position decides.
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <memory>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "xla/ffi/api/ffi.h"
+
+namespace ffi = xla::ffi;
+
+namespace {
+
+// Numbers of a vector register; how many registers hold sums while others hold what is multiplied; and of how many rows at most.
+#ifdef __AVX512F__
+constexpr int kLanes = 16, kSums = 24, kRows = 8;
+#else
+constexpr int kLanes = 8, kSums = 8, kRows = 4;
+#endif
+// So many registers go through a polynomial together, and so many queries through a block.
+constexpr int64_t kTogether = 4, kStride = kTogether * kLanes, kQueries = 16;
+// So many columns of a weight meet all rows before the next do, so many tokens go through a layer together (four times as many
+// where its weights have so many numbers that a core's caches don't hold them), and so many of a row read together.
+constexpr int64_t kPanel = 6 * kLanes, kTokens = 64, kLarge = 1 << 18, kReads = 32;
+// From so many products of two numbers on, a product of matrices is worth other threads.
+constexpr int64_t kShared = 1 << 20;
+constexpr float kLowest = std::numeric_limits<float>::lowest();
+constexpr float kLog2e = 1.44269504f;
+
+template <int count>
+struct Vector {
+  typedef float Floats __attribute__((vector_size(4 * count)));
+};
+typedef Vector<kLanes>::Floats Lanes;
+typedef int32_t Ints __attribute__((vector_size(4 * kLanes)));
+
+inline Lanes load(const float* from) {
+  Lanes x;
+  std::memcpy(&x, from, sizeof x);
+  return x;
+}
+
+inline void store(float* to, Lanes x) { std::memcpy(to, &x, sizeof x); }
+
+inline Lanes all(float x) { return Lanes{} + x; }
+
+// The first where one of them is not a number.
+inline Lanes larger(Lanes x, Lanes y) { return x < y ? y : x; }
+
+// 2^x of numbers that are not above 0: 2^n 2^r with |r| <= 1/2, and for 2^r a polynomial that was fitted to the least relative
+// error (2e-9).
+template <int count>
+inline void power_of_two(Lanes (&x)[count]) {
+  const float magic = 12582912.0f;  // 1.5 * 2^23: a sum with it is a whole number
+  const float polynomial[] = {0.00133989012f, 0.00961843763f, 0.0555033241f, 0.240226479f, 0.693147203f, 1.0f};
+  Lanes whole[count], y[count];
+  for (int i = 0; i < count; ++i) x[i] = larger(x[i], all(-126.0f));
+  for (int i = 0; i < count; ++i) whole[i] = x[i] + magic;
+  for (int i = 0; i < count; ++i) x[i] -= whole[i] - magic;
+  for (int i = 0; i < count; ++i) y[i] = all(0.000153533383f);
+  for (float coefficient : polynomial)
+    for (int i = 0; i < count; ++i) y[i] = y[i] * x[i] + coefficient;
+  for (int i = 0; i < count; ++i) {
+    Ints bits, exponent;
+    std::memcpy(&bits, &y[i], sizeof bits);
+    std::memcpy(&exponent, &whole[i], sizeof exponent);
+    bits += exponent << 23;
+    std::memcpy(&x[i], &bits, sizeof bits);
+  }
+}
+
+template <int count>
+inline float largest_of(typename Vector<count>::Floats x) {
+  if constexpr (count == 1) {
+    return x[0];
+  } else {
+    typename Vector<count / 2>::Floats halves[2];
+    std::memcpy(halves, &x, sizeof x);
+    return largest_of<count / 2>(halves[0] < halves[1] ? halves[1] : halves[0]);
+  }
+}
+
+struct Matrix {
+  const float* first;
+  int64_t step;
+};
+
+// out[q][c] = scale[q] out[q][c] + sum over i of x[q][i] y[i][c], without the first where there is no scale, for `rows` q and
+// columns * kLanes c.
+template <int rows, int columns>
+inline void tile(Matrix x, Matrix y, int64_t inner, const float* scale, float* out, int64_t step) {
+  Lanes sum[rows][columns];
+#pragma GCC unroll 8
+  for (int q = 0; q < rows; ++q)
+#pragma GCC unroll 8
+    for (int c = 0; c < columns; ++c)
+      sum[q][c] = scale ? load(out + q * step + c * kLanes) * scale[q] : Lanes{};
+  for (int64_t i = 0; i < inner; ++i) {
+    Lanes right[columns];
+#pragma GCC unroll 8
+    for (int c = 0; c < columns; ++c) right[c] = load(y.first + i * y.step + c * kLanes);
+#pragma GCC unroll 8
+    for (int q = 0; q < rows; ++q)
+#pragma GCC unroll 8
+      for (int c = 0; c < columns; ++c) sum[q][c] += x.first[q * x.step + i] * right[c];
+  }
+#pragma GCC unroll 8
+  for (int q = 0; q < rows; ++q)
+#pragma GCC unroll 8
+    for (int c = 0; c < columns; ++c) store(out + q * step + c * kLanes, sum[q][c]);
+}
+
+// The same for `rows` q and any width that is a multiple of kLanes: by as many columns as fill the registers, then by fewer.
+template <int rows, int columns>
+inline void band(Matrix x, Matrix y, int64_t inner, int64_t width, const float* scale, float* out, int64_t step) {
+  int64_t c = 0;
+  for (; c + columns * kLanes <= width; c += columns * kLanes)
+    tile<rows, columns>(x, {y.first + c, y.step}, inner, scale, out + c, step);
+  if constexpr (columns > 1)
+    if (c < width) band<rows, columns - 1>(x, {y.first + c, y.step}, inner, width - c, scale, out + c, step);
+}
+
+// The same for any number of rows: as many as fill the registers at a time, then fewer. Each number is summed from the first i to
+// the last, whatever the shapes.
+template <int rows>
+void multiply(Matrix x, Matrix y, int64_t count, int64_t inner, int64_t width, const float* scale, float* out,
+              int64_t step) {
+  int64_t q = 0;
+  for (; q + rows <= count; q += rows)
+    band<rows, std::min(kSums / rows, 4)>({x.first + q * x.step, x.step}, y, inner, width, scale ? scale + q : nullptr, out + q * step, step);
+  if constexpr (rows > 1)
+    if (q < count)
+      multiply<rows / 2>({x.first + q * x.step, x.step}, y, count - q, inner, width, scale ? scale + q : nullptr,
+                         out + q * step, step);
+}
+
+// The queries of one entry and key head, and what they have read so far.
+class Reader {
+ public:
+  Reader(int64_t most, int64_t width) : width_(width), most_((most + kLanes - 1) / kLanes * kLanes), seen_(most) {
+    room_.resize(most_ * (2 * width + kLanes + 2) / kLanes);
+    queries_ = reinterpret_cast<float*>(room_.data());
+    mixed_ = queries_ + most_ * width;
+    total_ = mixed_ + most_ * width;
+    peak_ = total_ + most_ * kLanes;
+    shrink_ = peak_ + most_;
+    std::fill_n(peak_, most_, kLowest);
+  }
+
+  Reader(Reader&&) = default;  // a copy would write where the other does
+
+  // A query that sees the first `slots` of its row, and where what it finds is to be.
+  void add(const float* query, int64_t slots, float* out) {
+    const int64_t m = places_.size();
+    for (int64_t c = 0; c < width_; ++c) queries_[m * width_ + c] = query[c] * kLog2e;
+    seen_[m] = slots;
+    places_.push_back(out);
+    longest_ = std::max(longest_, slots);
+  }
+
+  int64_t longest() const { return longest_; }
+
+  // A block whose first slot is `first`, by a few queries at a time, whose scores stay near: `scores` is room for them.
+  void read(const float* keys, const float* values, int64_t first, int64_t block, float* scores) {
+    const int64_t here = std::min(block, (longest_ - first + kStride - 1) / kStride * kStride), count = places_.size();
+    for (int64_t begin = 0; begin < count; begin += kQueries)
+      read(begin, std::min(begin + kQueries, count), keys, values, first, here, block, scores);
+  }
+
+  void end() const {
+    for (size_t m = 0; m < places_.size(); ++m) {
+      float sum = 0;
+      for (int i = 0; i < kLanes; ++i) sum += total_[m * kLanes + i];
+      for (int64_t c = 0; c < width_; ++c) places_[m][c] = mixed_[m * width_ + c] / sum;
+    }
+  }
+
+ private:
+  // A running softmax (Milakov & Gimelshein 2018) of queries from `begin` on over `here` slots.
+  void read(int64_t begin, int64_t end, const float* keys, const float* values, int64_t first, int64_t here,
+            int64_t block, float* scores) {
+    const int64_t count = end - begin;
+    multiply<kRows>({queries_ + begin * width_, width_}, {keys, block}, count, width_, here, nullptr, scores, block);
+    float *peak = peak_ + begin, *shrink = shrink_ + begin, *total = total_ + begin * kLanes;
+    for (int64_t m = 0; m < count; ++m) {
+      float* score = scores + m * block;
+      const int64_t own = std::max<int64_t>(seen_[begin + m] - first, 0);
+      if (own < here) std::fill(score + own, score + here, kLowest);
+      Lanes high = load(score);
+      for (int64_t s = kLanes; s < here; s += kLanes) high = larger(high, load(score + s));
+      const float before = peak[m];
+      peak[m] = largest_of<kLanes>(larger(high, all(before)));
+      shrink[m] = before - peak[m];
+    }
+    for (int64_t m = 0; m < count; m += kLanes) {
+      Lanes x[] = {load(shrink + m)};
+      power_of_two(x);
+      store(shrink + m, x[0]);
+    }
+    for (int64_t m = 0; m < count; ++m) {
+      float* score = scores + m * block;
+      const int64_t own = std::max<int64_t>(seen_[begin + m] - first, 0);
+      const Lanes highest = all(peak[m]);
+      Lanes sum = load(total + m * kLanes) * shrink[m];
+      for (int64_t s = 0; s < here; s += kStride) {
+        Lanes x[kTogether];
+        for (int i = 0; i < kTogether; ++i) x[i] = load(score + s + i * kLanes) - highest;
+        power_of_two(x);
+        for (int i = 0; i < kTogether; ++i) store(score + s + i * kLanes, x[i]);
+        if (own < s + kStride) {  // what is not seen weighs nothing at all
+          std::fill(score + std::max(own, s), score + s + kStride, 0.0f);
+          for (int i = 0; i < kTogether; ++i) x[i] = load(score + s + i * kLanes);
+        }
+        sum += (x[0] + x[1]) + (x[2] + x[3]);
+      }
+      store(total + m * kLanes, sum);
+    }
+    multiply<kRows>({scores, block}, {values, width_}, count, here, width_, shrink, mixed_ + begin * width_, width_);
+  }
+
+  int64_t width_, most_, longest_ = 0;
+  std::vector<Lanes> room_;  // begins where a cache line does
+  float *queries_, *mixed_, *total_, *peak_, *shrink_;
+  std::vector<int64_t> seen_;
+  std::vector<float*> places_;
+};
+
+// A token: which row it is of, how many slots of it it sees, its queries [N, H], and where what they find is to be.
+struct Token {
+  int64_t row, slots;
+  const float* queries;
+  float* found;
+};
+
+// One layer's cache: keys [blocks, R, K, H, slot] and values [blocks, R, K, slot, H].
+template <typename Number>
+struct Cache {
+  Number *keys, *values;
+  int64_t rows, heads, width, block;
+
+  int64_t at(int64_t slot, int64_t row, int64_t head) const {
+    return ((slot / block * rows + row) * heads + head) * block * width;
+  }
+};
+
+// This thread and others of XLA's pool, as many as there are to be.
+class Crew {
+ public:
+  Crew(ffi::ThreadPool pool, int64_t threads) : pool_(pool), threads_(threads) {}
+
+  // Does body(0), ..., body(count - 1), in any order. Who comes late finds nothing left, and does not touch the body.
+  template <typename Body>
+  void each(int64_t count, const Body& body, bool shared = true) {
+    struct Progress {
+      std::atomic<int64_t> begun{0}, done{0};
+    };
+    const int64_t helpers = shared ? std::min(threads_, count) - 1 : 0;
+    if (helpers <= 0) {
+      for (int64_t i = 0; i < count; ++i) body(i);
+      return;
+    }
+    const auto progress = std::make_shared<Progress>();
+    const auto work = [progress, count, body = &body] {
+      for (int64_t i; (i = progress->begun++) < count; ++progress->done) (*body)(i);
+    };
+    for (int64_t i = 0; i < helpers; ++i) pool_.Schedule([work] { work(); });
+    work();
+    while (progress->done < count) std::this_thread::yield();
+  }
+
+ private:
+  ffi::ThreadPool pool_;
+  int64_t threads_;
+};
+
+// Attention of tokens in the order of their rows. Those of one row read a block one after another, while it is near.
+void attend(const std::vector<Token>& tokens, const Cache<const float>& cache, int64_t group, Crew& crew) {
+  const int64_t count = tokens.size(), block = cache.block;
+  std::vector<std::pair<int64_t, int64_t>> rows;
+  for (int64_t begin = 0, end; begin < count; begin = end) {
+    for (end = begin; end < count && tokens[end].row == tokens[begin].row;) ++end;
+    rows.emplace_back(begin, end);
+  }
+  crew.each(rows.size() * cache.heads, [&](int64_t number) {
+    const auto [begin, end] = rows[number / cache.heads];
+    const int64_t head = number % cache.heads;
+    thread_local std::vector<Lanes> scores;
+    scores.resize(kQueries * block / kLanes);
+    std::vector<Reader> readers;
+    readers.reserve((end - begin + kReads - 1) / kReads);
+    int64_t longest = 0;
+    for (int64_t first = begin; first < end; first += kReads) {
+      const int64_t last = std::min(first + kReads, end);
+      readers.emplace_back((last - first) * group, cache.width);
+      for (int64_t t = first; t < last; ++t)
+        for (int64_t g = head * group; g < (head + 1) * group; ++g)
+          readers.back().add(tokens[t].queries + g * cache.width, tokens[t].slots, tokens[t].found + g * cache.width);
+      longest = std::max(longest, readers.back().longest());
+    }
+    for (int64_t first = 0; first < longest; first += block) {
+      const int64_t at = cache.at(first, tokens[begin].row, head);
+      for (Reader& reader : readers)
+        if (first < reader.longest())
+          reader.read(cache.keys + at, cache.values + at, first, block, reinterpret_cast<float*>(scores.data()));
+    }
+    for (const Reader& reader : readers) reader.end();
+  });
+}
+
+// The tokens [P, T] that have a slot and a row, in the order of their rows: their numbers.
+std::vector<int64_t> placed(const int32_t* positions, const int32_t* rows, int64_t entries, int64_t time, int64_t slots,
+                            int64_t all_rows) {
+  std::vector<int64_t> found;
+  for (int64_t n = 0; n < entries * time; ++n)
+    if (0 <= positions[n] && positions[n] < slots && 0 <= rows[n / time] && rows[n / time] < all_rows) found.push_back(n);
+  std::stable_sort(found.begin(), found.end(), [&](int64_t x, int64_t y) { return rows[x / time] < rows[y / time]; });
+  return found;
+}
+
+ffi::Error Attend(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q, ffi::Buffer<ffi::F32> k, ffi::Buffer<ffi::F32> v, ffi::Buffer<ffi::S32> layer,
+                  ffi::Buffer<ffi::S32> positions, ffi::Buffer<ffi::S32> rows, int32_t slots,
+                  ffi::ResultBuffer<ffi::F32> out) {
+  const auto asked = q.dimensions(), held = v.dimensions();
+  const int64_t time = asked[1], heads = asked[2], width = asked[3], kv_heads = held[3];
+  const int64_t first = layer.typed_data()[0] * held[1] * held[2] * kv_heads * held[4] * width;
+  const Cache<const float> cache = {k.typed_data() + first, v.typed_data() + first, held[2], kv_heads, width, held[4]};
+  std::fill_n(out->typed_data(), out->element_count(), 0.0f);
+  std::vector<Token> tokens;
+  for (int64_t n : placed(positions.typed_data(), rows.typed_data(), asked[0], time, slots, held[2])) {
+    const int64_t offset = n * heads * width;
+    tokens.push_back({rows.typed_data()[n / time], positions.typed_data()[n] + 1, q.typed_data() + offset,
+                      out->typed_data() + offset});
+  }
+  Crew alone(pool, 1);
+  attend(tokens, cache, heads / kv_heads, alone);
+  return ffi::Error::Success();
+}
+
+// out = out + x y, or x y where it is not `added`; x [count, inner], y [inner, width]. Columns of a large y are laid side by side
+// before many rows meet them.
+void product(const float* x, const float* y, int64_t count, int64_t inner, int64_t width, float* out, Crew& crew,
+             bool added = false) {
+  const bool packed = count > kRows && inner * width >= kLarge;
+  const int64_t columns = packed ? kSums / kRows * kLanes : kPanel;
+  const std::vector<float> ones(added ? count : 0, 1.0f);
+  const auto panel = [&](int64_t number) {
+    const int64_t first = number * columns, here = std::min(columns, width - first);
+    Matrix right = {y + first, width};
+    thread_local std::vector<Lanes> room;
+    if (packed) {
+      room.resize(inner * here / kLanes);
+      float* copy = reinterpret_cast<float*>(room.data());
+      for (int64_t i = 0; i < inner; ++i) std::copy_n(y + i * width + first, here, copy + i * here);
+      right = {copy, here};
+    }
+    multiply<kRows>({x, inner}, right, count, inner, here, added ? ones.data() : nullptr, out + first, width);
+  };
+  crew.each((width + columns - 1) / columns, panel, count * inner * width >= kShared);
+}
+
+// x / rms(x) * scale.
+void normalise(const float* x, const float* scale, int64_t width, float eps, float* out) {
+  Lanes squares{};
+  for (int64_t c = 0; c < width; c += kLanes) squares += load(x + c) * load(x + c);
+  float sum = 0;
+  for (int i = 0; i < kLanes; ++i) sum += squares[i];
+  const float inverse = 1 / std::sqrt(sum / width + eps);
+  for (int64_t c = 0; c < width; c += kLanes) store(out + c, load(x + c) * inverse * load(scale + c));
+}
+
+// x = silu(x) y, with an exponential of what is not above 0.
+void gated(float* x, const float* y, int64_t count) {
+  for (int64_t c = 0; c < count; c += kLanes) {
+    const Lanes given = load(x + c);
+    Lanes small[] = {(given < 0 ? given : -given) * kLog2e};
+    power_of_two(small);
+    store(x + c, given * (given < 0 ? small[0] : all(1)) / (small[0] + 1) * load(y + c));
+  }
+}
+
+struct Sizes {
+  int64_t hidden, heads, kv_heads, width, mlp;
+  float eps;
+};
+
+// The heads of some tokens, projected: with their bias, norm and angle.
+void heads_of(const float* x, const float* weight, const float* bias, const float* norm, const float* const* cosines,
+              const float* const* sines, int64_t count, int64_t heads, float scale, const Sizes& s, Crew& crew, float* out) {
+  const int64_t half = s.width / 2, all_heads = heads * s.width;
+  product(x, weight, count, s.hidden, all_heads, out, crew);
+  for (int64_t m = 0; m < count; ++m) {
+    float* own = out + m * all_heads;
+    if (bias)
+      for (int64_t c = 0; c < all_heads; ++c) own[c] += bias[c];
+    for (float* head = own; head < own + all_heads; head += s.width) {
+      if (norm) normalise(head, norm, s.width, s.eps, head);
+      if (cosines)
+        for (int64_t c = 0; c < half; ++c) {
+          const float first = head[c], second = head[c + half], cosine = cosines[m][c], sine = sines[m][c];
+          head[c] = (first * cosine - second * sine) * scale;
+          head[c + half] = (second * cosine + first * sine) * scale;
+        }
+    }
+  }
+}
+
+// Which argument is which weight, behind x and the angles; the last five may be empty.
+enum { kX, kCosines, kSines, kKeys, kValues, kAttentionNorm, kQ, kK, kV, kO, kMlpNorm, kGate, kUp, kDown, kQBias, kKBias, kVBias, kQNorm, kKNorm };
+
+ffi::Error Layers(ffi::ThreadPool pool, ffi::Buffer<ffi::S32> positions, ffi::Buffer<ffi::S32> rows,
+                  ffi::RemainingArgs given, int32_t slots, float eps, bool last_reads, int32_t threads, ffi::ResultBuffer<ffi::F32> out, ffi::ResultBuffer<ffi::F32> keys,
+                  ffi::ResultBuffer<ffi::F32> values) {
+  std::vector<ffi::Buffer<ffi::F32>> args;
+  for (size_t i = 0; i < given.size(); ++i) {
+    auto found = given.get<ffi::Buffer<ffi::F32>>(i);
+    if (!found) return found.error();
+    args.push_back(*found);
+  }
+  const auto held = values->dimensions(), shape = args[kQ].dimensions();
+  const int64_t layers = shape[0], time = positions.dimensions()[1], block = held[4], half = shape[3] / 2;
+  const Sizes s = {shape[1], shape[2], held[3], shape[3], args[kGate].dimensions()[2], eps};
+  const int64_t q_width = s.heads * s.width, kv_width = s.kv_heads * s.width;
+  const int64_t of_layer = held[1] * held[2] * held[3] * block * s.width;
+  const auto numbers = placed(positions.typed_data(), rows.typed_data(), positions.dimensions()[0], time, slots, held[2]);
+  const int64_t count = numbers.size(), chunk = s.hidden * s.mlp < kLarge ? kTokens : 4 * kTokens;
+  const int64_t most = std::min(count, chunk);
+  std::vector<Lanes> room((count * (s.hidden + 2 * q_width) + most * (s.hidden + kv_width + 2 * s.mlp)) / kLanes);
+  float* x = reinterpret_cast<float*>(room.data());
+  float *queries = x + count * s.hidden, *found = queries + count * q_width, *y = found + count * q_width;
+  float *heads = y + most * s.hidden, *gate = heads + most * kv_width, *up = gate + most * s.mlp;
+
+  Crew crew(pool, threads);
+  std::vector<Token> tokens;
+  std::vector<const float*> cosines, sines;
+  for (int64_t m = 0; m < count; ++m) {
+    const int64_t n = numbers[m];
+    std::copy_n(args[kX].typed_data() + n * s.hidden, s.hidden, x + m * s.hidden);
+    tokens.push_back({rows.typed_data()[n / time], positions.typed_data()[n] + 1, queries + m * q_width, found + m * q_width});
+    cosines.push_back(args[kCosines].typed_data() + n * half);
+    sines.push_back(args[kSines].typed_data() + n * half);
+  }
+
+  for (int64_t layer = 0; layer < layers; ++layer) {
+    const auto weight = [&](int which) -> const float* {
+      const int64_t size = args[which].element_count() / layers;
+      return size ? args[which].typed_data() + layer * size : nullptr;
+    };
+    const Cache<float> own = {keys->typed_data() + layer * of_layer, values->typed_data() + layer * of_layer, held[2],
+                              s.kv_heads, s.width, block};
+    const bool reads = last_reads || layer + 1 < layers;
+    for (int64_t begin = 0; begin < count; begin += chunk) {
+      const int64_t some = std::min(count - begin, chunk);
+      const auto project = [&](int kernel, int bias, const float* norm, bool turned, int64_t of, float scale, float* to) {
+        heads_of(y, weight(kernel), weight(bias), norm, turned ? cosines.data() + begin : nullptr, sines.data() + begin,
+                 some, of, scale, s, crew, to);
+      };
+      for (int64_t m = 0; m < some; ++m)
+        normalise(x + (begin + m) * s.hidden, weight(kAttentionNorm), s.hidden, eps, y + m * s.hidden);
+      if (reads)
+        project(kQ, kQBias, weight(kQNorm), true, s.heads, 1 / std::sqrt(static_cast<float>(s.width)),
+                queries + begin * q_width);
+      for (const bool of_keys : {true, false}) {
+        if (of_keys)
+          project(kK, kKBias, weight(kKNorm), true, s.kv_heads, 1, heads);
+        else
+          project(kV, kVBias, nullptr, false, s.kv_heads, 1, heads);
+        for (int64_t m = 0; m < some; ++m) {
+          const int64_t slot = tokens[begin + m].slots - 1, place = slot % block;
+          for (int64_t head = 0; head < s.kv_heads; ++head) {
+            const float* from = heads + m * kv_width + head * s.width;
+            const int64_t at = own.at(slot, tokens[begin + m].row, head);
+            if (of_keys)
+              for (int64_t c = 0; c < s.width; ++c) own.keys[at + c * block + place] = from[c];
+            else
+              std::copy_n(from, s.width, own.values + at + place * s.width);
+          }
+        }
+      }
+    }
+    if (!reads) break;
+    attend(tokens, {own.keys, own.values, own.rows, own.heads, own.width, own.block}, s.heads / s.kv_heads, crew);
+    for (int64_t begin = 0; begin < count; begin += chunk) {
+      const int64_t some = std::min(count - begin, chunk);
+      float* here = x + begin * s.hidden;
+      product(found + begin * q_width, weight(kO), some, q_width, s.hidden, here, crew, true);
+      for (int64_t m = 0; m < some; ++m)
+        normalise(here + m * s.hidden, weight(kMlpNorm), s.hidden, eps, y + m * s.hidden);
+      product(y, weight(kGate), some, s.hidden, s.mlp, gate, crew);
+      product(y, weight(kUp), some, s.hidden, s.mlp, up, crew);
+      gated(gate, up, some * s.mlp);
+      product(gate, weight(kDown), some, s.mlp, s.hidden, here, crew, true);
+    }
+  }
+
+  std::fill_n(out->typed_data(), out->element_count(), 0.0f);
+  for (int64_t m = 0; m < count; ++m) std::copy_n(x + m * s.hidden, s.hidden, out->typed_data() + numbers[m] * s.hidden);
+  return ffi::Error::Success();
+}
+
+}  // namespace
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(rrl_cache_attention, Attend,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Attr<int32_t>("slots")
+                                  .Ret<ffi::Buffer<ffi::F32>>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(rrl_layers, Layers,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .RemainingArgs()
+                                  .Attr<int32_t>("slots")
+                                  .Attr<float>("eps")
+                                  .Attr<bool>("last_reads")
+                                  .Attr<int32_t>("threads")
+                                  .Ret<ffi::Buffer<ffi::F32>>()
+                                  .Ret<ffi::Buffer<ffi::F32>>()
+                                  .Ret<ffi::Buffer<ffi::F32>>());
