@@ -16,6 +16,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+
+from rrl.models.cpu_layers import LANES, can_attend
 
 RESULTS = pathlib.Path(__file__).parent / "RESULTS.md"
 NOT_MEASURED = "not measured"
@@ -138,14 +141,17 @@ def command(module: str, parser: argparse.ArgumentParser, used: Mapping[str, obj
 def machine() -> str:
     """Device and versions, as a line."""
     device = jax.devices()[0]
-    cores = f"{len(os.sched_getaffinity(0))} cores" if device.platform == "cpu" else device.device_kind
+    kind = device.device_kind
+    if device.platform == "cpu":
+        compiler = "with" if can_attend(jnp.float32, LANES) else "without"
+        kind = f"{len(os.sched_getaffinity(0))} cores, {compiler} a C++ compiler"
     versions = []
     for name in PACKAGES:
         try:
             versions.append(f"{name} {importlib.metadata.version(name)}")
         except importlib.metadata.PackageNotFoundError:
             continue
-    return f"{device.platform} ({cores}), Python {platform.python_version()}, {', '.join(versions)}"
+    return f"{device.platform} ({kind}), Python {platform.python_version()}, {', '.join(versions)}"
 
 
 def write(section: str, line: str, rows: list[Row], notes: list[str], *, measured: bool = True) -> None:

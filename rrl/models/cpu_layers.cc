@@ -103,8 +103,7 @@ inline void tile(Matrix x, Matrix y, int64_t inner, const float* scale, float* o
 #pragma GCC unroll 8
   for (int q = 0; q < rows; ++q)
 #pragma GCC unroll 8
-    for (int c = 0; c < columns; ++c)
-      sum[q][c] = scale ? load(out + q * step + c * kLanes) * scale[q] : Lanes{};
+    for (int c = 0; c < columns; ++c) sum[q][c] = scale ? load(out + q * step + c * kLanes) * scale[q] : Lanes{};
   for (int64_t i = 0; i < inner; ++i) {
     Lanes right[columns];
 #pragma GCC unroll 8
@@ -133,15 +132,15 @@ inline void band(Matrix x, Matrix y, int64_t inner, int64_t width, const float* 
 // The same for any number of rows: as many as fill the registers at a time, then fewer. Each number is summed from the first i to
 // the last, whatever the shapes.
 template <int rows>
-void multiply(Matrix x, Matrix y, int64_t count, int64_t inner, int64_t width, const float* scale, float* out,
-              int64_t step) {
+void multiply(Matrix x, Matrix y, int64_t count, int64_t inner, int64_t width, const float* scale, float* out, int64_t step) {
   int64_t q = 0;
   for (; q + rows <= count; q += rows)
-    band<rows, std::min(kSums / rows, 4)>({x.first + q * x.step, x.step}, y, inner, width, scale ? scale + q : nullptr, out + q * step, step);
+    band<rows, std::min(kSums / rows, 4)>({x.first + q * x.step, x.step}, y, inner, width, scale ? scale + q : nullptr,
+                                          out + q * step, step);
   if constexpr (rows > 1)
     if (q < count)
-      multiply<rows / 2>({x.first + q * x.step, x.step}, y, count - q, inner, width, scale ? scale + q : nullptr,
-                         out + q * step, step);
+      multiply<rows / 2>({x.first + q * x.step, x.step}, y, count - q, inner, width, scale ? scale + q : nullptr, out + q * step,
+                         step);
 }
 
 // The queries of one entry and key head, and what they have read so far.
@@ -187,8 +186,8 @@ class Reader {
 
  private:
   // A running softmax (Milakov & Gimelshein 2018) of queries from `begin` on over `here` slots.
-  void read(int64_t begin, int64_t end, const float* keys, const float* values, int64_t first, int64_t here,
-            int64_t block, float* scores) {
+  void read(int64_t begin, int64_t end, const float* keys, const float* values, int64_t first, int64_t here, int64_t block,
+            float* scores) {
     const int64_t count = end - begin;
     multiply<kRows>({queries_ + begin * width_, width_}, {keys, block}, count, width_, here, nullptr, scores, block);
     float *peak = peak_ + begin, *shrink = shrink_ + begin, *total = total_ + begin * kLanes;
@@ -327,8 +326,8 @@ std::vector<int64_t> placed(const int32_t* positions, const int32_t* rows, int64
   return found;
 }
 
-ffi::Error Attend(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q, ffi::Buffer<ffi::F32> k, ffi::Buffer<ffi::F32> v, ffi::Buffer<ffi::S32> layer,
-                  ffi::Buffer<ffi::S32> positions, ffi::Buffer<ffi::S32> rows, int32_t slots,
+ffi::Error Attend(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q, ffi::Buffer<ffi::F32> k, ffi::Buffer<ffi::F32> v,
+                  ffi::Buffer<ffi::S32> layer, ffi::Buffer<ffi::S32> positions, ffi::Buffer<ffi::S32> rows, int32_t slots,
                   ffi::ResultBuffer<ffi::F32> out) {
   const auto asked = q.dimensions(), held = v.dimensions();
   const int64_t time = asked[1], heads = asked[2], width = asked[3], kv_heads = held[3];
@@ -338,8 +337,8 @@ ffi::Error Attend(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q, ffi::Buffer<ffi
   std::vector<Token> tokens;
   for (int64_t n : placed(positions.typed_data(), rows.typed_data(), asked[0], time, slots, held[2])) {
     const int64_t offset = n * heads * width;
-    tokens.push_back({rows.typed_data()[n / time], positions.typed_data()[n] + 1, q.typed_data() + offset,
-                      out->typed_data() + offset});
+    tokens.push_back(
+        {rows.typed_data()[n / time], positions.typed_data()[n] + 1, q.typed_data() + offset, out->typed_data() + offset});
   }
   Crew alone(pool, 1);
   attend(tokens, cache, heads / kv_heads, alone);
@@ -415,11 +414,12 @@ void heads_of(const float* x, const float* weight, const float* bias, const floa
 }
 
 // Which argument is which weight, behind x and the angles; the last five may be empty.
-enum { kX, kCosines, kSines, kKeys, kValues, kAttentionNorm, kQ, kK, kV, kO, kMlpNorm, kGate, kUp, kDown, kQBias, kKBias, kVBias, kQNorm, kKNorm };
+enum { kX, kCosines, kSines, kKeys, kValues, kAttentionNorm, kQ, kK, kV, kO, kMlpNorm, kGate, kUp, kDown,
+       kQBias, kKBias, kVBias, kQNorm, kKNorm };
 
-ffi::Error Layers(ffi::ThreadPool pool, ffi::Buffer<ffi::S32> positions, ffi::Buffer<ffi::S32> rows,
-                  ffi::RemainingArgs given, int32_t slots, float eps, bool last_reads, int32_t threads, ffi::ResultBuffer<ffi::F32> out, ffi::ResultBuffer<ffi::F32> keys,
-                  ffi::ResultBuffer<ffi::F32> values) {
+ffi::Error Layers(ffi::ThreadPool pool, ffi::Buffer<ffi::S32> positions, ffi::Buffer<ffi::S32> rows, ffi::RemainingArgs given,
+                  int32_t slots, float eps, bool last_reads, int32_t threads, ffi::ResultBuffer<ffi::F32> out,
+                  ffi::ResultBuffer<ffi::F32> keys, ffi::ResultBuffer<ffi::F32> values) {
   std::vector<ffi::Buffer<ffi::F32>> args;
   for (size_t i = 0; i < given.size(); ++i) {
     auto found = given.get<ffi::Buffer<ffi::F32>>(i);
@@ -455,20 +455,19 @@ ffi::Error Layers(ffi::ThreadPool pool, ffi::Buffer<ffi::S32> positions, ffi::Bu
       const int64_t size = args[which].element_count() / layers;
       return size ? args[which].typed_data() + layer * size : nullptr;
     };
-    const Cache<float> own = {keys->typed_data() + layer * of_layer, values->typed_data() + layer * of_layer, held[2],
-                              s.kv_heads, s.width, block};
+    const Cache<float> own = {
+        keys->typed_data() + layer * of_layer, values->typed_data() + layer * of_layer, held[2], s.kv_heads, s.width, block};
     const bool reads = last_reads || layer + 1 < layers;
     for (int64_t begin = 0; begin < count; begin += chunk) {
       const int64_t some = std::min(count - begin, chunk);
       const auto project = [&](int kernel, int bias, const float* norm, bool turned, int64_t of, float scale, float* to) {
-        heads_of(y, weight(kernel), weight(bias), norm, turned ? cosines.data() + begin : nullptr, sines.data() + begin,
-                 some, of, scale, s, crew, to);
+        heads_of(y, weight(kernel), weight(bias), norm, turned ? cosines.data() + begin : nullptr, sines.data() + begin, some, of,
+                 scale, s, crew, to);
       };
       for (int64_t m = 0; m < some; ++m)
         normalise(x + (begin + m) * s.hidden, weight(kAttentionNorm), s.hidden, eps, y + m * s.hidden);
       if (reads)
-        project(kQ, kQBias, weight(kQNorm), true, s.heads, 1 / std::sqrt(static_cast<float>(s.width)),
-                queries + begin * q_width);
+        project(kQ, kQBias, weight(kQNorm), true, s.heads, 1 / std::sqrt(static_cast<float>(s.width)), queries + begin * q_width);
       for (const bool of_keys : {true, false}) {
         if (of_keys)
           project(kK, kKBias, weight(kKNorm), true, s.kv_heads, 1, heads);
@@ -493,8 +492,7 @@ ffi::Error Layers(ffi::ThreadPool pool, ffi::Buffer<ffi::S32> positions, ffi::Bu
       const int64_t some = std::min(count - begin, chunk);
       float* here = x + begin * s.hidden;
       product(found + begin * q_width, weight(kO), some, q_width, s.hidden, here, crew, true);
-      for (int64_t m = 0; m < some; ++m)
-        normalise(here + m * s.hidden, weight(kMlpNorm), s.hidden, eps, y + m * s.hidden);
+      for (int64_t m = 0; m < some; ++m) normalise(here + m * s.hidden, weight(kMlpNorm), s.hidden, eps, y + m * s.hidden);
       product(y, weight(kGate), some, s.hidden, s.mlp, gate, crew);
       product(y, weight(kUp), some, s.hidden, s.mlp, up, crew);
       gated(gate, up, some * s.mlp);
