@@ -1,5 +1,4 @@
-// The layers of a decoder, for new tokens whose past is in a cache of keys and values, on one core of a processor (see
-// cpu_layers.py).
+// The layers of a decoder, for new tokens whose past is in a cache of keys and values, on a processor (see cpu_layers.py).
 //
 // Weights and the cache are read where they lie. A block's keys and values are read once by all queries of a key head, whose
 // scores stay in the nearest caches. A token's numbers are summed in an order that nothing but its own position decides.
@@ -29,8 +28,9 @@ constexpr int kLanes = 8, kSums = 8, kRows = 4;
 #endif
 // So many registers go through a polynomial together, and so many queries through a block.
 constexpr int64_t kTogether = 4, kStride = kTogether * kLanes, kQueries = 16;
-// So many columns of a weight meet all rows before the next do, so many tokens go through a layer together (four times as many
-// where its weights have so many numbers that a core's caches don't hold them), and so many of a row read together.
+// So many columns of a weight meet all rows before the next do, where they are not laid side by side; so many tokens go through
+// a layer together, four times as many where its weights have so many numbers that a core's caches don't hold them; and so many
+// of a row read together.
 constexpr int64_t kPanel = 6 * kLanes, kTokens = 64, kLarge = 1 << 18, kReads = 32;
 // From so many products of two numbers on, a product of matrices is worth other threads.
 constexpr int64_t kShared = 1 << 20;
@@ -75,7 +75,8 @@ inline void power_of_two(Lanes (&x)[count]) {
     std::memcpy(&bits, &y[i], sizeof bits);
     std::memcpy(&exponent, &whole[i], sizeof exponent);
     bits += exponent << 23;
-    std::memcpy(&x[i], &bits, sizeof bits);
+    std::memcpy(&y[i], &bits, sizeof bits);
+    x[i] = x[i] == x[i] ? y[i] : x[i];  // what is not a number stays so, whatever its bits
   }
 }
 
@@ -119,7 +120,7 @@ inline void tile(Matrix x, Matrix y, int64_t inner, const float* scale, float* o
     for (int c = 0; c < columns; ++c) store(out + q * step + c * kLanes, sum[q][c]);
 }
 
-// The same for `rows` q and any width that is a multiple of kLanes: by as many columns as fill the registers, then by fewer.
+// The same for `rows` q and any width that is a multiple of kLanes: by so many columns, then by fewer.
 template <int rows, int columns>
 inline void band(Matrix x, Matrix y, int64_t inner, int64_t width, const float* scale, float* out, int64_t step) {
   int64_t c = 0;
@@ -129,7 +130,7 @@ inline void band(Matrix x, Matrix y, int64_t inner, int64_t width, const float* 
     if (c < width) band<rows, columns - 1>(x, {y.first + c, y.step}, inner, width - c, scale, out + c, step);
 }
 
-// The same for any number of rows: as many as fill the registers at a time, then fewer. Each number is summed from the first i to
+// The same for any number of rows: so many at a time, then fewer. Each number is summed from the first i to
 // the last, whatever the shapes.
 template <int rows>
 void multiply(Matrix x, Matrix y, int64_t count, int64_t inner, int64_t width, const float* scale, float* out, int64_t step) {
@@ -377,13 +378,14 @@ void normalise(const float* x, const float* scale, int64_t width, float eps, flo
   for (int64_t c = 0; c < width; c += kLanes) store(out + c, load(x + c) * inverse * load(scale + c));
 }
 
-// x = silu(x) y, with an exponential of what is not above 0.
+// x = silu(x) y, with an exponential of what is not above 0, where that is no longer nothing.
 void gated(float* x, const float* y, int64_t count) {
   for (int64_t c = 0; c < count; c += kLanes) {
     const Lanes given = load(x + c);
     Lanes small[] = {(given < 0 ? given : -given) * kLog2e};
     power_of_two(small);
-    store(x + c, given * (given < 0 ? small[0] : all(1)) / (small[0] + 1) * load(y + c));
+    const Lanes silu = given * (given < 0 ? small[0] : all(1)) / (small[0] + 1);
+    store(x + c, (given < -87 ? Lanes{} : silu) * load(y + c));
   }
 }
 

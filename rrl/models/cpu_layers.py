@@ -3,7 +3,7 @@
 XLA on CPU copies each layer's weights out of the stack and each block of the cache before it multiplies, computes rows that
 are not there, and takes some microseconds to begin each of the thirty operations of a layer. The kernel reads weights and cache
 where they lie, and does all layers at once. A token's bits depend on its row's past alone: neither on its neighbours nor on how
-many tokens come with it.
+many tokens come with it, as long as the cache holds numbers only. It has no gradient, and no rule for `jax.vmap`.
 """
 
 import ctypes
@@ -13,6 +13,7 @@ import importlib.metadata
 import logging
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -51,8 +52,9 @@ def cpu_attention(
     rows: Int[Array, "P"] | None,
     slots: int,
 ) -> Float[Array, "P T N H"]:
-    """Each query attends to a layer's slots up to its own position; q must be scaled already. Where the position is no slot (not
-    below `slots`), zeros. The other arguments are those of `rrl.models.attention.cache_attention`; all arrays are float32.
+    """Each query attends to a layer's slots up to its own position; q must be scaled already. Where the position is no slot (below
+    0, or not below `slots`), zeros. The other arguments are those of `rrl.models.attention.cache_attention`; all arrays are
+    float32.
 
     Call `can_attend` before: it makes the kernel known to JAX.
     """
@@ -78,7 +80,7 @@ def cpu_layers(
 ) -> tuple[Float[Array, "P T D"], tuple[Array, Array]]:
     """What comes out of a decoder's last layer, and the cache with these tokens' keys and values.
 
-    Zeros come out for what has no slot (a position not below `slots`).
+    Zeros come out for what has no slot (a position below 0, or not below `slots`).
 
     Args:
         x: what goes into the first layer; all arrays but `positions` and `rows` are float32.
@@ -126,7 +128,7 @@ def _register() -> bool:
     except (OSError, subprocess.SubprocessError, AttributeError) as error:
         said = getattr(error, "stderr", None) or error
         log.warning(
-            "The attention kernel for processors could not be compiled; rollouts here take longer with XLA's. "
+            "The kernel for processors could not be compiled; rollouts here take longer with XLA's. "
             "Install a C++ compiler (g++ or clang++), or name one in CXX. %s",
             said,
         )
@@ -141,19 +143,26 @@ def _library(folder: Path) -> Path:
         OSError: there is no compiler, or the folder can't be written.
         subprocess.SubprocessError: the compiler fails.
     """
-    compiler = next(
-        filter(None, map(shutil.which, (os.environ.get("CXX", ""), "c++", "g++", "clang++"))), None
-    )
+    named = shlex.split(os.environ.get("CXX", "")), ["c++"], ["g++"], ["clang++"]
+    compiler = next((words for words in named if words and shutil.which(words[0])), None)
     if compiler is None:
         raise FileNotFoundError("There is no C++ compiler.")
-    version = subprocess.run([compiler, "--version"], check=True, capture_output=True, text=True).stdout
-    known = SOURCE.read_text(), version, FLAGS, importlib.metadata.version("jaxlib"), _processor()
+    version = subprocess.run([*compiler, "--version"], check=True, capture_output=True, text=True).stdout
+    known = (
+        SOURCE.read_text(),
+        version,
+        compiler,
+        NATIVE,
+        FLAGS,
+        importlib.metadata.version("jaxlib"),
+        _processor(),
+    )
     library = folder / f"layers-{hashlib.sha256(repr(known).encode()).hexdigest()[:16]}.so"
     if not library.exists():
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder) as apart:
             made = Path(apart) / library.name
-            command = [compiler, *FLAGS, f"-I{jax.ffi.include_dir()}", str(SOURCE), "-o", str(made)]
+            command = [*compiler, *FLAGS, f"-I{jax.ffi.include_dir()}", str(SOURCE), "-o", str(made)]
             try:
                 subprocess.run([*command, NATIVE], check=True, capture_output=True, text=True)
             except subprocess.CalledProcessError:  # a compiler that does not know the machine

@@ -133,7 +133,7 @@ class Decoder(nnx.Module):
     """
 
     turned: Float[Array, "D V"] | None = None
-    """Tied embeddings as `unembed` reads them, where they have been turned for it."""
+    """Tied embeddings as `unembed` reads them, in a model that a program has turned them for: a copy, good for these weights."""
 
     def __init__(
         self,

@@ -278,8 +278,8 @@ class Programs:
         return drive
 
     def narrow(self, params: PyTree) -> None:
-        """Lets decode steps take fewer rows while few run, and prefills fewer pieces where few are left, on one CPU, where both
-        take time by the row; leaves draft tokens out where bits depend on them (`rrl.rollout.sizes`). Call it before building
+        """Lets decode steps take fewer rows while few run, and prefills fewer pieces where few are left, on one CPU, where what
+        is not there takes time too (in `rrl.models.cpu_layers`, only what follows the layers); leaves draft tokens out where bits depend on them (`rrl.rollout.sizes`). Call it before building
         loops."""
         if self.one_cpu and (self.decode_rows >= NARROWED or self.step_tokens):
             self.widths, self.readers, self.together, self.step_tokens = same_bits(self, params)
@@ -332,7 +332,7 @@ class Programs:
 
     def model(self, params: PyTree) -> Decoder:
         """The decoder of these parameters, as a jitted program generates with it. To be made before the program's loop: on one
-        CPU adapters are added to the kernels, and a tied table is turned, once for all tokens."""
+        CPU adapters are added to the kernels, and a tied table is turned, once for all tokens; each loop holds its own copies."""
         model = nnx.merge(self.graph, params)
         if self.in_kernel(model.dtype):
             model = merged(model)

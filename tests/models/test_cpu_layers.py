@@ -16,7 +16,7 @@ from rrl.models import cpu_layers as kernel
 from rrl.models.attention import cache_attention
 from rrl.models.cache import BLOCK, KVCache
 from rrl.models.config import DecoderConfig, Llama3Scaling
-from rrl.models.cpu_layers import can_attend, can_compute, cpu_attention
+from rrl.models.cpu_layers import can_attend, can_compute, cpu_attention, cpu_layers
 from rrl.models.lora import LoraConfig, add_lora, merged
 from tests.models.small import draw, extend, filled, make, places, run
 
@@ -27,7 +27,7 @@ SLOTS = BLOCKS * BLOCK - 7
 BASE = DecoderConfig(vocab_size=97, hidden=32, layers=3, heads=4, kv_heads=2, head_dim=16, mlp=48)
 SHAPES = {
     "qwen2": BASE,
-    "qwen3": dataclasses.replace(BASE, model_type="qwen3", heads=6, hidden=80, tie_embeddings=False),
+    "qwen3": dataclasses.replace(BASE, model_type="qwen3", heads=6, hidden=80, tie_embeddings=False, rms_eps=0.1),
     "llama": dataclasses.replace(BASE, model_type="llama", kv_heads=4, head_dim=32, mlp=112, rms_eps=1e-5,
                                  rope_theta=500.0, rope_scaling=Llama3Scaling(8.0, 1.0, 4.0, 64)),
     "one-layer": dataclasses.replace(BASE, layers=1, kv_heads=1),
@@ -108,9 +108,10 @@ def test_rows_are_their_own_where_none_are_named(compiled):
     np.testing.assert_array_equal(np.delete(outside, 2, 0), np.delete(named, 2, 0))
 
 
-def test_what_is_not_a_number_is_not_hidden(compiled):
+@pytest.mark.parametrize("bits", [0x7FC00000, 0xFFC00000, 0x7FC000C0])
+def test_what_is_not_a_number_is_not_hidden(compiled, bits):
     q, k, v, at, rows = made(2, 4, 2, 2, 16)
-    k = k.at[:, :, rows[0], :, 0, 0].set(jnp.nan)
+    k = k.at[:, :, rows[0], :, 0, 0].set(jnp.asarray(np.uint32(bits).view(np.float32)))
     found = np.asarray(cpu_attention(q, k, v, jnp.int32(0), at, rows, SLOTS))
     assert np.isnan(found[0]).all()
     assert rows[0] == rows[1] or not np.isnan(found[1]).any()
@@ -165,6 +166,27 @@ def test_layers_give_the_numbers_of_xla(compiled, shape):
     (found, _), (wanted, _) = (extend(decoder, draw(config, 5, 1), last, cache) for cache in (ours, theirs))
     kept = np.array([0, 1, 3, 4])
     np.testing.assert_allclose(found[kept], wanted[kept], rtol=2e-5, atol=2e-5)
+
+
+def test_zeros_come_out_for_what_has_no_slot(compiled):
+    decoder, (cache, _) = make(BASE), caches(BASE, 3, 20)
+    x, at = jnp.ones((3, 2, BASE.hidden)), jnp.array([[0, 1], [-1, 20], [5, 6]])
+    weights = {str(path[-1]): leaf[...] for path, leaf in nnx.to_flat_state(nnx.state(decoder.layers))}
+    angles = (jnp.ones((3, 2, BASE.head_dim // 2)),) * 2
+    how = {"slots": 20, "eps": 1e-6, "last_reads": True}
+    out, pair = cpu_layers(x, angles, weights, cache.k, cache.v, at, jnp.array([0, 1, 3]), **how)
+    assert np.all(np.asarray(out)[1:] == 0) and np.all(np.asarray(out)[0] != 0)
+    assert all(np.any(np.asarray(part)[:, :, 0]) and not np.any(np.asarray(part)[:, :, 1:]) for part in pair)
+
+
+@pytest.mark.parametrize("scale", [1e4, 1e30])
+def test_gates_far_below_zero_let_nothing_through(compiled, scale):
+    decoder = nnx.merge(*nnx.split(make(BASE)))
+    decoder.layers.gate[...] = -jnp.abs(decoder.layers.gate[...]) * scale
+    decoder.layers.mlp_norm[...] = jnp.abs(decoder.layers.mlp_norm[...])
+    tokens, (ours, theirs) = draw(BASE, 2, 9), caches(BASE, 2, 20)
+    (found, _), (wanted, _) = (extend(decoder, tokens, places(2, 9), cache) for cache in (ours, theirs))
+    np.testing.assert_allclose(found, wanted, rtol=2e-5, atol=2e-5)
 
 
 def test_prefilled_and_decoded_tokens_are_those_of_one_pass(compiled):
