@@ -52,9 +52,9 @@ def cpu_attention(
     rows: Int[Array, "P"] | None,
     slots: int,
 ) -> Float[Array, "P T N H"]:
-    """Each query attends to a layer's slots up to its own position; q must be scaled already. Where the position is no slot (below
-    0, or not below `slots`), zeros. The other arguments are those of `rrl.models.attention.cache_attention`; all arrays are
-    float32.
+    """Each query attends to a layer's slots up to its own position; q must be scaled already. Where the position is no slot
+    (below 0, or not below `slots`), zeros. The other arguments are those of `rrl.models.attention.cache_attention`; all arrays
+    are float32.
 
     Call `can_attend` before: it makes the kernel known to JAX.
     """

@@ -279,8 +279,8 @@ class Programs:
 
     def narrow(self, params: PyTree) -> None:
         """Lets decode steps take fewer rows while few run, and prefills fewer pieces where few are left, on one CPU, where what
-        is not there takes time too (in `rrl.models.cpu_layers`, only what follows the layers); leaves draft tokens out where bits depend on them (`rrl.rollout.sizes`). Call it before building
-        loops."""
+        is not there takes time too (in `rrl.models.cpu_layers`, only what follows the layers); leaves draft tokens out where
+        bits depend on them (`rrl.rollout.sizes`). Call it before building loops."""
         if self.one_cpu and (self.decode_rows >= NARROWED or self.step_tokens):
             self.widths, self.readers, self.together, self.step_tokens = same_bits(self, params)
 
