@@ -144,7 +144,7 @@ void multiply(Matrix x, Matrix y, int64_t count, int64_t inner, int64_t width, c
                          step);
 }
 
-// The queries of one entry and key head, and what they have read so far.
+// The queries of some tokens of a row and of one key head, and what they have read so far.
 class Reader {
  public:
   Reader(int64_t most, int64_t width) : width_(width), most_((most + kLanes - 1) / kLanes * kLanes), seen_(most) {

@@ -38,7 +38,7 @@ WEIGHTS = (
 )
 """In the kernel's order."""
 LANES = 16
-"""A head's width must be a multiple of it."""
+"""A head's width must be a multiple of it; for all layers, the hidden state's and the MLP's too."""
 FLAGS = ("-std=c++17", "-O3", "-ffp-contract=fast", "-fPIC", "-shared", "-w")
 NATIVE = "-march=native"
 

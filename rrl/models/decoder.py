@@ -127,7 +127,8 @@ class Decoder(nnx.Module):
         rngs: stream "params" draws the initial parameters.
         dtype: of the computation; norms, softmax, RoPE and logits are float32 whatever it is.
         param_dtype: of the stored parameters.
-        attention: kernel of packed batches (`rrl.models.attention_backends`); generation reads its cache in XLA.
+        attention: kernel of packed batches (`rrl.models.attention_backends`); generation reads its cache in XLA
+            or, on a CPU, in `rrl.models.cpu_layers`.
         remat: what the backward pass keeps of each layer: "none" recomputes nothing, "dots" keeps matrix products
             only, "full" keeps the layer's input only.
     """
