@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int
 
 from rrl.models.attention import Groups, cache_attention
 from rrl.models.config import DecoderConfig
-from rrl.models.cpu_layers import cpu_attention
+from rrl.models.cpu_layers import cpu_attention, cpu_copy
 from rrl.parallel.mesh import ROW_AXES, data_shards
 from rrl.parallel.rules import constrain, fit
 
@@ -156,20 +156,24 @@ class KVCache:
         The first `kept` of the target hold the same already: blocks that have no others are left as they are. Where rows are
         split over devices, the entries are too, and a row is copied from one on the same device.
         """
-        kept, mesh = jnp.broadcast_to(kept, slots.shape), jax.sharding.get_abstract_mesh()
+        mesh = jax.sharding.get_abstract_mesh()
+        begin, end = jnp.broadcast_to(kept, slots.shape) // BLOCK, (slots + BLOCK - 1) // BLOCK
         if mesh.empty or mesh.size == 1:
-            k, v = _copied((self.k, self.v), source, target, slots, kept, jnp.int32(0))
+            if self.compiled:
+                k, v = cpu_copy(self.k, self.v, source, target, begin, end, threads=self.threads)
+            else:
+                k, v = _copied((self.k, self.v), source, target, begin, end, jnp.int32(0))
             return dataclasses.replace(self, k=k, v=v)
         spec = fit("cache", PartitionSpec(*PLACE), self.k.shape, mesh)
         per_device = self.rows // data_shards(mesh)
 
-        def on_one(arrays: Pair, source: Array, target: Array, slots: Array, kept: Array) -> Pair:
-            return _copied(arrays, source, target, slots, kept, jax.lax.axis_index(ROW_AXES) * per_device)
+        def on_one(arrays: Pair, source: Array, target: Array, begin: Array, end: Array) -> Pair:
+            return _copied(arrays, source, target, begin, end, jax.lax.axis_index(ROW_AXES) * per_device)
 
         mapped = jax.shard_map(
             on_one, in_specs=(spec, *[PartitionSpec(ROW_AXES)] * 4), out_specs=spec, check_vma=False
         )
-        k, v = mapped((self.k, self.v), source, target, slots, kept)
+        k, v = mapped((self.k, self.v), source, target, begin, end)
         return dataclasses.replace(self, k=k, v=v)
 
 
@@ -204,10 +208,10 @@ def _attended(
     return out, pair
 
 
-def _copied(arrays: Pair, source: Array, target: Array, slots: Array, kept: Array, first: Array) -> Pair:
-    """Block by block; `first` is the number of the first row here. A block is read before it is written."""
+def _copied(arrays: Pair, source: Array, target: Array, begin: Array, end: Array, first: Array) -> Pair:
+    """The blocks from `begin` on, before `end`; `first` is the number of the first row here. A block is read before it is
+    written."""
     here = arrays[0].shape[2]
-    begin, end = kept // BLOCK, (slots + BLOCK - 1) // BLOCK
 
     def one_block(block: Array, arrays: Pair) -> Pair:
         wanted = (begin <= block) & (block < end) & (target >= first) & (target < first + here)
@@ -216,7 +220,7 @@ def _copied(arrays: Pair, source: Array, target: Array, slots: Array, kept: Arra
         return k, v
 
     return jax.lax.fori_loop(
-        jnp.min(jnp.where(slots > 0, begin, jnp.max(end))), jnp.max(end), one_block, arrays
+        jnp.min(jnp.where(end > 0, begin, jnp.max(end))), jnp.max(end), one_block, arrays
     )
 
 

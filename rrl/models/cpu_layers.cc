@@ -507,6 +507,45 @@ ffi::Error Layers(ffi::ThreadPool pool, ffi::Buffer<ffi::S32> positions, ffi::Bu
   return ffi::Error::Success();
 }
 
+// Rows target get the blocks from begin on, before end, of rows source [P], in all layers; what is no row is left out. Of a block
+// all rows are read before any is written.
+ffi::Error Copy(ffi::ThreadPool pool, ffi::Buffer<ffi::S32> source, ffi::Buffer<ffi::S32> target, ffi::Buffer<ffi::S32> begin,
+                ffi::Buffer<ffi::S32> end, ffi::Buffer<ffi::F32>, ffi::Buffer<ffi::F32>, int32_t threads,
+                ffi::ResultBuffer<ffi::F32> keys, ffi::ResultBuffer<ffi::F32> values) {
+  struct Wish {
+    int64_t source, target, begin, end;
+  };
+  const auto held = values->dimensions();
+  const int64_t layers = held[0], rows = held[2], size = held[3] * held[4] * held[5];
+  int64_t first = held[1], last = 0;
+  std::vector<Wish> wishes;
+  for (size_t p = 0; p < source.element_count(); ++p) {
+    const Wish wish = {source.typed_data()[p], target.typed_data()[p], std::max(begin.typed_data()[p], 0),
+                       std::min<int64_t>(end.typed_data()[p], held[1])};
+    const bool within = 0 <= wish.source && wish.source < rows && 0 <= wish.target && wish.target < rows;
+    if (!within || wish.source == wish.target || wish.begin >= wish.end) continue;
+    wishes.push_back(wish);
+    first = std::min(first, wish.begin);
+    last = std::max(last, wish.end);
+  }
+  Crew(pool, threads).each(wishes.empty() ? 0 : 2 * layers * (last - first), [&](int64_t number) {
+    const int64_t layer = number / 2 / (last - first), block = first + number / 2 % (last - first);
+    float* const all = (number % 2 ? keys : values)->typed_data() + (layer * held[1] + block) * rows * size;
+    const auto wants = [block](const Wish& wish) { return wish.begin <= block && block < wish.end; };
+    std::vector<std::vector<float>> kept;  // of rows that are written too
+    for (const Wish& wish : wishes) {
+      const bool written = wants(wish) && std::any_of(wishes.begin(), wishes.end(), [&](const Wish& other) {
+                             return wants(other) && other.target == wish.source;
+                           });
+      kept.emplace_back(all + wish.source * size, all + (wish.source + written) * size);
+    }
+    for (size_t p = 0; p < wishes.size(); ++p)
+      if (wants(wishes[p]))
+        std::copy_n(kept[p].empty() ? all + wishes[p].source * size : kept[p].data(), size, all + wishes[p].target * size);
+  });
+  return ffi::Error::Success();
+}
+
 }  // namespace
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(rrl_cache_attention, Attend,
@@ -531,5 +570,17 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(rrl_layers, Layers,
                                   .Attr<bool>("last_reads")
                                   .Attr<int32_t>("threads")
                                   .Ret<ffi::Buffer<ffi::F32>>()
+                                  .Ret<ffi::Buffer<ffi::F32>>()
+                                  .Ret<ffi::Buffer<ffi::F32>>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(rrl_copy_rows, Copy,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Attr<int32_t>("threads")
                                   .Ret<ffi::Buffer<ffi::F32>>()
                                   .Ret<ffi::Buffer<ffi::F32>>());

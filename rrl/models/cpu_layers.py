@@ -31,7 +31,7 @@ from rrl.parallel.runtime import cache_folder
 
 log = logging.getLogger(__name__)
 SOURCE = Path(__file__).with_suffix(".cc")
-ATTENTION, LAYERS = TARGETS = "rrl_cache_attention", "rrl_layers"
+ATTENTION, LAYERS, COPY = TARGETS = "rrl_cache_attention", "rrl_layers", "rrl_copy_rows"
 WEIGHTS = (
     *("attention_norm", "q", "k", "v", "o", "mlp_norm", "gate", "up", "down"),
     *("q_bias", "k_bias", "v_bias", "q_norm", "k_norm"),
@@ -104,6 +104,27 @@ def cpu_layers(
     numbers = {"slots": np.int32(slots), "eps": np.float32(eps), "threads": np.int32(threads)}
     out, *pair = called(*before, k, v, *named, last_reads=last_reads, **numbers)
     return out, tuple(pair)
+
+
+def cpu_copy(
+    k: Float[Array, "L blocks R K H slot"],
+    v: Float[Array, "L blocks R K slot H"],
+    source: Int[Array, "P"],
+    target: Int[Array, "P"],
+    begin: Int[Array, "P"],
+    end: Int[Array, "P"],
+    *,
+    threads: int = 1,
+) -> tuple[Array, Array]:
+    """The cache with the blocks from `begin[p]` on, before `end[p]`, of row `source[p]` in row `target[p]`, all of them as they
+    were; what is no row is left out. `threads` is the most that copy.
+
+    Call `can_attend` before: it makes the kernel known to JAX.
+    """
+    which = [part.astype(jnp.int32) for part in (source, target, begin, end)]
+    shapes = [jax.ShapeDtypeStruct(part.shape, part.dtype) for part in (k, v)]
+    called = jax.ffi.ffi_call(COPY, shapes, input_output_aliases={len(which): 0, len(which) + 1: 1})
+    return tuple(called(*which, k, v, threads=np.int32(threads)))
 
 
 def can_compute(config: DecoderConfig, dtype: DTypeLike) -> bool:

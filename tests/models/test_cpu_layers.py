@@ -220,6 +220,28 @@ def test_a_tokens_bits_depend_on_its_past_alone(compiled, shape):
     np.testing.assert_array_equal(cache.v[:, :, rows], ours.v[:, :, rows])
 
 
+@pytest.mark.parametrize("threads", [0, 1, 4])
+def test_rows_are_copied_as_they_were(compiled, threads):
+    """Whole blocks and those only, also from a row that is written meanwhile; 0 threads: by XLA."""
+    draw = np.random.default_rng(0)
+    held = [draw.normal(size=(LAYERS, BLOCKS, ROWS, 2, *last)) for last in ((16, BLOCK), (BLOCK, 16))]
+    k, v = (jnp.asarray(part, jnp.float32) for part in held)
+    cache = KVCache(k, v, SLOTS, slots_last=True, compiled=threads > 0, threads=threads)
+    source, target = jnp.array([0, 1, 2, 2, 0, 1]), jnp.array([1, 2, 0, 3, ROWS, 4])
+    slots, kept = jnp.array([200, 1, 2 * BLOCK, SLOTS, SLOTS, 0]), jnp.array([0, 0, BLOCK + 3, 5, 0, 0])
+    found = jax.jit(lambda cache: cache.copy_rows(source, target, slots, kept))(cache)
+    for name, before in (("k", k), ("v", v)):
+        wanted, before = np.array(before), np.asarray(before)
+        for row, blocks, of in (
+            (1, slice(0, 2), 0),
+            (2, slice(0, 1), 1),
+            (0, slice(1, 2), 2),
+            (3, slice(0, 3), 2),
+        ):
+            wanted[:, blocks, row] = before[:, blocks, of]
+        np.testing.assert_array_equal(getattr(found, name), wanted)
+
+
 def test_adapters_are_left_to_xla_or_added_before(compiled):
     decoder = filled(BASE)
     add_lora(decoder, LoraConfig(rank=2), rngs=nnx.Rngs(0))
