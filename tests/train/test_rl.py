@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import logging
 
 import jax
 import numpy as np
@@ -117,6 +118,27 @@ def test_training_and_evaluating_share_one_rollout_program(parts, tmp_path, capl
     compiled = [line for line in caplog.messages if "Finished XLA compilation of jit(episode_loop)" in line]
     assert steps_of(tmp_path) == ["eval 0", "train 1", "train 2", "eval 2", "train 3", "eval 3"]
     assert len(compiled) == 1
+
+
+def test_a_second_step_compiles_nothing(parts, tmp_path, caplog, monkeypatch):
+    """Neither to sample nor to learn, whatever it samples."""
+    sample = Engine.run
+
+    def run_and_tell(self, *asked, **how):
+        logging.getLogger("rrl").warning("samples")
+        return sample(self, *asked, **how)
+
+    monkeypatch.setattr(Engine, "run", run_and_tell)
+    jax.config.update("jax_log_compiles", True)  # in all threads
+    try:
+        with caplog.at_level("WARNING"):
+            run(parts, tmp_path, dataclasses.replace(CONFIG, steps=4, eval_every=0))
+    finally:
+        jax.config.update("jax_log_compiles", False)
+    assert [step for step in steps_of(tmp_path) if "train" in step] == [f"train {n}" for n in (1, 2, 3, 4)]
+    begun = [place for place, line in enumerate(caplog.messages) if line == "samples"]
+    later = caplog.messages[begun[1] :]
+    assert not [line for line in later if "Finished XLA compilation" in line]
 
 
 def test_zero_steps_only_evaluate(parts, tmp_path):
