@@ -24,6 +24,12 @@ ENDINGS = {
     "stop": "stopped searching",
     "expanded": "expanded once",
 }
+CUTS = {
+    "turn_tokens": "a turn cut at its most tokens",
+    "context": "a turn cut where the context was full",
+    "observation_tokens": "an observation cut at its most tokens",
+    "room": "an observation larger than the room left",
+}
 EXPECTED = ("answer", "stop", "expanded")
 """Endings that are no failure."""
 
@@ -73,6 +79,11 @@ def _head(trajectory: Trajectory, source: str) -> str:
     chips.append(
         f'<span class="chip{"" if trajectory.ended in EXPECTED else " odd"}">{html.escape(ended)}</span>'
     )
+    chips += [
+        f'<span class="chip odd">{text}</span>'
+        for limit, text in CUTS.items()
+        if limit in {c[1] for c in trajectory.cuts}
+    ]
     chips.append(
         f'<span class="quiet">question {html.escape(trajectory.question.id)} · group {trajectory.group} · '
         f"request {trajectory.request}</span>"

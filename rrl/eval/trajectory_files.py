@@ -26,7 +26,10 @@ def save_trajectories(path: str | Path, trajectories: Iterable[Trajectory]) -> N
                 "question": dataclasses.asdict(trajectory.question),
                 "segments": trajectory.segments,
                 "searches": searches_as_json(trajectory.searches),
-                **{name: getattr(trajectory, name) for name in ("answer", "ended", "rewards", "metrics")},
+                **{
+                    name: getattr(trajectory, name)
+                    for name in ("answer", "ended", "cuts", "rewards", "metrics")
+                },
             }
             stream.write(json.dumps(record, ensure_ascii=False) + "\n")
 
@@ -62,6 +65,7 @@ def _trajectory(position: int, record: Any) -> Trajectory:
             segments=[(int(role), str(text)) for role, text in fields["segments"]],
             searches=searches,
             ended=fields["ended"],
+            cuts=tuple((int(turn), str(limit)) for turn, limit in fields.get("cuts", ())),
             rewards=fields["rewards"],
             metrics=fields["metrics"],
             answer=fields["answer"],

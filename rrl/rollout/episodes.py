@@ -73,6 +73,7 @@ class Live:
         self.request = request
         self.episode = Episode(request.question)
         self.starts: list[int] = []
+        self.cuts: list[tuple[int, str]] = []
         self.length = 0
         self._ids: list[np.ndarray] = []
         self._roles: list[np.ndarray] = []
@@ -95,6 +96,10 @@ class Live:
     def _open(self, prompt: Int[np.ndarray, "T"], text: str) -> None:
         self.starts.append(self.length)
         self._add(prompt, PROMPT, text, None, None)
+
+    def met(self, limit: str) -> None:
+        """The turn meets a limit (see `Trajectory.cuts`)."""
+        self.cuts.append((self.episode.turn, limit))
 
     def wrote(
         self,
@@ -152,5 +157,6 @@ class Live:
             segments=self._segments,
             searches=list(self.episode.searches),
             ended=ended,
+            cuts=tuple(self.cuts),
             starts=tuple(self.starts),
         )

@@ -51,9 +51,10 @@ from rrl.text.chat import Prompt
 
 Asker = int | tuple[int, int]
 """Who asks: a row, or a workflow and the place in what it asked for."""
-COPIED = Feed._fields.index("copied")
+LENGTH, COPIED = (Feed._fields.index(name) for name in ("length", "copied"))
 SOONER = 4
 """A row whose query is being encoded waits for this part of the steps that others wait."""
+_LIMITS = {STOP_TURN: "turn_tokens", STOP_CONTEXT: "context"}
 _STOP_NAMES = {STOP_EOS: EOS, STOP_TURN: TURN_TOKENS, STOP_CONTEXT: CONTEXT}
 
 
@@ -180,6 +181,8 @@ class Host:
             text = self.decode(ids)
             if self.prefixes is not None:  # the pending token came first, the last is pending now
                 self.prefixes.wrote(row, np.concatenate([live.last, ids[:-1]]))
+            if stop in _LIMITS:
+                live.met(_LIMITS[stop])
             live.wrote(ids, text, turns.logps[row, :count].copy(), turns.sampled_logps[row, :count].copy())
             live.episode.said.append(text)
             self._act(row, live, self.environment.react(live.episode, text, name))
@@ -208,13 +211,16 @@ class Host:
 
     def _append(self, row: int, live: Live, message: Append) -> None:
         room = self.limits.context - live.used
-        ids = message_ids(message, self.encode, self.environment.observation_tokens)
+        ids, cut = message_ids(message, self.encode, self.environment.observation_tokens)
+        if cut:
+            live.met("observation_tokens")
         if len(ids) + max(1, message.leaves) > room:
+            live.met("room")
             action = self.environment.overflow(live.episode, message, room)
             if not isinstance(action, Append):
                 self._act(row, live, action)
                 return
-            ids = message_ids(action, self.encode, self.environment.observation_tokens)
+            ids, _ = message_ids(action, self.encode, self.environment.observation_tokens)
             if len(ids) + max(1, action.leaves) > room:
                 self._finish(row, live, "context_limit")
                 return
@@ -226,6 +232,7 @@ class Host:
         room = self.limits.context - 2
         prompt = self._prompt(live, action)
         if len(prompt) > room:
+            live.met("room")
             other = self.environment.overflow(live.episode, action, room)
             if not isinstance(other, Restart):
                 self._act(row, live, other)
@@ -333,17 +340,15 @@ class Host:
 
     def _pack(self) -> Int[np.ndarray, "words"]:
         feeds, queries = self._blank()
-        entries: list[np.ndarray] = []
+        entries, room = feeds[:0], len(feeds)
         if self.prefixes is not None:
             self.prefixes.settle()
         copies = 0
         for row in list(self.todo):
-            pieces = self._feed(row, self.limits.pieces - len(entries), copies)
-            copies += sum(piece[COPIED] != 0 for piece in pieces)
-            entries += pieces
-        entries.sort(key=lambda entry: entry[2] == 0)  # those with tokens first
-        for at, entry in enumerate(entries):
-            feeds[at] = entry
+            pieces = self._feed(row, room - len(entries), copies)
+            copies += int(np.count_nonzero(pieces[:, COPIED]))
+            entries = np.concatenate([entries, pieces])
+        feeds[: len(entries)] = entries[np.argsort(entries[:, LENGTH] == 0, kind="stable")]  # tokens first
         if self.to_encode and self._needs_embeddings:
             assert self.searches.retriever is not None
             count = min(self.limits.feeds, len(self.to_encode))
@@ -369,15 +374,16 @@ class Host:
         last = np.array([len(self.encoding), patience], np.int32)
         return np.concatenate([feeds.ravel(), queries.ravel(), marks, last])
 
-    def _feed(self, row: int, room: int, copies: int) -> list[Int[np.ndarray, "words"]]:
+    def _feed(self, row: int, room: int, copies: int) -> Int[np.ndarray, "pieces words"]:
         """The next pieces of what a row is fed, `room` at most; none where it waits for what another row is fed.
 
         `copies` rows copy a prefix already.
         """
         live, todo, size = self.rows[row], self.todo[row], self.limits.piece
         assert live is not None
+        nothing = np.zeros((0, HEADER + size), np.int32)
         if not room:
-            return []
+            return nothing
         source, copied, own, last = row, 0, todo.slot, False
         if self.prefixes is not None and not todo.begun:
             held = self.prefixes.held(row) if own else todo.tokens[:0]
@@ -386,42 +392,44 @@ class Host:
             source, copied, there = self.prefixes.find(row, tokens, own)
             last = not there and copied == len(tokens) and self.prefixes.fed(source, copied)
             if not (there or last) or (source != row and copies == self.limits.copies):
-                return []
+                return nothing
             self.prefixes.opens(row, tokens, own)
             todo.tokens, todo.slot = tokens[copied:], copied
         todo.begun = True
-        pieces = []
-        for at in range(min(room, max(1, -(-len(todo.tokens) // size)))):
-            piece = todo.tokens[at * size : (at + 1) * size]
-            out = np.zeros(HEADER + size, np.int32)
-            out[:HEADER] = Feed(
-                row=row,
-                start=todo.slot,
-                length=len(piece),
-                begin=(at + 1) * size >= len(todo.tokens),
-                request=live.request.seed,
-                offset=live.starts[-1],
-                limit=live.request.turn_tokens or self.environment.turn_tokens,
-                tag=self.stops.starts[
-                    self.environment.stops if live.request.stops is None else live.request.stops
-                ],
-                temperature=np.float32(live.request.temperature).view(np.int32),
-                source=source,
-                copied=0 if source == row else -copied if last else copied,
-                kept=own,
-                last_4=todo.recent[0],
-                last_3=todo.recent[1],
-                last_2=todo.recent[2],
-                pending=todo.recent[3],
-            )
-            out[HEADER : HEADER + len(piece)] = piece
-            todo.slot += len(piece)
-            self.prefilled += len(piece)
-            copied = 0
-            pieces.append(out)
+        count = min(room, max(1, -(-len(todo.tokens) // size)))
+        tokens, todo.tokens = todo.tokens[: count * size], todo.tokens[count * size :]
+        words = np.zeros((count, HEADER + size), np.int32)
+        words[:, :HEADER] = Feed(
+            row=row,
+            start=todo.slot,
+            length=size,
+            begin=0,
+            request=live.request.seed,
+            offset=live.starts[-1],
+            limit=live.request.turn_tokens or self.environment.turn_tokens,
+            tag=self.stops.starts[
+                self.environment.stops if live.request.stops is None else live.request.stops
+            ],
+            temperature=np.float32(live.request.temperature).view(np.int32),
+            source=source,
+            copied=0,
+            kept=own,
+            last_4=todo.recent[0],
+            last_3=todo.recent[1],
+            last_2=todo.recent[2],
+            pending=todo.recent[3],
+        )
+        pieces = Feed(*words[:, :HEADER].T)
+        pieces.start[:] += size * np.arange(count)
+        pieces.length[-1] = len(tokens) - size * (count - 1)
+        pieces.begin[-1] = not len(todo.tokens)
+        if source != row:
+            pieces.copied[0] = -copied if last else copied
+        words[:, HEADER:].flat[: len(tokens)] = tokens
+        todo.slot += len(tokens)
+        self.prefilled += len(tokens)
         if self.prefixes is not None:
             self.prefixes.filled(row, todo.slot, last=last)
-        todo.tokens = todo.tokens[len(pieces) * size :]
         if not len(todo.tokens):
             del self.todo[row]
-        return pieces
+        return words

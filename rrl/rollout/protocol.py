@@ -109,12 +109,12 @@ class Environment(Protocol):
 
 def message_ids(
     message: Append, encode: Callable[[str], Int[np.ndarray, "T"]], body_tokens: int
-) -> Int[np.ndarray, "T"]:
-    """Token ids of an environment's message; the body is cut to `body_tokens`, so that what closes it survives."""
+) -> tuple[Int[np.ndarray, "T"], bool]:
+    """Token ids of an environment's message, and whether its body was cut: to `body_tokens`, so that what closes it survives."""
     prefix, body, suffix = (encode(part) for part in (message.prefix, message.body, message.suffix))
     if message.most is not None:
         body_tokens = min(body_tokens, max(0, message.most - len(prefix) - len(suffix)))
-    return np.concatenate([prefix, body[:body_tokens], suffix])
+    return np.concatenate([prefix, body[:body_tokens], suffix]), len(body) > body_tokens
 
 
 @dataclasses.dataclass(frozen=True)

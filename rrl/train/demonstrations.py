@@ -82,7 +82,7 @@ def demonstrations(
             if isinstance(segment, str):
                 contexts[-1].append((encode(segment), True))
             elif isinstance(segment, Append):
-                body = message_ids(segment, encode, recipe.environment.observation_tokens)
+                body, _ = message_ids(segment, encode, recipe.environment.observation_tokens)
                 contexts[-1].append((body, False))
             else:
                 prompt = segment.prompt

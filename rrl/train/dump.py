@@ -42,6 +42,7 @@ def dump_batch(
             "request": t.request,
             "group": t.group,
             "ended": t.ended,
+            "cuts": t.cuts,
             "starts": [int(start) for start in t.starts],
             "rewards": t.rewards,
             "segments": [[role, text] for role, text in t.segments],

@@ -204,7 +204,8 @@ def permute_rewards(trajectories: Sequence[Trajectory], rng: np.random.Generator
 
 
 def describe(trajectories: Sequence[Trajectory], prefix: str) -> dict[str, float]:
-    """Means over trajectories: rewards by component, metrics, tokens by role, and the share of each way of ending."""
+    """Means over trajectories: rewards by component, metrics, tokens by role, and the shares of each way of ending and of those
+    that met a limit."""
     count = max(len(trajectories), 1)
     out: dict[str, float] = {}
     for name in trajectories[0].rewards if trajectories else ():
@@ -215,6 +216,10 @@ def describe(trajectories: Sequence[Trajectory], prefix: str) -> dict[str, float
         out[f"tokens/{name}"] = float(np.mean([(t.roles == role).sum() for t in trajectories]))
     for reason, number in collections.Counter(t.ended for t in trajectories).items():
         out[f"ended/{reason}"] = number / count
+    for limit, number in collections.Counter(
+        name for t in trajectories for name in {c[1] for c in t.cuts}
+    ).items():
+        out[f"cut/{limit}"] = number / count
     return out
 
 

@@ -11,9 +11,10 @@ from tests.eval.fakes import many
 
 def test_words_searches_and_scores_come_back(tmp_path):
     written = many(3)
+    written[1].cuts = ((0, "turn_tokens"), (2, "room"))
     save_trajectories(tmp_path / "t.jsonl", written)
     found = load_trajectories(tmp_path / "t.jsonl")
-    for name in ("question", "segments", "searches", "answer", "ended", "rewards", "metrics"):
+    for name in ("question", "segments", "searches", "answer", "ended", "cuts", "rewards", "metrics"):
         assert [getattr(t, name) for t in found] == [getattr(t, name) for t in written], name
 
 

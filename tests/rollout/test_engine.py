@@ -377,6 +377,8 @@ def test_an_observation_that_does_not_fit_is_what_the_environment_says(world):
     engine_ = Engine(decoder, tokenizer, config, retriever=retriever)
     ended, cut = run("end"), run("cut")
     assert {t.ended for t in ended} >= {"context_limit"}
+    assert all(t.cuts[-1][1] in ("room", "context") for t in ended if t.ended == "context_limit")
+    assert any(limit == "room" and turn < t.turns[-1] for t in cut for turn, limit in t.cuts)
     assert all(len(t.tokens) <= config.context for t in (*ended, *cut))
     assert sum(t.policy_tokens for t in cut) > sum(t.policy_tokens for t in ended)
     assert any(t.segments[-2][1].endswith("</observation>\n") for t in cut if t.roles[-1] == POLICY)

@@ -10,9 +10,21 @@ from rrl.data.questions import Question
 from rrl.errors import UserError
 from rrl.rollout.automaton import compile_sets
 from rrl.rollout.episodes import Request
-from rrl.rollout.exchange import HEADER, LEAVE, PARTS, PIECE, RUN, WAIT, Feed, Limits, Turns
+from rrl.rollout.exchange import (
+    HEADER,
+    LEAVE,
+    PARTS,
+    PIECE,
+    RUN,
+    STOP_EOS,
+    STOP_TURN,
+    WAIT,
+    Feed,
+    Limits,
+    Turns,
+)
 from rrl.rollout.host import Host
-from rrl.rollout.protocol import CONTEXT, Append, Restart, SearchFor, SingleTurn
+from rrl.rollout.protocol import CONTEXT, Append, Finish, Restart, SearchFor, SingleTurn
 
 LIMITS = Limits(rows=3, context=400, feeds=2, feed_tokens=2 * PIECE, query_tokens=0)
 NONE = np.zeros((0, 0), np.float32)
@@ -113,11 +125,11 @@ class Answers(SingleTurn):
         return self.action
 
 
-def paused(made):
+def paused(made, stop=STOP_EOS):
     """What a host says to rows that have all written a token and paused."""
     ids = np.zeros((LIMITS.rows, 4), np.int32)
     ones = np.ones(LIMITS.rows, np.int64)
-    return made.exchange(Turns(ones * WAIT, -ones, ids, ids, ids, ones), NONE)
+    return made.exchange(Turns(ones * WAIT, ones * stop, ids, ids, ids, ones), NONE)
 
 
 @pytest.mark.parametrize(
@@ -182,6 +194,25 @@ def test_what_does_not_fit_even_so_ends_the_episode_at_the_limit_of_its_context(
     pieces(made)
     paused(made)
     assert made.error is None and [trajectory.ended for trajectory in found] == ended
+    assert all(trajectory.cuts == ((0, "room"),) for trajectory in found)
+
+
+def test_limits_that_end_nothing_are_told_too():
+    """A turn that broke off and was answered, with an answer that was cut."""
+    made, found = host([1, 2]), []
+    made.encode, made.on_finish = lambda text: np.zeros(len(text), np.int32), lambda _, t: found.append(t)
+    made.environment = environment = Answers(turn_tokens=4)
+    object.__setattr__(environment, "observation_tokens", 8)
+    for action, stop in (
+        (Append("", "x" * 9), STOP_TURN),
+        (Append("", "x" * 8), STOP_TURN),
+        (Finish("answer"), STOP_EOS),
+    ):
+        object.__setattr__(environment, "action", action)
+        pieces(made)
+        paused(made, stop)
+    (trajectory,) = found
+    assert trajectory.cuts == ((0, "turn_tokens"), (0, "observation_tokens"), (1, "turn_tokens"))
 
 
 @pytest.mark.parametrize(

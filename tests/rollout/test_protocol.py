@@ -155,9 +155,10 @@ def test_a_turn_may_end_at_the_answer_and_then_it_is_the_answer():
 
 
 def test_only_the_body_is_cut():
-    ids = message_ids(Append("<a>", "x" * 50, "</a>"), lambda text: np.frombuffer(text.encode(), np.uint8), 7)
-    assert bytes(ids.astype(np.uint8)) == b"<a>xxxxxxx</a>"
-    ids = message_ids(
-        Append("<a>", "x" * 50, "</a>", 9), lambda text: np.frombuffer(text.encode(), np.uint8), 7
-    )
-    assert bytes(ids.astype(np.uint8)) == b"<a>xx</a>"
+    def bytes_of(message: Append) -> tuple[bytes, bool]:
+        ids, cut = message_ids(message, lambda text: np.frombuffer(text.encode(), np.uint8), 7)
+        return bytes(ids.astype(np.uint8)), cut
+
+    assert bytes_of(Append("<a>", "x" * 50, "</a>")) == (b"<a>xxxxxxx</a>", True)
+    assert bytes_of(Append("<a>", "x" * 50, "</a>", 9)) == (b"<a>xx</a>", True)
+    assert bytes_of(Append("<a>", "x" * 7, "</a>")) == (b"<a>xxxxxxx</a>", False)
