@@ -102,6 +102,8 @@ class Host:
         self.on_found: Callable[[Asker, Found], None] = lambda key, found: None
         self.groups = requests
         self.queue = collections.deque[tuple[int, Request]]()
+        self.decoded: tuple[np.ndarray | None, str] = None, ""
+        """The last prompt, which is that of several samples, and its text."""
         self.more_may_come = False
         """Whether the queue, once empty, may fill again: then idle rows wait instead of ending."""
         self.rows: list[Live | None] = [None] * limits.rows
@@ -270,7 +272,9 @@ class Host:
                     break
                 taken += 1
             self.indices[row], request = self.queue.popleft()
-            self.rows[row] = Live(request, self.decode(request.prompt))
+            if request.prompt is not self.decoded[0]:
+                self.decoded = request.prompt, self.decode(request.prompt)
+            self.rows[row] = Live(request, self.decoded[1])
             self._open(row, request.prompt)
         return taken
 
