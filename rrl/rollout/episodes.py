@@ -157,6 +157,6 @@ class Live:
             segments=self._segments,
             searches=list(self.episode.searches),
             ended=ended,
-            cuts=tuple(self.cuts),
             starts=tuple(self.starts),
+            cuts=tuple(self.cuts),
         )

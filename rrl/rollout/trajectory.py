@@ -51,12 +51,12 @@ class Trajectory:
     searches: list[Search]
     ended: str
     """Why the episode ended: "answer", "turn_limit", "context_limit", ...; docs/metrics.md names all and what they mean."""
+    starts: tuple[int, ...] = (0,)
+    """Where each context begins: what the policy saw when it wrote a token is what lies between the last start and it."""
     cuts: tuple[tuple[int, str], ...] = ()
     """Limits that were met, each with its turn, in order: "turn_tokens" or "context", where the policy's text broke off;
     "observation_tokens", where the environment's was cut; "room", where it did not fit the context. What followed, a cut, another
     turn or the end, was the environment's choice."""
-    starts: tuple[int, ...] = (0,)
-    """Where each context begins: what the policy saw when it wrote a token is what lies between the last start and it."""
     rewards: dict[str, float] = dataclasses.field(default_factory=dict)
     """Reward by component, and "total"."""
     turn_rewards: dict[int, float] | None = None
