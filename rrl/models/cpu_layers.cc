@@ -32,6 +32,8 @@ constexpr int64_t kTogether = 4, kStride = kTogether * kLanes, kQueries = 16;
 // a layer together, four times as many where its weights have so many numbers that a core's caches don't hold them; and so many
 // of a row read together.
 constexpr int64_t kPanel = 6 * kLanes, kTokens = 64, kLarge = 1 << 18, kReads = 32;
+// So many tokens of a vocabulary are weighed together.
+constexpr int64_t kBlock = 128;
 // From so many products of two numbers on, a product of matrices is worth other threads.
 constexpr int64_t kShared = 1 << 20;
 constexpr float kLowest = std::numeric_limits<float>::lowest();
@@ -507,6 +509,81 @@ ffi::Error Layers(ffi::ThreadPool pool, ffi::Buffer<ffi::S32> positions, ffi::Bu
   return ffi::Error::Success();
 }
 
+// Numbers e^((x - highest) / temperature) of a row, and their sums by blocks of it, which are returned.
+std::vector<float> weigh(const float* x, int64_t count, float highest, float temperature, float* weights) {
+  const float scale = kLog2e / temperature;
+  std::vector<float> sums;
+  for (int64_t first = 0; first < count; first += kBlock) {
+    Lanes sum{};
+    for (int64_t c = first; c < std::min(first + kBlock, count); c += kLanes) {
+      const Lanes given = (load(x + c) - highest) * scale;
+      Lanes power[] = {given};
+      power_of_two(power);
+      const Lanes weight = given < -126 ? Lanes{} : power[0];
+      store(weights + c, weight);
+      sum += weight;
+    }
+    sums.push_back(0);
+    for (int i = 0; i < kLanes; ++i) sums.back() += sum[i];
+  }
+  return sums;
+}
+
+// The last of some weights that is above 0 and begins at the target or before, where the first begins at `begin`, which becomes
+// where it does.
+int64_t last_begun(const float* weights, int64_t count, double target, double& begin) {
+  int64_t found = 0;
+  double next = begin;
+  for (int64_t i = 0; i < count && next <= target; next += weights[i++])
+    if (weights[i] > 0) {
+      found = i;
+      begin = next;
+    }
+  return found;
+}
+
+// A token for each hidden state x [B, D], by a table of embeddings [D, V]: drawn by a number in [0, 1), or at temperature 0 the
+// first of the best. Its log-probability at temperature 1, and at its own (0 where nothing is drawn).
+ffi::Error Draw(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::F32> table, ffi::Buffer<ffi::F32> uniform,
+                ffi::Buffer<ffi::F32> temperature, int32_t threads, ffi::ResultBuffer<ffi::S32> ids,
+                ffi::ResultBuffer<ffi::F32> full, ffi::ResultBuffer<ffi::F32> drawn) {
+  const int64_t count = x.dimensions()[0], inner = x.dimensions()[1], width = table.dimensions()[1];
+  std::vector<Lanes> room(count * width / kLanes);
+  float* const logits = reinterpret_cast<float*>(room.data());
+  Crew crew(pool, threads);
+  product(x.typed_data(), table.typed_data(), count, inner, width, logits, crew);
+  crew.each(count, [&](int64_t row) {
+    thread_local std::vector<Lanes> near;
+    near.resize(width / kLanes);
+    float* const weights = reinterpret_cast<float*>(near.data());
+    const float *own = logits + row * width, heat = temperature.typed_data()[row];
+    Lanes high = load(own);
+    for (int64_t c = kLanes; c < width; c += kLanes) high = larger(high, load(own + c));
+    const float highest = largest_of<kLanes>(high);
+    const auto total = [](const std::vector<float>& sums) {
+      double sum = 0;
+      for (float of_block : sums) sum += of_block;
+      return sum;
+    };
+    const bool greedy = heat == 0;
+    std::vector<float> sums = weigh(own, width, highest, 1, weights);
+    const double at_one = total(sums);
+    double at_own = at_one;
+    int64_t id = std::min<int64_t>(std::find(own, own + width, highest) - own, width - 1);
+    if (!greedy) {
+      if (heat != 1) at_own = total(sums = weigh(own, width, highest, heat, weights));
+      const double target = uniform.typed_data()[row] * at_own;
+      double begin = 0;
+      id = last_begun(sums.data(), sums.size(), target, begin) * kBlock;
+      id += last_begun(weights + id, std::min(kBlock, width - id), target, begin);
+    }
+    ids->typed_data()[row] = id;
+    full->typed_data()[row] = own[id] - highest - std::log(at_one);
+    drawn->typed_data()[row] = greedy ? 0 : (own[id] - highest) / heat - std::log(at_own);
+  });
+  return ffi::Error::Success();
+}
+
 // Rows target get the blocks from begin on, before end, of rows source [P], in all layers; what is no row is left out. Of a block
 // all rows are read before any is written.
 ffi::Error Copy(ffi::ThreadPool pool, ffi::Buffer<ffi::S32> source, ffi::Buffer<ffi::S32> target, ffi::Buffer<ffi::S32> begin,
@@ -570,6 +647,17 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(rrl_layers, Layers,
                                   .Attr<bool>("last_reads")
                                   .Attr<int32_t>("threads")
                                   .Ret<ffi::Buffer<ffi::F32>>()
+                                  .Ret<ffi::Buffer<ffi::F32>>()
+                                  .Ret<ffi::Buffer<ffi::F32>>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(rrl_draw, Draw,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Attr<int32_t>("threads")
+                                  .Ret<ffi::Buffer<ffi::S32>>()
                                   .Ret<ffi::Buffer<ffi::F32>>()
                                   .Ret<ffi::Buffer<ffi::F32>>());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(rrl_copy_rows, Copy,

@@ -31,7 +31,8 @@ from rrl.parallel.runtime import cache_folder
 
 log = logging.getLogger(__name__)
 SOURCE = Path(__file__).with_suffix(".cc")
-ATTENTION, LAYERS, COPY = TARGETS = "rrl_cache_attention", "rrl_layers", "rrl_copy_rows"
+TARGETS = "rrl_cache_attention", "rrl_layers", "rrl_copy_rows", "rrl_draw"
+ATTENTION, LAYERS, COPY, DRAW = TARGETS
 WEIGHTS = (
     *("attention_norm", "q", "k", "v", "o", "mlp_norm", "gate", "up", "down"),
     *("q_bias", "k_bias", "v_bias", "q_norm", "k_norm"),
@@ -125,6 +126,24 @@ def cpu_copy(
     shapes = [jax.ShapeDtypeStruct(part.shape, part.dtype) for part in (k, v)]
     called = jax.ffi.ffi_call(COPY, shapes, input_output_aliases={len(which): 0, len(which) + 1: 1})
     return tuple(called(*which, k, v, threads=np.int32(threads)))
+
+
+def cpu_draw(
+    hidden: Float[Array, "B D"],
+    table: Float[Array, "D V"],
+    uniform: Float[Array, "B"],
+    temperature: Float[Array, "B"],
+    *,
+    threads: int = 1,
+) -> tuple[Int[Array, "B"], Float[Array, "B"], Float[Array, "B"]]:
+    """A token for each hidden state, as `rrl.rollout.sampling.sample` draws it from the logits hidden @ table, each by a number
+    in [0, 1); and its log-probabilities. At temperature 0 it is greedy. D and V must be multiples of LANES, all arrays float32.
+
+    Call `can_attend` before: it makes the kernel known to JAX.
+    """
+    numbers = jax.ShapeDtypeStruct(uniform.shape, jnp.float32)
+    called = jax.ffi.ffi_call(DRAW, (jax.ShapeDtypeStruct(uniform.shape, jnp.int32), numbers, numbers))
+    return tuple(called(hidden, table, uniform, temperature, threads=np.int32(threads)))
 
 
 def can_compute(config: DecoderConfig, dtype: DTypeLike) -> bool:

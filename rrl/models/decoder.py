@@ -20,7 +20,7 @@ from rrl.errors import UserError
 from rrl.models.attention_backends import Backend, packed_attention
 from rrl.models.cache import KVCache
 from rrl.models.config import DecoderConfig
-from rrl.models.cpu_layers import can_compute, cpu_layers
+from rrl.models.cpu_layers import LANES, can_compute, cpu_layers
 from rrl.models.products import mean_square, product, sum_products
 from rrl.models.rope import rotate, rotation
 from rrl.parallel.mesh import ROW_AXES
@@ -333,6 +333,13 @@ class Decoder(nnx.Module):
             narrow = hidden @ getattr(self, "head" + LORA_A)[...].astype(hidden.dtype)
             logits += self.lora_scale * (narrow @ getattr(self, "head" + LORA_B)[...].astype(hidden.dtype))
         return constrain(logits, ROW_AXES, *[None] * (logits.ndim - 2), "tensor")
+
+    def drawn_by(self, cache: KVCache) -> Float[Array, "D V"] | None:
+        """What `rrl.models.cpu_layers.cpu_draw` draws tokens by, where it can: in a program that computes layers there, too."""
+        adapted, whole = hasattr(self, "head" + LORA_A), self.config.vocab_size % LANES == 0
+        if adapted or not whole or not self._in_kernel(cache):
+            return None
+        return self.turned if self.config.tie_embeddings else self.head[...].astype(jnp.float32)
 
     @property
     def _written_out(self) -> bool:

@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from rrl.models.cache import KVCache
+from rrl.models.cpu_layers import cpu_draw
 from rrl.models.decoder import FEW_TOKENS, Decoder
 from rrl.parallel.mesh import ROW_AXES, data_shards
 from rrl.rollout.drafts import Drafts, following, windows
@@ -29,7 +30,7 @@ from rrl.rollout.exchange import (
     WAIT,
     Feed,
 )
-from rrl.rollout.sampling import row_keys, sample
+from rrl.rollout.sampling import is_greedy, row_keys, sample, uniform
 
 
 class Rows(NamedTuple):
@@ -103,19 +104,22 @@ class Drawn(NamedTuple):
     sampled_logps: Float[Array, "P"]
 
 
-def draw(rows: Rows, logits: Float[Array, "P T V"], sampler: Sampler) -> list[Drawn]:
+def draw(
+    model: Decoder, rows: Rows, hidden: Float[Array, "P T D"], sampler: Sampler, cache: KVCache
+) -> list[Drawn]:
     """T tokens for each of P rows, each as if those before it were the row's. They are drawn together, so that the bits of one
-    do not depend on its place among them."""
-    count, time, size = logits.shape
+    do not depend on its place among them. The cache tells whether the rows are in `rrl.models.cpu_layers`."""
+    count, time, width = hidden.shape
     positions = (rows.offset + rows.position)[:, None] + jnp.arange(1, time + 1)
     keys = row_keys(sampler.key, jnp.repeat(rows.request, time), positions.ravel())
-    drawn = sample(
-        logits.reshape(count * time, size),
-        keys,
-        jnp.repeat(rows.temperature, time),
-        top_p=sampler.top_p,
-        top_k=sampler.top_k,
-    )
+    temperature, table = jnp.repeat(rows.temperature, time), model.drawn_by(cache)
+    if table is None or sampler.top_p < 1.0 or sampler.top_k:
+        logits = model.unembed(hidden).reshape(count * time, -1)
+        drawn = sample(logits, keys, temperature, top_p=sampler.top_p, top_k=sampler.top_k)
+    else:
+        greedy, hidden = is_greedy(temperature), hidden.reshape(count * time, width)
+        asked = uniform(keys), jnp.where(greedy, 0.0, temperature)
+        drawn = cpu_draw(hidden, table, *asked, threads=cache.threads)
     ids, full, as_sampled = (part.reshape(count, time) for part in drawn)
     return [Drawn(ids[:, place], full[:, place], as_sampled[:, place]) for place in range(time)]
 
@@ -213,7 +217,7 @@ def decode_until(
             readers=tuple(count for count in readers if count <= width),
         )
         accepted, wrote = running, []
-        for place, drawn in enumerate(draw(of, model.unembed(hidden), sampler)):
+        for place, drawn in enumerate(draw(model, of, hidden, sampler, cache)):
             rows, before = emit(rows, drawn, accepted, sampler, context, which), of
             of = rows if which is None else _taken(rows, which)
             wrote.append((before.recent, of.pending, accepted))

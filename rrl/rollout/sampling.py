@@ -14,6 +14,16 @@ def row_keys(base: Key[Array, ""], request: Int[Array, "B"], position: Int[Array
     return jax.vmap(lambda r, p: jax.random.fold_in(jax.random.fold_in(base, r), p))(request, position)
 
 
+def uniform(keys: Key[Array, "B"]) -> Float[Array, "B"]:
+    """A number in [0, 1) of each key."""
+    return jax.vmap(lambda key: jax.random.uniform(key, ()))(keys)
+
+
+def is_greedy(temperature: Float[Array, "B"]) -> Bool[Array, "B"]:
+    """Which are 0, or would make logits overflow."""
+    return temperature < _GREEDY
+
+
 def truncate(logits: Float[Array, "B V"], *, top_p: float = 1.0, top_k: int = 0) -> Float[Array, "B V"]:
     """Sets the logits outside the top k tokens, or outside the smallest set with mass `top_p`, to -inf."""
     if top_k:
@@ -113,14 +123,13 @@ def sample(
     Temperature 0 is greedy. Returns ids, their log-probability under the full distribution (temperature 1, not
     truncated) and under the distribution that was sampled (0 for greedy rows).
     """
-    greedy = temperature < _GREEDY
+    greedy = is_greedy(temperature)
     best = _first_best(logits)
 
     def draw() -> tuple[Array, Array]:
         scaled = logits / jnp.where(greedy, 1.0, temperature)[:, None]
         scaled = jax.nn.log_softmax(truncate(scaled, top_p=top_p, top_k=top_k), axis=-1)
-        uniform = jax.vmap(lambda key: jax.random.uniform(key, ()))(keys)
-        drawn = _inverted(jnp.exp(scaled), uniform)
+        drawn = _inverted(jnp.exp(scaled), uniform(keys))
         ids = jnp.where(greedy, best, drawn)
         sampled = jnp.take_along_axis(scaled, ids[:, None], axis=-1)[:, 0]
         return ids, jnp.where(greedy, 0.0, sampled)

@@ -10,13 +10,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import scipy.special
 from flax import nnx
 
 from rrl.models import cpu_layers as kernel
 from rrl.models.attention import cache_attention
 from rrl.models.cache import BLOCK, KVCache
 from rrl.models.config import DecoderConfig, Llama3Scaling
-from rrl.models.cpu_layers import can_attend, can_compute, cpu_attention, cpu_layers
+from rrl.models.cpu_layers import can_attend, can_compute, cpu_attention, cpu_draw, cpu_layers
 from rrl.models.lora import LoraConfig, add_lora, merged
 from tests.models.small import draw, extend, filled, make, places, run
 
@@ -240,6 +241,74 @@ def test_rows_are_copied_as_they_were(compiled, threads):
         ):
             wanted[:, blocks, row] = before[:, blocks, of]
         np.testing.assert_array_equal(getattr(found, name), wanted)
+
+
+def asked(rows, width, vocabulary, seed=0):
+    """Hidden states and a table of a sharp distribution, numbers in [0, 1) and temperatures, 0 among them."""
+    draw = np.random.default_rng(seed)
+    hidden, table = (
+        draw.normal(size=(rows, width)),
+        3 * draw.normal(size=(width, vocabulary)) / np.sqrt(width),
+    )
+    temperature = draw.choice([0.0, 0.1, 0.7, 1.0, 1.7], rows)
+    return [jnp.asarray(part, jnp.float32) for part in (hidden, table, draw.random(rows), temperature)]
+
+
+def log_softmax(logits):
+    """In float64."""
+    logits = np.asarray(logits, np.float64)
+    return logits - scipy.special.logsumexp(logits, axis=-1, keepdims=True)
+
+
+@pytest.mark.parametrize(("rows", "width", "vocabulary"), [(200, 32, 416), (40, 128, 1664), (3, 64, 16)])
+def test_tokens_are_drawn_by_inverting_the_cumulative_distribution(compiled, rows, width, vocabulary):
+    hidden, table, uniform, temperature = asked(rows, width, vocabulary)
+    edges = uniform.at[:8].set(0.0).at[8:16].set(np.nextafter(np.float32(1), np.float32(0)))
+    ids, full, drawn = (np.asarray(part) for part in cpu_draw(hidden, table, edges, temperature))
+    logits, places = np.asarray(hidden, np.float64) @ np.asarray(table, np.float64), np.arange(rows)
+    np.testing.assert_allclose(full, log_softmax(logits)[places, ids], rtol=1e-5, atol=1e-5)
+    heat = np.asarray(temperature)
+    assert np.array_equal(ids[heat == 0], logits.argmax(-1)[heat == 0]) and not np.any(drawn[heat == 0])
+    scaled = log_softmax(logits / np.where(heat > 0, heat, 1.0)[:, None])
+    ends = np.cumsum(np.exp(scaled), axis=-1)
+    begins, at, hot = ends - np.exp(scaled), np.asarray(edges), heat > 0
+    np.testing.assert_allclose(drawn[hot], scaled[places, ids][hot], rtol=2e-5, atol=2e-5)
+    assert (begins[places, ids] <= at + 1e-6)[hot].all() and (ends[places, ids] >= at - 1e-6)[hot].all()
+
+
+def test_a_drawn_token_depends_on_its_row_alone(compiled):
+    given = asked(50, 256, 1040)  # a table so large that its columns are laid side by side
+    whole = cpu_draw(*given)
+    for part, threaded in zip(whole, cpu_draw(*given, threads=4), strict=True):
+        np.testing.assert_array_equal(part, threaded)
+    hidden, table, *rest = given
+    for some in (slice(7, 8), slice(20, 23)):
+        alone = cpu_draw(hidden[some], table, *(part[some] for part in rest))
+        for part, own in zip(whole, alone, strict=True):
+            np.testing.assert_array_equal(part[some], own)
+
+
+def test_tokens_of_probability_0_are_not_drawn_and_what_is_not_a_number_is_told(compiled):
+    table = jnp.full((16, 400), -200.0).at[:, 137].set(0.0).at[:, 300].set(-0.05)
+    hidden = jnp.ones((4, 16)).at[3, 2].set(jnp.nan)
+    low, high = 0.0, float(np.nextafter(np.float32(1), np.float32(0)))
+    ids, full, drawn = cpu_draw(
+        hidden, table, jnp.array([low, high, 0.5, 0.5]), jnp.array([1.0, 1.0, 0.0, 1.0])
+    )
+    assert np.asarray(ids)[:3].tolist() == [137, 300, 137]
+    assert np.isfinite(np.asarray(full)[:3]).all() and np.isnan([full[3], drawn[3]]).all()
+
+
+def test_models_and_caches_draw_where_their_layers_are(compiled):
+    untied = dataclasses.replace(BASE, vocab_size=96, tie_embeddings=False)
+    ours, theirs = caches(untied, 2, 20)
+    decoder = make(untied)
+    assert decoder.drawn_by(ours) is not None and decoder.drawn_by(theirs) is None
+    assert make(BASE).drawn_by(ours) is None  # 97 tokens
+    tied = make(dataclasses.replace(BASE, vocab_size=96))
+    assert tied.drawn_by(ours) is None  # until its table is turned
+    add_lora(decoder, LoraConfig(rank=2), rngs=nnx.Rngs(0))
+    assert decoder.drawn_by(ours) is None
 
 
 def test_adapters_are_left_to_xla_or_added_before(compiled):

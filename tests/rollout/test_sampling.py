@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from rrl.rollout.sampling import _inverted, row_keys, sample, truncate
+from rrl.models.cpu_layers import can_attend, cpu_draw
+from rrl.rollout.sampling import _inverted, row_keys, sample, truncate, uniform
 
 BASE = jax.random.key(7)
 
@@ -48,6 +49,23 @@ def test_a_draw_inverts_the_cumulative_distribution(vocabulary):
     assert (probabilities[places] > 0).all()
     assert (ends[places] >= uniform - 1e-6).all()
     assert ((ends - probabilities)[places] <= uniform + 1e-6).all()
+
+
+def test_the_kernel_for_processors_draws_the_same_tokens():
+    """By the same random numbers: whether there is a compiler changes the last bits of probabilities only."""
+    if not can_attend(jnp.float32, 16):
+        pytest.skip("this machine has no C++ compiler")
+    draws = np.random.default_rng(5)
+    hidden, table = (jnp.asarray(draws.normal(size=shape), jnp.float32) for shape in ((300, 16), (16, 416)))
+    temperature = jnp.asarray(draws.choice([0.0, 0.4, 1.0], 300), jnp.float32)
+    keys = row_keys(BASE, jnp.arange(300), jnp.arange(300))
+    ours, theirs = (
+        cpu_draw(hidden, table, uniform(keys), temperature),
+        sample(hidden @ table, keys, temperature),
+    )
+    np.testing.assert_array_equal(ours[0], theirs[0])
+    for one, other in zip(ours[1:], theirs[1:], strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
 
 
 def test_full_log_probability_ignores_temperature_and_truncation():
