@@ -1,9 +1,10 @@
-"""A decoder's layers on a processor: `cpu_layers.cc`, compiled for the machine at hand when it is first needed.
+"""A decoder's layers, and its draws, on a processor: `cpu_layers.cc`, compiled for the machine at hand when it is first needed.
 
 XLA on CPU copies each layer's weights out of the stack and each block of the cache before it multiplies, computes rows that
 are not there, and takes some microseconds to begin each of the thirty operations of a layer. The kernel reads weights and cache
-where they lie, and does all layers at once. A token's bits depend on its row's past alone: neither on its neighbours nor on how
-many tokens come with it, as long as the cache holds numbers only. It has no gradient, and no rule for `jax.vmap`.
+where they lie, and does all layers at once; likewise logits, their probabilities and the draw of a token. A token's bits depend
+on its row's past alone: neither on its neighbours nor on how many tokens come with it, as long as the cache holds numbers only.
+It has no gradient, and no rule for `jax.vmap`.
 """
 
 import ctypes
