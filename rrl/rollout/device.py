@@ -108,7 +108,7 @@ def draw(
     model: Decoder, rows: Rows, hidden: Float[Array, "P T D"], sampler: Sampler, cache: KVCache
 ) -> list[Drawn]:
     """T tokens for each of P rows, each as if those before it were the row's. They are drawn together, so that the bits of one
-    do not depend on its place among them. The cache tells whether the rows are in `rrl.models.cpu_layers`."""
+    do not depend on its place among them; by `rrl.models.cpu_layers`, where that computed the layers over this cache."""
     count, time, width = hidden.shape
     positions = (rows.offset + rows.position)[:, None] + jnp.arange(1, time + 1)
     keys = row_keys(sampler.key, jnp.repeat(rows.request, time), positions.ravel())

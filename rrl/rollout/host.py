@@ -344,14 +344,15 @@ class Host:
 
     def _pack(self) -> Int[np.ndarray, "words"]:
         feeds, queries = self._blank()
-        entries, room = feeds[:0], len(feeds)
+        room, copies, sent = len(feeds), 0, [feeds[:0]]
         if self.prefixes is not None:
             self.prefixes.settle()
-        copies = 0
         for row in list(self.todo):
-            pieces = self._feed(row, room - len(entries), copies)
+            pieces = self._feed(row, room, copies)
+            room -= len(pieces)
             copies += int(np.count_nonzero(pieces[:, COPIED]))
-            entries = np.concatenate([entries, pieces])
+            sent.append(pieces)
+        entries = np.concatenate(sent)
         feeds[: len(entries)] = entries[np.argsort(entries[:, LENGTH] == 0, kind="stable")]  # tokens first
         if self.to_encode and self._needs_embeddings:
             assert self.searches.retriever is not None
