@@ -129,3 +129,17 @@ def test_one_turn_writes_what_hugging_face_writes_and_says_which_peer_is_not_the
 def test_no_two_searches_of_the_benchmark_of_latency_are_alike(results):
     rollout.main(["--only=latency", "--batch=2", "--rounds=1"])  # which asserts it
     assert "no query twice" in results.read_text()
+
+
+@pytest.mark.slow
+def test_episodes_are_measured_over_this_engine_where_no_peer_is_there(results, without_peers):
+    peers = [f"--{name}_python={without_peers}" for name in ("hf", "tunix")]
+    rollout.main(["--only=episodes", "--batch=8", "--rounds=1", *peers])
+    text = results.read_text()
+    for searches, batch, most in ((2, 2, 1.9), (4, 2, 3.1), (4, 8, 3.1)):
+        row = f"episodes of {searches} searches (64 written, 384 read a turn), batch {batch}, seconds |"
+        own = [line for line in text.splitlines() if row in line and "this engine" in line]
+        assert len(own) == 1 and f"x (at most {most}x: tokens read)" in own[0]
+    # Tunix is not asked for the largest batch.
+    assert text.count("not measured: no torch") == 3 and text.count("not measured: no tunix") == 2
+    assert str(without_peers) not in text
