@@ -65,7 +65,7 @@ setup(
     package_data={
         "rrl": ["py.typed"],
         "rrl.eval": ["*.css", "*.js"],
-        "rrl.models": ["*.cc"],
+        "rrl.models": ["*.cc", "*.h"],
         "rrl.recipes": ["prompts/*.txt"],
     },
     install_requires=BASE,

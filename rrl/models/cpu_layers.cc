@@ -5,147 +5,25 @@
 // scores stay in the nearest caches. A token's numbers are summed in an order that nothing but its own position decides.
 
 #include <algorithm>
-#include <atomic>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <functional>
 #include <limits>
-#include <memory>
-#include <thread>
 #include <utility>
 #include <vector>
 
-#include "xla/ffi/api/ffi.h"
-
-namespace ffi = xla::ffi;
+#include "cpu_products.h"
 
 namespace {
 
-// Numbers of a vector register; how many registers hold sums while others hold what is multiplied; and of how many rows at most.
-#ifdef __AVX512F__
-constexpr int kLanes = 16, kSums = 24, kRows = 8;
-#else
-constexpr int kLanes = 8, kSums = 8, kRows = 4;
-#endif
 // So many registers go through a polynomial together, and so many queries through a block.
 constexpr int64_t kTogether = 4, kStride = kTogether * kLanes, kQueries = 16;
-// So many columns of a weight meet all rows before the next do, where they are not laid side by side; so many tokens go through
-// a layer together, four times as many where its weights have so many numbers that a core's caches don't hold them; and so many
-// of a row read together.
-constexpr int64_t kPanel = 6 * kLanes, kTokens = 64, kLarge = 1 << 18, kReads = 32;
-// So many tokens of a vocabulary are weighed together.
-constexpr int64_t kBlock = 128;
-// From so many products of two numbers on, a product of matrices is worth other threads.
-constexpr int64_t kShared = 1 << 20;
+// So many tokens go through a layer together, four times as many where its weights are large; and so many of a row read together.
+constexpr int64_t kTokens = 64, kReads = 32;
+// Of so many tokens of a vocabulary the weights are summed together, to draw one and to leave out the least.
+constexpr int64_t kBlock = 128, kSummed = 32 * kBlock;
 constexpr float kLowest = std::numeric_limits<float>::lowest();
-constexpr float kLog2e = 1.44269504f;
-
-template <int count>
-struct Vector {
-  typedef float Floats __attribute__((vector_size(4 * count)));
-};
-typedef Vector<kLanes>::Floats Lanes;
-typedef int32_t Ints __attribute__((vector_size(4 * kLanes)));
-
-inline Lanes load(const float* from) {
-  Lanes x;
-  std::memcpy(&x, from, sizeof x);
-  return x;
-}
-
-inline void store(float* to, Lanes x) { std::memcpy(to, &x, sizeof x); }
-
-inline Lanes all(float x) { return Lanes{} + x; }
-
-// The first where one of them is not a number.
-inline Lanes larger(Lanes x, Lanes y) { return x < y ? y : x; }
-
-// 2^x of numbers that are not above 0: 2^n 2^r with |r| <= 1/2, and for 2^r a polynomial that was fitted to the least relative
-// error (2e-9).
-template <int count>
-inline void power_of_two(Lanes (&x)[count]) {
-  const float magic = 12582912.0f;  // 1.5 * 2^23: a sum with it is a whole number
-  const float polynomial[] = {0.00133989012f, 0.00961843763f, 0.0555033241f, 0.240226479f, 0.693147203f, 1.0f};
-  Lanes whole[count], y[count];
-  for (int i = 0; i < count; ++i) x[i] = larger(x[i], all(-126.0f));
-  for (int i = 0; i < count; ++i) whole[i] = x[i] + magic;
-  for (int i = 0; i < count; ++i) x[i] -= whole[i] - magic;
-  for (int i = 0; i < count; ++i) y[i] = all(0.000153533383f);
-  for (float coefficient : polynomial)
-    for (int i = 0; i < count; ++i) y[i] = y[i] * x[i] + coefficient;
-  for (int i = 0; i < count; ++i) {
-    Ints bits, exponent;
-    std::memcpy(&bits, &y[i], sizeof bits);
-    std::memcpy(&exponent, &whole[i], sizeof exponent);
-    bits += exponent << 23;
-    std::memcpy(&y[i], &bits, sizeof bits);
-    x[i] = x[i] == x[i] ? y[i] : x[i];  // what is not a number stays so, whatever its bits
-  }
-}
-
-template <int count>
-inline float largest_of(typename Vector<count>::Floats x) {
-  if constexpr (count == 1) {
-    return x[0];
-  } else {
-    typename Vector<count / 2>::Floats halves[2];
-    std::memcpy(halves, &x, sizeof x);
-    return largest_of<count / 2>(halves[0] < halves[1] ? halves[1] : halves[0]);
-  }
-}
-
-struct Matrix {
-  const float* first;
-  int64_t step;
-};
-
-// out[q][c] = scale[q] out[q][c] + sum over i of x[q][i] y[i][c], without the first where there is no scale, for `rows` q and
-// columns * kLanes c.
-template <int rows, int columns>
-inline void tile(Matrix x, Matrix y, int64_t inner, const float* scale, float* out, int64_t step) {
-  Lanes sum[rows][columns];
-#pragma GCC unroll 8
-  for (int q = 0; q < rows; ++q)
-#pragma GCC unroll 8
-    for (int c = 0; c < columns; ++c) sum[q][c] = scale ? load(out + q * step + c * kLanes) * scale[q] : Lanes{};
-  for (int64_t i = 0; i < inner; ++i) {
-    Lanes right[columns];
-#pragma GCC unroll 8
-    for (int c = 0; c < columns; ++c) right[c] = load(y.first + i * y.step + c * kLanes);
-#pragma GCC unroll 8
-    for (int q = 0; q < rows; ++q)
-#pragma GCC unroll 8
-      for (int c = 0; c < columns; ++c) sum[q][c] += x.first[q * x.step + i] * right[c];
-  }
-#pragma GCC unroll 8
-  for (int q = 0; q < rows; ++q)
-#pragma GCC unroll 8
-    for (int c = 0; c < columns; ++c) store(out + q * step + c * kLanes, sum[q][c]);
-}
-
-// The same for `rows` q and any width that is a multiple of kLanes: by so many columns, then by fewer.
-template <int rows, int columns>
-inline void band(Matrix x, Matrix y, int64_t inner, int64_t width, const float* scale, float* out, int64_t step) {
-  int64_t c = 0;
-  for (; c + columns * kLanes <= width; c += columns * kLanes)
-    tile<rows, columns>(x, {y.first + c, y.step}, inner, scale, out + c, step);
-  if constexpr (columns > 1)
-    if (c < width) band<rows, columns - 1>(x, {y.first + c, y.step}, inner, width - c, scale, out + c, step);
-}
-
-// The same for any number of rows: so many at a time, then fewer. Each number is summed from the first i to
-// the last, whatever the shapes.
-template <int rows>
-void multiply(Matrix x, Matrix y, int64_t count, int64_t inner, int64_t width, const float* scale, float* out, int64_t step) {
-  int64_t q = 0;
-  for (; q + rows <= count; q += rows)
-    band<rows, std::min(kSums / rows, 4)>({x.first + q * x.step, x.step}, y, inner, width, scale ? scale + q : nullptr,
-                                          out + q * step, step);
-  if constexpr (rows > 1)
-    if (q < count)
-      multiply<rows / 2>({x.first + q * x.step, x.step}, y, count - q, inner, width, scale ? scale + q : nullptr, out + q * step,
-                         step);
-}
 
 // The queries of some tokens of a row and of one key head, and what they have read so far.
 class Reader {
@@ -256,36 +134,6 @@ struct Cache {
   }
 };
 
-// This thread and others of XLA's pool, as many as there are to be.
-class Crew {
- public:
-  Crew(ffi::ThreadPool pool, int64_t threads) : pool_(pool), threads_(threads) {}
-
-  // Does body(0), ..., body(count - 1), in any order. Who comes late finds nothing left, and does not touch the body.
-  template <typename Body>
-  void each(int64_t count, const Body& body, bool shared = true) {
-    struct Progress {
-      std::atomic<int64_t> begun{0}, done{0};
-    };
-    const int64_t helpers = shared ? std::min(threads_, count) - 1 : 0;
-    if (helpers <= 0) {
-      for (int64_t i = 0; i < count; ++i) body(i);
-      return;
-    }
-    const auto progress = std::make_shared<Progress>();
-    const auto work = [progress, count, body = &body] {
-      for (int64_t i; (i = progress->begun++) < count; ++progress->done) (*body)(i);
-    };
-    for (int64_t i = 0; i < helpers; ++i) pool_.Schedule([work] { work(); });
-    work();
-    while (progress->done < count) std::this_thread::yield();
-  }
-
- private:
-  ffi::ThreadPool pool_;
-  int64_t threads_;
-};
-
 // Attention of tokens in the order of their rows. Those of one row read a block one after another, while it is near.
 void attend(const std::vector<Token>& tokens, const Cache<const float>& cache, int64_t group, Crew& crew) {
   const int64_t count = tokens.size(), block = cache.block;
@@ -349,28 +197,6 @@ ffi::Error Attend(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q, ffi::Buffer<ffi
   return ffi::Error::Success();
 }
 
-// out = out + x y, or x y where it is not `added`; x [count, inner], y [inner, width]. Columns of a large y are laid side by side
-// before many rows meet them.
-void product(const float* x, const float* y, int64_t count, int64_t inner, int64_t width, float* out, Crew& crew,
-             bool added = false) {
-  const bool packed = count > kRows && inner * width >= kLarge;
-  const int64_t columns = packed ? kSums / kRows * kLanes : kPanel;
-  const std::vector<float> ones(added ? count : 0, 1.0f);
-  const auto panel = [&](int64_t number) {
-    const int64_t first = number * columns, here = std::min(columns, width - first);
-    Matrix right = {y + first, width};
-    thread_local std::vector<Lanes> room;
-    if (packed) {
-      room.resize(inner * here / kLanes);
-      float* copy = reinterpret_cast<float*>(room.data());
-      for (int64_t i = 0; i < inner; ++i) std::copy_n(y + i * width + first, here, copy + i * here);
-      right = {copy, here};
-    }
-    multiply<kRows>({x, inner}, right, count, inner, here, added ? ones.data() : nullptr, out + first, width);
-  };
-  crew.each((width + columns - 1) / columns, panel, count * inner * width >= kShared);
-}
-
 // x / rms(x) * scale.
 void normalise(const float* x, const float* scale, int64_t width, float eps, float* out) {
   Lanes squares{};
@@ -419,8 +245,27 @@ void heads_of(const float* x, const float* weight, const float* bias, const floa
 }
 
 // Which argument is which weight, behind x and the angles; the last five may be empty.
-enum { kX, kCosines, kSines, kKeys, kValues, kAttentionNorm, kQ, kK, kV, kO, kMlpNorm, kGate, kUp, kDown,
-       kQBias, kKBias, kVBias, kQNorm, kKNorm };
+enum {
+  kX,
+  kCosines,
+  kSines,
+  kKeys,
+  kValues,
+  kAttentionNorm,
+  kQ,
+  kK,
+  kV,
+  kO,
+  kMlpNorm,
+  kGate,
+  kUp,
+  kDown,
+  kQBias,
+  kKBias,
+  kVBias,
+  kQNorm,
+  kKNorm
+};
 
 ffi::Error Layers(ffi::ThreadPool pool, ffi::Buffer<ffi::S32> positions, ffi::Buffer<ffi::S32> rows, ffi::RemainingArgs given,
                   int32_t slots, float eps, bool last_reads, int32_t threads, ffi::ResultBuffer<ffi::F32> out,
@@ -510,24 +355,67 @@ ffi::Error Layers(ffi::ThreadPool pool, ffi::Buffer<ffi::S32> positions, ffi::Bu
   return ffi::Error::Success();
 }
 
-// Numbers e^((x - highest) / temperature) of a row, and their sums by blocks of it, which are returned.
-std::vector<float> weigh(const float* x, int64_t count, float highest, float temperature, float* weights) {
+// Numbers e^((x - highest) / temperature) of a row.
+void weigh(const float* x, int64_t count, float highest, float temperature, float* weights) {
   const float scale = kLog2e / temperature;
-  std::vector<float> sums;
+  for (int64_t c = 0; c < count; c += kLanes) {
+    const Lanes given = (load(x + c) - highest) * scale;
+    Lanes power[] = {given};
+    power_of_two(power);
+    store(weights + c, given < -126 ? Lanes{} : power[0]);
+  }
+}
+
+// Sums of weights by blocks of them, and of all.
+double sum_up(const float* weights, int64_t count, std::vector<float>& sums) {
+  double every = 0;
+  sums.clear();
   for (int64_t first = 0; first < count; first += kBlock) {
     Lanes sum{};
-    for (int64_t c = first; c < std::min(first + kBlock, count); c += kLanes) {
-      const Lanes given = (load(x + c) - highest) * scale;
-      Lanes power[] = {given};
-      power_of_two(power);
-      const Lanes weight = given < -126 ? Lanes{} : power[0];
-      store(weights + c, weight);
-      sum += weight;
-    }
+    for (int64_t c = first; c < std::min(first + kBlock, count); c += kLanes) sum += load(weights + c);
     sums.push_back(0);
     for (int i = 0; i < kLanes; ++i) sums.back() += sum[i];
+    every += sums.back();
   }
-  return sums;
+  return every;
+}
+
+// Leaves no weight where x is not among its `most` largest; all that are as large as the last of them are. Asked of numbers only.
+void keep_most(const float* x, int64_t count, int64_t most, float* weights) {
+  std::vector<float> apart(x, x + count);
+  std::nth_element(apart.begin(), apart.begin() + most - 1, apart.end(), std::greater<float>());
+  for (int64_t c = 0; c < count; ++c)
+    if (x[c] < apart[most - 1]) weights[c] = 0;
+}
+
+// Leaves no weight but the fewest largest, none above 1, that sum to `least`; all that are as large as the last of them are left.
+// The last is found bit by bit: numbers from 0 on are ordered like their bits.
+void keep_mass(float* weights, int64_t count, double least) {
+  int32_t found = 0;
+  int64_t enough = count, few = 0;  // so many are as large as what is found, and as the least that is known to be too large
+  for (int bit = 29; bit >= 0 && enough - few > 1; --bit) {
+    const int32_t higher = found | 1 << bit;
+    float bound;
+    std::memcpy(&bound, &higher, sizeof bound);
+    double mass = 0;
+    int64_t kept = 0;
+    for (int64_t first = 0; first < count; first += kSummed) {
+      Lanes sum{};
+      Ints more{};
+      for (int64_t c = first; c < std::min(first + kSummed, count); c += kLanes) {
+        const Lanes x = load(weights + c);
+        sum += x >= bound ? x : Lanes{};
+        more += x >= bound;  // -1 where it is
+      }
+      for (int i = 0; i < kLanes; ++i) mass += sum[i], kept -= more[i];
+    }
+    (mass >= least ? enough : few) = kept;
+    if (mass >= least) found = higher;
+  }
+  float bound;
+  std::memcpy(&bound, &found, sizeof bound);
+  for (int64_t c = 0; c < count; ++c)
+    if (weights[c] < bound) weights[c] = 0;
 }
 
 // The last of some weights that is above 0 and begins at the target or before, where the first begins at `begin`, which becomes
@@ -543,10 +431,11 @@ int64_t last_begun(const float* weights, int64_t count, double target, double& b
   return found;
 }
 
-// A token for each hidden state x [B, D], by a table of embeddings [D, V]: drawn by a number in [0, 1), or at temperature 0 the
-// first of the best. Its log-probability at temperature 1, and at its own (0 where nothing is drawn).
+// A token for each hidden state x [B, D], by a table of embeddings [D, V]: drawn by a number in [0, 1), at a temperature and
+// among the top_k likeliest (0: all) and of these the fewest with a share of top_p, or at temperature 0 the first of the best.
+// Its log-probability at temperature 1 among all, and as it was drawn (0 where nothing is).
 ffi::Error Draw(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::F32> table, ffi::Buffer<ffi::F32> uniform,
-                ffi::Buffer<ffi::F32> temperature, int32_t threads, ffi::ResultBuffer<ffi::S32> ids,
+                ffi::Buffer<ffi::F32> temperature, float top_p, int32_t top_k, int32_t threads, ffi::ResultBuffer<ffi::S32> ids,
                 ffi::ResultBuffer<ffi::F32> full, ffi::ResultBuffer<ffi::F32> drawn) {
   const int64_t count = x.dimensions()[0], inner = x.dimensions()[1], width = table.dimensions()[1];
   std::vector<Lanes> room(count * width / kLanes);
@@ -555,24 +444,27 @@ ffi::Error Draw(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::
   product(x.typed_data(), table.typed_data(), count, inner, width, logits, crew);
   crew.each(count, [&](int64_t row) {
     thread_local std::vector<Lanes> near;
+    thread_local std::vector<float> sums;
     near.resize(width / kLanes);
     float* const weights = reinterpret_cast<float*>(near.data());
     const float *own = logits + row * width, heat = temperature.typed_data()[row];
     Lanes high = load(own);
     for (int64_t c = kLanes; c < width; c += kLanes) high = larger(high, load(own + c));
     const float highest = largest_of<kLanes>(high);
-    const auto total = [](const std::vector<float>& sums) {
-      double sum = 0;
-      for (float of_block : sums) sum += of_block;
-      return sum;
-    };
     const bool greedy = heat == 0;
-    std::vector<float> sums = weigh(own, width, highest, 1, weights);
-    const double at_one = total(sums);
+    weigh(own, width, highest, 1, weights);
+    const double at_one = sum_up(weights, width, sums);
     double at_own = at_one;
     int64_t id = std::min<int64_t>(std::find(own, own + width, highest) - own, width - 1);
     if (!greedy) {
-      if (heat != 1) at_own = total(sums = weigh(own, width, highest, heat, weights));
+      const bool few = 0 < top_k && top_k < width && at_one == at_one;
+      if (heat != 1) weigh(own, width, highest, heat, weights);
+      if (few) keep_most(own, width, top_k, weights);
+      if (heat != 1 || few) at_own = sum_up(weights, width, sums);
+      if (top_p < 1) {
+        keep_mass(weights, width, top_p * at_own);
+        at_own = sum_up(weights, width, sums);
+      }
       const double target = uniform.typed_data()[row] * at_own;
       double begin = 0;
       id = last_begun(sums.data(), sums.size(), target, begin) * kBlock;
@@ -657,6 +549,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(rrl_draw, Draw,
                                   .Arg<ffi::Buffer<ffi::F32>>()
                                   .Arg<ffi::Buffer<ffi::F32>>()
                                   .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Attr<float>("top_p")
+                                  .Attr<int32_t>("top_k")
                                   .Attr<int32_t>("threads")
                                   .Ret<ffi::Buffer<ffi::S32>>()
                                   .Ret<ffi::Buffer<ffi::F32>>()

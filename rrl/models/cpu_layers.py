@@ -32,6 +32,7 @@ from rrl.parallel.runtime import cache_folder
 
 log = logging.getLogger(__name__)
 SOURCE = Path(__file__).with_suffix(".cc")
+HEADER = SOURCE.with_name("cpu_products.h")
 TARGETS = "rrl_cache_attention", "rrl_layers", "rrl_copy_rows", "rrl_draw"
 ATTENTION, LAYERS, COPY, DRAW = TARGETS
 WEIGHTS = (
@@ -135,16 +136,20 @@ def cpu_draw(
     uniform: Float[Array, "B"],
     temperature: Float[Array, "B"],
     *,
+    top_p: float = 1.0,
+    top_k: int = 0,
     threads: int = 1,
 ) -> tuple[Int[Array, "B"], Float[Array, "B"], Float[Array, "B"]]:
     """A token for each hidden state, as `rrl.rollout.sampling.sample` draws it from the logits hidden @ table, each by a number
-    in [0, 1); and its log-probabilities. At temperature 0 it is greedy. D and V must be multiples of LANES, all arrays float32.
+    in [0, 1): among the `top_k` likeliest (0: all), and of these the fewest that make up `top_p`. And its log-probabilities. At
+    temperature 0 it is greedy. D and V must be multiples of LANES, all arrays float32.
 
     Call `can_attend` before: it makes the kernel known to JAX.
     """
-    numbers = jax.ShapeDtypeStruct(uniform.shape, jnp.float32)
-    called = jax.ffi.ffi_call(DRAW, (jax.ShapeDtypeStruct(uniform.shape, jnp.int32), numbers, numbers))
-    return tuple(called(hidden, table, uniform, temperature, threads=np.int32(threads)))
+    shapes = [jax.ShapeDtypeStruct(uniform.shape, dtype) for dtype in (jnp.int32, jnp.float32, jnp.float32)]
+    called = jax.ffi.ffi_call(DRAW, shapes)
+    numbers = {"top_p": np.float32(top_p), "top_k": np.int32(top_k), "threads": np.int32(threads)}
+    return tuple(called(hidden, table, uniform, temperature, **numbers))
 
 
 def can_compute(config: DecoderConfig, dtype: DTypeLike) -> bool:
@@ -191,6 +196,7 @@ def _library(folder: Path) -> Path:
     version = subprocess.run([*compiler, "--version"], check=True, capture_output=True, text=True).stdout
     known = (
         SOURCE.read_text(),
+        HEADER.read_text(),
         version,
         compiler,
         NATIVE,

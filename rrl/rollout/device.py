@@ -5,7 +5,7 @@ Pure functions over `Rows` and a KV cache; the jitted loop and the host-driven r
 
 import functools
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -113,13 +113,13 @@ def draw(
     positions = (rows.offset + rows.position)[:, None] + jnp.arange(1, time + 1)
     keys = row_keys(sampler.key, jnp.repeat(rows.request, time), positions.ravel())
     temperature, table = jnp.repeat(rows.temperature, time), model.drawn_by(cache)
-    if table is None or sampler.top_p < 1.0 or sampler.top_k:
-        logits = model.unembed(hidden).reshape(count * time, -1)
-        drawn = sample(logits, keys, temperature, top_p=sampler.top_p, top_k=sampler.top_k)
+    kept: dict[str, Any] = {"top_p": sampler.top_p, "top_k": sampler.top_k}
+    if table is None:
+        drawn = sample(model.unembed(hidden).reshape(count * time, -1), keys, temperature, **kept)
     else:
         greedy, hidden = is_greedy(temperature), hidden.reshape(count * time, width)
         asked = uniform(keys), jnp.where(greedy, 0.0, temperature)
-        drawn = cpu_draw(hidden, table, *asked, threads=cache.threads)
+        drawn = cpu_draw(hidden, table, *asked, **kept, threads=cache.threads)
     ids, full, as_sampled = (part.reshape(count, time) for part in drawn)
     return [Drawn(ids[:, place], full[:, place], as_sampled[:, place]) for place in range(time)]
 

@@ -19,6 +19,7 @@ from rrl.models.cache import BLOCK, KVCache
 from rrl.models.config import DecoderConfig, Llama3Scaling
 from rrl.models.cpu_layers import can_attend, can_compute, cpu_attention, cpu_draw, cpu_layers
 from rrl.models.lora import LoraConfig, add_lora, merged
+from rrl.rollout.sampling import sample, truncate, uniform
 from tests.models.small import draw, extend, filled, make, places, run
 
 LAYERS, BLOCKS, ROWS = 2, 3, 5
@@ -276,14 +277,15 @@ def test_tokens_are_drawn_by_inverting_the_cumulative_distribution(compiled, row
     assert (begins[places, ids] <= at + 1e-6)[hot].all() and (ends[places, ids] >= at - 1e-6)[hot].all()
 
 
-def test_a_drawn_token_depends_on_its_row_alone(compiled):
+@pytest.mark.parametrize("kept", [{}, {"top_p": 0.9, "top_k": 30}])
+def test_a_drawn_token_depends_on_its_row_alone(compiled, kept):
     given = asked(50, 256, 1040)  # a table so large that its columns are laid side by side
-    whole = cpu_draw(*given)
-    for part, threaded in zip(whole, cpu_draw(*given, threads=4), strict=True):
+    whole = cpu_draw(*given, **kept)
+    for part, threaded in zip(whole, cpu_draw(*given, **kept, threads=4), strict=True):
         np.testing.assert_array_equal(part, threaded)
     hidden, table, *rest = given
     for some in (slice(7, 8), slice(20, 23)):
-        alone = cpu_draw(hidden[some], table, *(part[some] for part in rest))
+        alone = cpu_draw(hidden[some], table, *(part[some] for part in rest), **kept)
         for part, own in zip(whole, alone, strict=True):
             np.testing.assert_array_equal(part[some], own)
 
@@ -297,6 +299,52 @@ def test_tokens_of_probability_0_are_not_drawn_and_what_is_not_a_number_is_told(
     )
     assert np.asarray(ids)[:3].tolist() == [137, 300, 137]
     assert np.isfinite(np.asarray(full)[:3]).all() and np.isnan([full[3], drawn[3]]).all()
+
+
+@pytest.mark.parametrize(
+    "kept",
+    [
+        {"top_p": 0.95},
+        {"top_p": 0.5, "top_k": 7},
+        {"top_p": 1e-6},
+        {"top_p": float(np.nextafter(np.float32(1), np.float32(0)))},
+        {"top_k": 1},
+        {"top_k": 40},
+        {"top_k": 1663},
+        {"top_k": 2**31 - 1},
+    ],
+)
+@pytest.mark.parametrize("vocabulary", [1664, 8320])
+def test_the_least_likely_tokens_are_left_out(compiled, kept, vocabulary):
+    """Those that `sample` leaves out; it draws the same of the others."""
+    hidden, table, _, temperature = asked(100, 64, vocabulary)
+    keys = jax.random.split(jax.random.key(1), 100)
+    logits = hidden @ table
+    ids, full, drawn = cpu_draw(hidden, table, uniform(keys), temperature, **kept)
+    known = kept | {"top_k": min(kept.get("top_k", 0), vocabulary)}
+    their_ids, their_full, their_drawn = sample(logits, keys, temperature, **known)
+    same = np.asarray(ids == their_ids)
+    assert same.mean() > 0.98  # where a number falls between two tokens, rounding chooses
+    np.testing.assert_allclose(full[same], their_full[same], rtol=1e-5, atol=2e-5)
+    np.testing.assert_allclose(drawn[same], their_drawn[same], rtol=1e-5, atol=3e-5)
+    heat = jnp.where(temperature > 0, temperature, 1.0)[:, None]
+    left = truncate(logits / heat, **known)[np.arange(100), ids] > -jnp.inf
+    assert left.all()
+
+
+def test_alike_tokens_are_kept_together_and_what_is_not_a_number_has_no_share(compiled):
+    table = jnp.full((16, 48), -3.0).at[:, 5].set(0.0).at[:, jnp.array([9, 20, 33])].set(-0.125)
+    hidden = jnp.ones((64, 16)).at[63, 2].set(jnp.nan)
+    given = hidden, table, jnp.arange(64) / 64, jnp.ones(64)
+    for kept, wanted in (
+        ({"top_k": 2}, {5, 9, 20, 33}),
+        ({"top_p": 0.8}, {5, 9, 20, 33}),
+        ({"top_p": 0.7}, {5}),
+    ):
+        ids, _, drawn = cpu_draw(*given, **kept)
+        assert set(np.asarray(ids[:63]).tolist()) == wanted and np.isnan(drawn[63])
+        share = np.bincount(np.asarray(ids[:63]), minlength=48) / 63
+        np.testing.assert_allclose(np.exp(np.asarray(drawn[:63])), share[np.asarray(ids[:63])], atol=0.02)
 
 
 def test_models_and_caches_draw_where_their_layers_are(compiled):

@@ -16,7 +16,7 @@ from rrl.rollout.drafts import Drafts, following, windows
 from rrl.rollout.engine import Engine
 from rrl.rollout.exchange import NO_TOKEN, RECENT
 from rrl.rollout.protocol import SingleTurn
-from tests.rollout.test_engine import CONFIG, ENVIRONMENT_, KEY, same, world  # noqa: F401
+from tests.rollout.test_engine import CONFIG, ENVIRONMENT_, KEY, across_sizes, same, world  # noqa: F401
 from tests.rollout.world import alike
 
 GUESSING = dataclasses.replace(CONFIG, draft_tokens=2)
@@ -82,9 +82,9 @@ def runs(world):  # noqa: F811
     return found
 
 
-def test_trajectories_are_those_without_in_fewer_steps(runs):
+def test_trajectories_are_those_without_in_fewer_steps(runs, across_sizes):  # noqa: F811
     (none, _, slow), (some, _, fast) = runs.values()
-    same(none, some)
+    same(none, some, across_sizes)
     assert fast.row_steps < 0.9 * slow.row_steps and slow.tokens_per_step == 1 < fast.tokens_per_step
     assert fast.busy <= 1 and fast.policy_tokens == slow.policy_tokens
     assert {t.ended for t in some} == {t.ended for t in none}
@@ -116,10 +116,10 @@ def test_nor_on_the_batch_the_slot_or_the_loop(world, runs):  # noqa: F811
         pytest.param({"spare_rows": 8}, marks=pytest.mark.slow),
     ],
 )
-def test_so_many_guesses_loops_or_spare_rows_give_the_same(world, runs, more):  # noqa: F811
+def test_so_many_guesses_loops_or_spare_rows_give_the_same(world, runs, across_sizes, more):  # noqa: F811
     decoder, tokenizer, retriever, requests = world
     engine = Engine(decoder, tokenizer, dataclasses.replace(GUESSING, **more), retriever=retriever)
-    same(runs["some"][0], engine.run(nnx.state(decoder), requests, ENVIRONMENT_, KEY))
+    same(runs["some"][0], engine.run(nnx.state(decoder), requests, ENVIRONMENT_, KEY), across_sizes)
 
 
 @pytest.mark.parametrize(

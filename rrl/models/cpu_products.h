@@ -1,0 +1,194 @@
+// What the kernels for processors are made of: registers, powers, products of matrices, and threads.
+
+#ifndef RRL_MODELS_CPU_PRODUCTS_H_
+#define RRL_MODELS_CPU_PRODUCTS_H_
+
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+#include <cstring>
+#include <memory>
+#include <thread>
+#include <vector>
+
+#include "xla/ffi/api/ffi.h"
+
+namespace ffi = xla::ffi;
+
+namespace {
+
+// Numbers of a vector register; how many registers hold sums while others hold what is multiplied; and of how many rows at most.
+#ifdef __AVX512F__
+constexpr int kLanes = 16, kSums = 24, kRows = 8;
+#else
+constexpr int kLanes = 8, kSums = 8, kRows = 4;
+#endif
+// So many columns of a weight meet all rows before the next do, where they are not laid side by side; and of so many numbers on a
+// core's caches don't hold a weight.
+constexpr int64_t kPanel = 6 * kLanes, kLarge = 1 << 18;
+// From so many products of two numbers on, a product of matrices is worth other threads.
+constexpr int64_t kShared = 1 << 20;
+constexpr float kLog2e = 1.44269504f;
+
+template <int count>
+struct Vector {
+  typedef float Floats __attribute__((vector_size(4 * count)));
+};
+typedef Vector<kLanes>::Floats Lanes;
+typedef int32_t Ints __attribute__((vector_size(4 * kLanes)));
+
+inline Lanes load(const float* from) {
+  Lanes x;
+  std::memcpy(&x, from, sizeof x);
+  return x;
+}
+
+inline void store(float* to, Lanes x) { std::memcpy(to, &x, sizeof x); }
+
+inline Lanes all(float x) { return Lanes{} + x; }
+
+// The first where one of them is not a number.
+inline Lanes larger(Lanes x, Lanes y) { return x < y ? y : x; }
+
+// 2^x of numbers that are not above 0: 2^n 2^r with |r| <= 1/2, and for 2^r a polynomial that was fitted to the least relative
+// error (2e-9).
+template <int count>
+inline void power_of_two(Lanes (&x)[count]) {
+  const float magic = 12582912.0f;  // 1.5 * 2^23: a sum with it is a whole number
+  const float polynomial[] = {0.00133989012f, 0.00961843763f, 0.0555033241f, 0.240226479f, 0.693147203f, 1.0f};
+  Lanes whole[count], y[count];
+  for (int i = 0; i < count; ++i) x[i] = larger(x[i], all(-126.0f));
+  for (int i = 0; i < count; ++i) whole[i] = x[i] + magic;
+  for (int i = 0; i < count; ++i) x[i] -= whole[i] - magic;
+  for (int i = 0; i < count; ++i) y[i] = all(0.000153533383f);
+  for (float coefficient : polynomial)
+    for (int i = 0; i < count; ++i) y[i] = y[i] * x[i] + coefficient;
+  for (int i = 0; i < count; ++i) {
+    Ints bits, exponent;
+    std::memcpy(&bits, &y[i], sizeof bits);
+    std::memcpy(&exponent, &whole[i], sizeof exponent);
+    bits += exponent << 23;
+    std::memcpy(&y[i], &bits, sizeof bits);
+    x[i] = x[i] == x[i] ? y[i] : x[i];  // what is not a number stays so, whatever its bits
+  }
+}
+
+template <int count>
+inline float largest_of(typename Vector<count>::Floats x) {
+  if constexpr (count == 1) {
+    return x[0];
+  } else {
+    typename Vector<count / 2>::Floats halves[2];
+    std::memcpy(halves, &x, sizeof x);
+    return largest_of<count / 2>(halves[0] < halves[1] ? halves[1] : halves[0]);
+  }
+}
+
+struct Matrix {
+  const float* first;
+  int64_t step;
+};
+
+// out[q][c] = scale[q] out[q][c] + sum over i of x[q][i] y[i][c], without the first where there is no scale, for `rows` q and
+// columns * kLanes c.
+template <int rows, int columns>
+inline void tile(Matrix x, Matrix y, int64_t inner, const float* scale, float* out, int64_t step) {
+  Lanes sum[rows][columns];
+#pragma GCC unroll 8
+  for (int q = 0; q < rows; ++q)
+#pragma GCC unroll 8
+    for (int c = 0; c < columns; ++c) sum[q][c] = scale ? load(out + q * step + c * kLanes) * scale[q] : Lanes{};
+  for (int64_t i = 0; i < inner; ++i) {
+    Lanes right[columns];
+#pragma GCC unroll 8
+    for (int c = 0; c < columns; ++c) right[c] = load(y.first + i * y.step + c * kLanes);
+#pragma GCC unroll 8
+    for (int q = 0; q < rows; ++q)
+#pragma GCC unroll 8
+      for (int c = 0; c < columns; ++c) sum[q][c] += x.first[q * x.step + i] * right[c];
+  }
+#pragma GCC unroll 8
+  for (int q = 0; q < rows; ++q)
+#pragma GCC unroll 8
+    for (int c = 0; c < columns; ++c) store(out + q * step + c * kLanes, sum[q][c]);
+}
+
+// The same for `rows` q and any width that is a multiple of kLanes: by so many columns, then by fewer.
+template <int rows, int columns>
+inline void band(Matrix x, Matrix y, int64_t inner, int64_t width, const float* scale, float* out, int64_t step) {
+  int64_t c = 0;
+  for (; c + columns * kLanes <= width; c += columns * kLanes)
+    tile<rows, columns>(x, {y.first + c, y.step}, inner, scale, out + c, step);
+  if constexpr (columns > 1)
+    if (c < width) band<rows, columns - 1>(x, {y.first + c, y.step}, inner, width - c, scale, out + c, step);
+}
+
+// The same for any number of rows: so many at a time, then fewer. Each number is summed from the first i to
+// the last, whatever the shapes.
+template <int rows>
+void multiply(Matrix x, Matrix y, int64_t count, int64_t inner, int64_t width, const float* scale, float* out, int64_t step) {
+  int64_t q = 0;
+  for (; q + rows <= count; q += rows)
+    band<rows, std::min(kSums / rows, 4)>({x.first + q * x.step, x.step}, y, inner, width, scale ? scale + q : nullptr,
+                                          out + q * step, step);
+  if constexpr (rows > 1)
+    if (q < count)
+      multiply<rows / 2>({x.first + q * x.step, x.step}, y, count - q, inner, width, scale ? scale + q : nullptr, out + q * step,
+                         step);
+}
+
+// This thread and others of XLA's pool, as many as there are to be.
+class Crew {
+ public:
+  Crew(ffi::ThreadPool pool, int64_t threads) : pool_(pool), threads_(threads) {}
+
+  // Does body(0), ..., body(count - 1), in any order. Who comes late finds nothing left, and does not touch the body.
+  template <typename Body>
+  void each(int64_t count, const Body& body, bool shared = true) {
+    struct Progress {
+      std::atomic<int64_t> begun{0}, done{0};
+    };
+    const int64_t helpers = shared ? std::min(threads_, count) - 1 : 0;
+    if (helpers <= 0) {
+      for (int64_t i = 0; i < count; ++i) body(i);
+      return;
+    }
+    const auto progress = std::make_shared<Progress>();
+    const auto work = [progress, count, body = &body] {
+      for (int64_t i; (i = progress->begun++) < count; ++progress->done) (*body)(i);
+    };
+    for (int64_t i = 0; i < helpers; ++i) pool_.Schedule([work] { work(); });
+    work();
+    while (progress->done < count) std::this_thread::yield();
+  }
+
+ private:
+  ffi::ThreadPool pool_;
+  int64_t threads_;
+};
+
+// out = out + x y, or x y where it is not `added`; x [count, inner], y [inner, width]. Columns of a large y are laid side by side
+// before many rows meet them.
+void product(const float* x, const float* y, int64_t count, int64_t inner, int64_t width, float* out, Crew& crew,
+             bool added = false) {
+  const bool packed = count > kRows && inner * width >= kLarge;
+  const int64_t columns = packed ? kSums / kRows * kLanes : kPanel;
+  const std::vector<float> ones(added ? count : 0, 1.0f);
+  const auto panel = [&](int64_t number) {
+    const int64_t first = number * columns, here = std::min(columns, width - first);
+    Matrix right = {y + first, width};
+    thread_local std::vector<Lanes> room;
+    if (packed) {
+      room.resize(inner * here / kLanes);
+      float* copy = reinterpret_cast<float*>(room.data());
+      for (int64_t i = 0; i < inner; ++i) std::copy_n(y + i * width + first, here, copy + i * here);
+      right = {copy, here};
+    }
+    multiply<kRows>({x, inner}, right, count, inner, here, added ? ones.data() : nullptr, out + first, width);
+  };
+  crew.each((width + columns - 1) / columns, panel, count * inner * width >= kShared);
+}
+
+}  // namespace
+
+#endif  // RRL_MODELS_CPU_PRODUCTS_H_
