@@ -142,12 +142,13 @@ def cpu_draw(
 ) -> tuple[Int[Array, "B"], Float[Array, "B"], Float[Array, "B"]]:
     """A token for each hidden state, as `rrl.rollout.sampling.sample` draws it from the logits hidden @ table, each by a number
     in [0, 1): among the `top_k` likeliest (0: all), and of these the fewest that make up `top_p`. And its log-probabilities. At
-    temperature 0 it is greedy. D and V must be multiples of LANES, all arrays float32.
+    temperature 0 it is greedy. D and V must be multiples of LANES; it computes in float32.
 
     Call `can_attend` before: it makes the kernel known to JAX.
     """
     shapes = [jax.ShapeDtypeStruct(uniform.shape, dtype) for dtype in (jnp.int32, jnp.float32, jnp.float32)]
     called = jax.ffi.ffi_call(DRAW, shapes)
+    hidden, table = (part.astype(jnp.float32) for part in (hidden, table))
     numbers = {"top_p": np.float32(top_p), "top_k": np.int32(top_k), "threads": np.int32(threads)}
     return tuple(called(hidden, table, uniform, temperature, **numbers))
 
@@ -171,7 +172,7 @@ def _register() -> bool:
         library = ctypes.CDLL(str(_library(cache_folder() / "kernels")))
         for target in TARGETS:
             jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(getattr(library, target)), platform="cpu")
-    except (OSError, subprocess.SubprocessError, AttributeError) as error:
+    except (OSError, ValueError, subprocess.SubprocessError, AttributeError) as error:
         said = getattr(error, "stderr", None) or error
         log.warning(
             "The kernel for processors could not be compiled; rollouts here take longer with XLA's. "
@@ -183,28 +184,27 @@ def _register() -> bool:
 
 
 def _library(folder: Path) -> Path:
-    """The compiled kernel in a folder, where it stays; compiled, unless it is there.
+    """The compiled kernel in a folder, where it stays; compiled, unless it is there. Where there is no compiler, what another one
+    has made of it.
 
     Raises:
         OSError: there is no compiler, or the folder can't be written.
         subprocess.SubprocessError: the compiler fails.
+        ValueError: CXX can't be read.
     """
-    named = shlex.split(os.environ.get("CXX", "")), ["c++"], ["g++"], ["clang++"]
+    sources = SOURCE.read_text(), HEADER.read_text()
+    name = f"layers-{_short(*sources, NATIVE, FLAGS, importlib.metadata.version('jaxlib'), _processor())}"
+    wished = shlex.split(os.environ.get("CXX", ""))
+    if wished and not shutil.which(wished[0]):
+        log.warning("CXX=%s: there is no such program here; another compiler is looked for", wished[0])
+    named = wished, ["c++"], ["g++"], ["clang++"]
     compiler = next((words for words in named if words and shutil.which(words[0])), None)
     if compiler is None:
+        if kept := sorted(folder.glob(f"{name}-*.so")):
+            return kept[0]
         raise FileNotFoundError("There is no C++ compiler.")
     version = subprocess.run([*compiler, "--version"], check=True, capture_output=True, text=True).stdout
-    known = (
-        SOURCE.read_text(),
-        HEADER.read_text(),
-        version,
-        compiler,
-        NATIVE,
-        FLAGS,
-        importlib.metadata.version("jaxlib"),
-        _processor(),
-    )
-    library = folder / f"layers-{hashlib.sha256(repr(known).encode()).hexdigest()[:16]}.so"
+    library = folder / f"{name}-{_short(version, compiler)}.so"
     if not library.exists():
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder) as apart:
@@ -216,6 +216,11 @@ def _library(folder: Path) -> Path:
                 subprocess.run(command, check=True, capture_output=True, text=True)
             os.replace(made, library)  # whole, for whoever else starts
     return library
+
+
+def _short(*known: object) -> str:
+    """A name for what is known."""
+    return hashlib.sha256(repr(known).encode()).hexdigest()[:16]
 
 
 def _processor() -> str:

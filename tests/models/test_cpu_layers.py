@@ -17,7 +17,7 @@ from rrl.models import cpu_layers as kernel
 from rrl.models.attention import cache_attention
 from rrl.models.cache import BLOCK, KVCache
 from rrl.models.config import DecoderConfig, Llama3Scaling
-from rrl.models.cpu_layers import can_attend, can_compute, cpu_attention, cpu_draw, cpu_layers
+from rrl.models.cpu_layers import can_attend, can_compute, cpu_attention, cpu_copy, cpu_draw, cpu_layers
 from rrl.models.lora import LoraConfig, add_lora, merged
 from rrl.rollout.sampling import sample, truncate, uniform
 from tests.models.small import draw, extend, filled, make, places, run
@@ -316,20 +316,22 @@ def test_tokens_of_probability_0_are_not_drawn_and_what_is_not_a_number_is_told(
 )
 @pytest.mark.parametrize("vocabulary", [1664, 8320])
 def test_the_least_likely_tokens_are_left_out(compiled, kept, vocabulary):
-    """Those that `sample` leaves out; it draws the same of the others."""
-    hidden, table, _, temperature = asked(100, 64, vocabulary)
-    keys = jax.random.split(jax.random.key(1), 100)
-    logits = hidden @ table
+    draws_as_sample(asked(100, 64, vocabulary), kept)
+
+
+def draws_as_sample(given, kept):
+    """The same tokens are left out, and the same drawn of the others."""
+    hidden, table, _, temperature = given
+    keys, logits = jax.random.split(jax.random.key(1), len(hidden)), hidden @ table
     ids, full, drawn = cpu_draw(hidden, table, uniform(keys), temperature, **kept)
-    known = kept | {"top_k": min(kept.get("top_k", 0), vocabulary)}
+    known = kept | {"top_k": min(kept.get("top_k", 0), table.shape[1])}
     their_ids, their_full, their_drawn = sample(logits, keys, temperature, **known)
     same = np.asarray(ids == their_ids)
     assert same.mean() > 0.98  # where a number falls between two tokens, rounding chooses
     np.testing.assert_allclose(full[same], their_full[same], rtol=1e-5, atol=2e-5)
     np.testing.assert_allclose(drawn[same], their_drawn[same], rtol=1e-5, atol=3e-5)
     heat = jnp.where(temperature > 0, temperature, 1.0)[:, None]
-    left = truncate(logits / heat, **known)[np.arange(100), ids] > -jnp.inf
-    assert left.all()
+    assert (truncate(logits / heat, **known)[np.arange(len(ids)), ids] > -jnp.inf).all()
 
 
 def test_alike_tokens_are_kept_together_and_what_is_not_a_number_has_no_share(compiled):
@@ -410,7 +412,7 @@ def test_it_runs_where_vectors_are_short(compiled, tmp_path, monkeypatch):
     """Compiled for the oldest processors that the compiler knows."""
     monkeypatch.setattr(kernel, "NATIVE", "-w")
     library = ctypes.CDLL(str(kernel._library(tmp_path)))
-    for name in ("ATTENTION", "LAYERS"):
+    for name in ("ATTENTION", "LAYERS", "COPY", "DRAW"):
         target = getattr(kernel, name)
         monkeypatch.setattr(kernel, name, f"{target}_short")
         jax.ffi.register_ffi_target(
@@ -428,11 +430,30 @@ def test_it_runs_where_vectors_are_short(compiled, tmp_path, monkeypatch):
     )
     np.testing.assert_allclose(found, wanted, rtol=2e-5, atol=2e-5)
     alike(ours, theirs)
+    for kept in ({}, {"top_p": 0.8, "top_k": 30}):
+        draws_as_sample(asked(100, 64, 1664), kept)
+    several = [jnp.array(numbers) for numbers in ((0, 1), (1, 2), (0, 0), (1, 1))]
+    for part, whole in zip(cpu_copy(ours.k, ours.v, *several), (ours.k, ours.v), strict=True):
+        np.testing.assert_array_equal(part[:, 0, 1:], whole[:, 0, :2])
+        np.testing.assert_array_equal(part[:, 0, 0], whole[:, 0, 0])
+
+
+def test_a_kernel_that_is_there_needs_no_compiler(compiled, tmp_path, monkeypatch, caplog):
+    first = kernel._library(tmp_path)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert (
+        kernel._library(tmp_path) == first and "CXX=no-such-compiler: there is no such program" in caplog.text
+    )
+    monkeypatch.setattr(kernel, "FLAGS", (*kernel.FLAGS, "-g"))
+    with pytest.raises(FileNotFoundError, match="There is no"):
+        kernel._library(tmp_path)
 
 
 def test_without_a_compiler_a_warning_says_so(monkeypatch, tmp_path, caplog):
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     with caplog.at_level(logging.WARNING):
         assert not kernel._register.__wrapped__()
     assert "There is no C++ compiler." in caplog.text and "CXX" in caplog.text
