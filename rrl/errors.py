@@ -11,6 +11,14 @@ class UserError(ValueError):
     """
 
 
+def shown(error: BaseException) -> str:
+    """It in words, where others wait for some: not every error can be written."""
+    try:
+        return repr(error)
+    except Exception:
+        return type(error).__name__
+
+
 def number(settings: object, *fields: str, where: str = "") -> None:
     """Raises UserError for the first of these fields of `settings` that is no number; `where` stands before its name."""
     for field in fields:

@@ -28,7 +28,7 @@ CUTS = {
     "turn_tokens": "a turn cut at its most tokens",
     "context": "a turn cut where the context was full",
     "observation_tokens": "an observation cut at its most tokens",
-    "room": "an observation larger than the room left",
+    "room": "an observation or a prompt larger than the room left",
 }
 EXPECTED = ("answer", "stop", "expanded")
 """Endings that are no failure."""

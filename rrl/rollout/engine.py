@@ -25,7 +25,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rrl.data.questions import Question
 from rrl.data.tokenizer import check_tokenizer, token_bytes
-from rrl.errors import UserError, whole
+from rrl.errors import UserError, shown, whole
 from rrl.models.config import DecoderConfig
 from rrl.models.decoder import Decoder
 from rrl.parallel.gather import gather_objects
@@ -395,12 +395,15 @@ class Engine:
             return np.asarray(steps)
 
         loops = self.programs.loops
-        if loops == 1 or reference:
+        if reference:
             return np.sum([run(loop) for loop in range(loops)], axis=0)
-        if fresh:  # other calls wait until the first has ended: it is one that has nothing to do
+        if (
+            fresh and loops > 1
+        ):  # other calls wait until the first has ended: it is one that has nothing to do
             self._hosts = [self._host(collections.deque(), environment, stops, None, Desk())]
             run(0)
             self._hosts = hosts
+        # A single loop has a thread, too: this one hears Ctrl-C, as long as it waits for another.
         with concurrent.futures.ThreadPoolExecutor(loops, "rrl-rollout") as pool:
             running = [pool.submit(run, loop) for loop in range(loops)]
             try:
@@ -459,20 +462,13 @@ class Engine:
 def _gathered(hosts: Sequence[Host], value: T) -> list[T]:
     """What each process gives; raises what a host met, or that one of another process met something."""
     errors = [host.error for host in hosts if host.error is not None]
-    parts = gather_objects((value, [_words(error) for error in errors]))
+    parts = gather_objects((value, [shown(error) for error in errors]))
     if errors:
         raise errors[0]
     for process, (_, words) in enumerate(parts):
         if words:
             raise RuntimeError(f"the rollout failed in process {process}: {words[0]}")
     return [value for value, _ in parts]
-
-
-def _words(error: BaseException) -> str:
-    try:
-        return repr(error)
-    except Exception:  # the other processes wait for something
-        return type(error).__name__
 
 
 def deal(prompts: Sequence[Int[np.ndarray, "T"]], shards: int, loops: int = 1) -> list[list[list[int]]]:

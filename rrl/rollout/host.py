@@ -186,6 +186,8 @@ class Host:
             if stop in _LIMITS:
                 live.met(_LIMITS[stop])
             live.wrote(ids, text, turns.logps[row, :count].copy(), turns.sampled_logps[row, :count].copy())
+            if stop == STOP_TURN and live.used >= self.limits.context:
+                live.met("context")
             live.episode.said.append(text)
             self._act(row, live, self.environment.react(live.episode, text, name))
 

@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Float
 
 from rrl.data.passages import Passage
-from rrl.errors import UserError
+from rrl.errors import UserError, shown
 from rrl.retrieval.retriever import Hit, Retriever
 from rrl.text.characters import whole_characters
 
@@ -220,9 +220,9 @@ class Searches:
         if type(error) not in self.desk.told:
             self.desk.told.add(type(error))
             logging.getLogger(__name__).warning(
-                "search failed for %r: %r (told once for each kind of error; searches_failed counts them)",
+                "search failed for %r: %s (told once for each kind of error; searches_failed counts them)",
                 query,
-                error,
+                shown(error),
             )
 
 

@@ -250,7 +250,7 @@ class Flows:
                 f"workflow {flow}: a prompt of {len(prompt)} tokens; the context holds {context}, two of which are the policy's: "
                 "raise rollout.context or shorten it"
             )
-        return prompt
+        return np.array(prompt)  # its own: the workflow may write into its array again
 
     def _generate(self, flow: int, place: int, ask: Generate, prompt: Int[np.ndarray, "T"]) -> None:
         number = next(self._numbers)

@@ -163,14 +163,14 @@ def test_where_bits_depend_on_guesses_nothing_is_guessed(world, monkeypatch, cap
     engines = [Engine(decoder, tokenizer, config) for _ in range(2)]
     engines[0].programs.narrow(nnx.state(decoder))
     assert engines[0].programs.step_tokens == 24 and "8 rows x 3 tokens" in engines[0].programs.sizes()
-    sample = device.sample
+    draw = device.draw
 
-    def off(logits, *others, **named):
-        ids, full, drawn = sample(logits, *others, **named)
-        seldom = (jnp.arange(len(ids)) % 3 == 2) & (ids % 25 == 0)
-        return ids, jnp.where(seldom, jnp.nextafter(full, -jnp.inf), full), drawn
+    def off(*given):
+        drawn = draw(*given)
+        third = [one._replace(logps=jnp.nextafter(one.logps, -jnp.inf)) for one in drawn[2:]]
+        return [*drawn[:2], *third]
 
-    monkeypatch.setattr(device, "sample", off)
+    monkeypatch.setattr(device, "draw", off)
     with caplog.at_level("INFO", "rrl.rollout.engine"):
         engines[1].run(nnx.state(decoder), requests[:1], SingleTurn(turn_tokens=4), KEY)
     assert engines[1].programs.step_tokens == 0 and engines[1].stats.tokens_per_step == 1

@@ -1,5 +1,6 @@
 """The engine: the jitted loop equals the host-driven one and the training forward pass, on one device and on eight."""
 
+import contextlib
 import dataclasses
 import os
 import re
@@ -75,6 +76,16 @@ def engine(world):
 @pytest.fixture(scope="module")
 def trajectories(world, engine):
     return engine.run(nnx.state(world[0]), world[3], ENVIRONMENT_, KEY)
+
+
+@contextlib.contextmanager
+def log_compiles():
+    """In all threads: jax.log_compiles is of its own."""
+    jax.config.update("jax_log_compiles", True)
+    try:
+        yield
+    finally:
+        jax.config.update("jax_log_compiles", False)
 
 
 def same(first, second, tolerance=1e-5):
@@ -181,12 +192,8 @@ def test_loops_share_the_requests_and_give_the_bits_of_one_of_as_many_rows(world
 def test_loops_are_compiled_once(world, caplog):
     decoder, tokenizer, retriever, requests = world
     engine = Engine(decoder, tokenizer, dataclasses.replace(CONFIG, loops=2, rows=10), retriever=retriever)
-    jax.config.update("jax_log_compiles", True)  # in all threads
-    try:
-        with caplog.at_level("WARNING"):
-            engine.run(nnx.state(decoder), requests, ENVIRONMENT_, KEY)
-    finally:
-        jax.config.update("jax_log_compiles", False)
+    with log_compiles(), caplog.at_level("WARNING"):
+        engine.run(nnx.state(decoder), requests, ENVIRONMENT_, KEY)
     assert sum("Finished XLA compilation of jit(episode_loop)" in line for line in caplog.messages) == 1
 
 
@@ -353,7 +360,7 @@ def test_a_second_run_compiles_nothing(world, caplog):
 
     def compiled(asked, key):
         caplog.clear()
-        with jax.log_compiles():
+        with log_compiles():
             engine.run(params, asked, ENVIRONMENT_, key)
         return [line for line in caplog.messages if "Finished XLA compilation" in line]
 
@@ -379,6 +386,27 @@ def test_a_loop_for_more_stop_strings_is_compiled_for_itself_and_told(world, cap
                 nnx.state(decoder), [dataclasses.replace(requests[0], stops=stops)], SingleTurn(4), KEY
             )
     assert len([line for line in caplog.messages if line.startswith("compiling")]) == len(engine._built) == 2
+
+
+def test_both_limits_are_told_where_a_turn_fills_the_context(world):
+    decoder, tokenizer, _, requests = world
+    engine = Engine(decoder, tokenizer, dataclasses.replace(CONFIG, context=40))
+    asked = [
+        dataclasses.replace(r, prompt=np.resize(r.prompt, length))
+        for r, length in zip(requests, (34, 35, 36), strict=False)
+    ]
+    found = engine.run(nnx.state(decoder), asked, SingleTurn(turn_tokens=5), KEY)
+    turn, context = (0, "turn_tokens"), (0, "context")
+    assert [t.cuts for t in found] == [(turn,), (turn, context), (context,)]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_both_loops_compute_in_float32_where_the_weights_are_bfloat16(world, tied):
+    config = dataclasses.replace(world[0].config, tie_embeddings=tied)
+    decoder = Decoder(config, rngs=nnx.Rngs(1), dtype=jnp.float32, param_dtype=jnp.bfloat16)
+    engine = Engine(decoder, world[1], CONFIG)
+    given = nnx.state(decoder), world[3][:3], SingleTurn(turn_tokens=8), KEY
+    same(engine.run(*given), engine.run(*given, reference=True), tolerance=0)
 
 
 def test_an_observation_that_does_not_fit_is_what_the_environment_says(world):

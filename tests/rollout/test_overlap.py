@@ -1,7 +1,8 @@
 """Searches run beside the decoding of other rows, on one device or several; a stuck or interrupted rollout ends, or says why."""
 
-import concurrent.futures
 import dataclasses
+import os
+import signal
 import threading
 import time
 
@@ -98,29 +99,24 @@ def test_what_is_wrong_with_the_settings_ends_the_run(world):
         engine.run(nnx.state(decoder), [first], FirstSearches(turn_tokens=4), KEY)
 
 
-def test_an_interrupt_ends_all_loops_before_their_episodes_do(world, monkeypatch):
+@pytest.mark.parametrize("loops", [1, 2])
+def test_an_interrupt_ends_all_loops_before_their_episodes_do(world, loops):
     decoder, tokenizer, _, requests = world
-    engine = Engine(decoder, tokenizer, dataclasses.replace(CONFIG, loops=2))
-    begun, finished = threading.Event(), []
+    engine = Engine(decoder, tokenizer, dataclasses.replace(CONFIG, loops=loops))
+    finished = []
 
-    def interrupted(running, return_when):
-        begun.wait(60)
-        raise KeyboardInterrupt
+    def finish(place, trajectory):
+        if not finished:
+            os.kill(os.getpid(), signal.SIGINT)
+        finished.append(place)
 
     class Slow(SingleTurn):
         def react(self, episode, text, stop):
             time.sleep(0.2)
             return Finish("done")
 
-    monkeypatch.setattr(concurrent.futures, "wait", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        engine.run(
-            nnx.state(decoder),
-            requests,
-            Slow(turn_tokens=4),
-            KEY,
-            on_finish=lambda place, trajectory: (finished.append(place), begun.set()),
-        )
+        engine.run(nnx.state(decoder), requests, Slow(turn_tokens=4), KEY, on_finish=finish)
     assert 0 < len(finished) < len(requests)
 
 

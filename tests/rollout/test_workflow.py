@@ -56,6 +56,22 @@ def test_results_come_back_in_their_places(engine):
         )
 
 
+def test_a_workflow_may_write_into_its_prompt_again(engine):
+    run, params, requests = engine
+    first, second = (request.prompt[:20] for request in requests[:2])
+
+    def flow():
+        prompt = first.copy()
+        one = yield Generate(prompt)
+        prompt[:] = second
+        return one, (yield Generate(prompt))
+
+    found = run.run_workflows(params, [flow()], ASKS, KEY)[0]
+    for part, prompt in zip(found, (first, second), strict=True):
+        assert part.trajectory.tokens[:20].tolist() == prompt.tolist()
+        assert part.trajectory.segments[0][1] == run.tokenizer.decode(prompt, skip_special_tokens=True)
+
+
 def test_a_generation_ends_at_its_own_stop_strings_only(engine):
     run, params, requests = engine
     text = requests[0].question.text
