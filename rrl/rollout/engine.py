@@ -183,7 +183,8 @@ class Engine:
         `params` is the decoder's state (`nnx.state(decoder)`), on the mesh's devices as `rrl.parallel.rules.shard` puts it: the
         loop moves no array from one device to another. `retriever` stands in for the engine's own (another corpus behind
         the same encoder). `reference` runs the host-driven loop. Where the mesh spans several processes, each calls this with
-        the same arguments, answers for its own data shards and gets all trajectories.
+        the same arguments, answers for its own data shards and gets all trajectories. The loop has a thread of its own, where
+        what a `with` block sets for JAX (`jax.default_matmul_precision`) does not hold; `jax.config.update` does.
 
         Raises what the environment raised, and UserError for a prompt that does not fit the context, an environment without
         a token a turn or with stops that cannot be, or a retriever over another encoder. Where another process's environment
@@ -397,9 +398,8 @@ class Engine:
         loops = self.programs.loops
         if reference:
             return np.sum([run(loop) for loop in range(loops)], axis=0)
-        if (
-            fresh and loops > 1
-        ):  # other calls wait until the first has ended: it is one that has nothing to do
+        if fresh and loops > 1:
+            # Other calls wait until the first has ended: it is one that has nothing to do.
             self._hosts = [self._host(collections.deque(), environment, stops, None, Desk())]
             run(0)
             self._hosts = hosts
