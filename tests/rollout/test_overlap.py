@@ -99,7 +99,16 @@ def test_what_is_wrong_with_the_settings_ends_the_run(world):
         engine.run(nnx.state(decoder), [first], FirstSearches(turn_tokens=4), KEY)
 
 
+@pytest.fixture
+def interruptible():
+    """What a shell starts in the background is deaf to Ctrl-C."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.parametrize("loops", [1, 2])
+@pytest.mark.usefixtures("interruptible")
 def test_an_interrupt_ends_all_loops_before_their_episodes_do(world, loops):
     decoder, tokenizer, _, requests = world
     engine = Engine(decoder, tokenizer, dataclasses.replace(CONFIG, loops=loops))
