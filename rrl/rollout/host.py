@@ -102,7 +102,7 @@ class Host:
         self.on_found: Callable[[Asker, Found], None] = lambda key, found: None
         self.groups = requests
         self.queue = collections.deque[tuple[int, Request]]()
-        self.decoded: tuple[np.ndarray | None, str] = None, ""
+        self.decoded: tuple[np.ndarray, str] = np.zeros(0, np.int32), ""
         """The last prompt, which is that of several samples, and its text."""
         self.more_may_come = False
         """Whether the queue, once empty, may fill again: then idle rows wait instead of ending."""
@@ -274,7 +274,7 @@ class Host:
                     break
                 taken += 1
             self.indices[row], request = self.queue.popleft()
-            if request.prompt is not self.decoded[0]:
+            if not np.array_equal(request.prompt, self.decoded[0]):
                 self.decoded = request.prompt, self.decode(request.prompt)
             self.rows[row] = Live(request, self.decoded[1])
             self._open(row, request.prompt)
