@@ -459,6 +459,13 @@ def test_without_a_compiler_a_warning_says_so(monkeypatch, tmp_path, caplog):
     assert "There is no C++ compiler." in caplog.text and "CXX" in caplog.text
 
 
+def test_a_compiler_that_cannot_be_read_is_told(monkeypatch, caplog):
+    monkeypatch.setenv("CXX", "'g++")
+    with caplog.at_level(logging.WARNING):
+        assert not kernel._register.__wrapped__()
+    assert "No closing quotation" in caplog.text
+
+
 def test_a_compiler_that_fails_is_quoted(monkeypatch, tmp_path, caplog):
     broken = tmp_path / "c++"
     broken.write_text(

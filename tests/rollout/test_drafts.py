@@ -167,8 +167,11 @@ def test_where_bits_depend_on_guesses_nothing_is_guessed(world, monkeypatch, cap
 
     def off(*given):
         drawn = draw(*given)
-        third = [one._replace(logps=jnp.nextafter(one.logps, -jnp.inf)) for one in drawn[2:]]
-        return [*drawn[:2], *third]
+        lower = [jnp.where(one.ids % 25 == 0, jnp.nextafter(one.logps, -jnp.inf), one.logps) for one in drawn]
+        return [
+            *drawn[:2],
+            *(one._replace(logps=logps) for one, logps in zip(drawn[2:], lower[2:], strict=True)),
+        ]
 
     monkeypatch.setattr(device, "draw", off)
     with caplog.at_level("INFO", "rrl.rollout.engine"):
