@@ -1,9 +1,41 @@
 """Before jax is imported: threads enough for host callbacks, eight virtual devices, so that sharding is tested, and LLVM's
-quickest code, since tests compile for longer than they compute."""
+quickest code, since tests compile for longer than they compute. Afterwards: a limit to what one process may hold."""
 
 import os
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from tests.memory import collect, memory_maps
 
 os.environ.setdefault("NPROC", "32")
 for flag, value in (("--xla_force_host_platform_device_count", 8), ("--xla_backend_optimization_level", 0)):
     if flag not in os.environ.get("XLA_FLAGS", ""):
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}={value}".strip()
+
+WORKERS = 4
+"""Test processes at most, one a core: each takes up to 4 GB."""
+MOST_MAPS = 20_000
+"""Memory maps of one process. Linux allows 65,530 (`vm.max_map_count`), and a process that wants more crashes; each compiled
+program has some."""
+MANY_MAPS = 6_000
+"""From here on compiled programs are given back between two modules."""
+
+
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """How many processes `-n auto` starts (pyproject.toml)."""
+    from rrl.parallel.runtime import cores_here
+
+    return min(cores_here(), WORKERS)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _bounded_maps(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Gives compiled programs back after a module, where there are many; fails where one module alone makes too many."""
+    yield
+    maps = memory_maps()
+    if maps > MANY_MAPS and "jax" in sys.modules:
+        sys.modules["jax"].clear_caches()
+        collect()
+    assert maps < MOST_MAPS, f"{request.node.nodeid}: this process holds {maps} memory maps"

@@ -63,6 +63,10 @@ class Reader:
         self.cut = 0
         """Prompts that did not fit the context."""
 
+    def close(self) -> None:
+        """Gives back the engine's compiled programs; later questions raise UserError."""
+        self.engine.close()
+
     def answers(self, prompts: Sequence[str | Prompt]) -> list[str]:
         """The model's answer to each prompt; a text is the user's turn of its chat template.
 

@@ -12,6 +12,7 @@ import functools
 import logging
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -131,7 +132,7 @@ class Engine:
             config,
             self.mesh,
             eos=np.array(_eos_ids(tokenizer, decoder.config), np.int32),
-            answer=self._answer,
+            answer=WeakCallback(self._answer),
             encoder=query_encoder,
         )
         self.stats = RolloutStats()
@@ -139,8 +140,21 @@ class Engine:
         self._told: set[type] = set()
         self._stops = collections.deque[StopSets](maxlen=KEPT_STOPS)
         self._built: dict[Any, Callable] = {}
+        self._closed = False
 
     # -- public ------------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Gives back the compiled programs and the memory they map; `run` raises UserError from here on. Also done by `with`."""
+        self.programs.close()
+        self._built.clear()
+        self._hosts, self.encoder_state, self._closed = [], None, True
+
+    def __enter__(self) -> "Engine":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def check_prompt(self, question: Question, prompt: Int[np.ndarray, "T"]) -> None:
         """Raises UserError for a prompt that does not fit the context, or has tokens that the model has not."""
@@ -336,6 +350,8 @@ class Engine:
         """
         if reference and jax.process_count() > 1:
             raise UserError("the reference loop runs in one process only; leave reference=True out")
+        if self._closed:
+            raise UserError("this engine is closed; make another one")
         began, over = time.perf_counter(), threading.Event()
         self._hosts = hosts
         for host in hosts:
@@ -457,6 +473,22 @@ class Engine:
                     f"turn_tokens={request.turn_tokens} of question {request.question.id!r} must be 0 to "
                     f"{environment.turn_tokens}, the environment's"
                 )
+
+
+class WeakCallback:
+    """A method to be called from a jitted program, held weakly.
+
+    JAX's caches hold a program's callback for as long as the program, and the program for as long as the function that was
+    jitted. An engine holds that function: were the callback to hold the engine, neither would ever be collected.
+    """
+
+    def __init__(self, method: Callable) -> None:
+        self._method = weakref.WeakMethod(method)
+
+    def __call__(self, message: Any) -> np.ndarray:
+        method = self._method()
+        assert method is not None, "an engine is held by who runs it"
+        return method(message)
 
 
 def _gathered(hosts: Sequence[Host], value: T) -> list[T]:

@@ -7,8 +7,9 @@ also be compiled ahead of time for devices that are not there (`rrl.train.plan`)
 import dataclasses
 import functools
 import math
+import weakref
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -187,8 +188,19 @@ class Programs:
         """Tokens that a decode step computes, with those that are guessed; 0: nothing is guessed."""
         self.alone = (1,) if self.one_cpu else ()
         """The same of prefilled pieces."""
-        options = _options(self.loops) if self.one_cpu else {}
-        self.jit = functools.partial(jax.jit, compiler_options=options)
+        self._options = _options(self.loops) if self.one_cpu else {}
+        self._jitted: weakref.WeakSet = weakref.WeakSet()
+
+    def jit(self, function: Callable, **options: Any) -> Callable:
+        """`jax.jit` with this mesh's compiler options; `close` lets go of what is compiled."""
+        jitted = jax.jit(function, compiler_options=self._options, **options)
+        self._jitted.add(jitted)
+        return jitted
+
+    def close(self) -> None:
+        """Lets go of all compiled programs; they would be compiled again at the next call."""
+        for jitted in list(self._jitted):
+            jitted.clear_cache()
 
     def episode_loop(self, turn_tokens: int, first_accept: int) -> Callable:
         """The jitted program (params, encoder state, key, stop table, number of the loop) -> decode steps, and how many rows
@@ -254,10 +266,14 @@ class Programs:
         ) -> tuple:
             return self._feed(self.model(params), rows, cache, drafts, feeds, marks)
 
+        @self.jit
+        def start(params: PyTree) -> tuple[Rows, KVCache, Drafts, jax.Array]:
+            return self._start(nnx.merge(self.graph, params), turn_tokens)
+
         embed = self.jit(self._embed)
 
         def drive(params: PyTree, encoder_state: PyTree, key: Key, table: jax.Array, loop: int) -> jax.Array:
-            rows, cache, drafts, embeddings = self._start(nnx.merge(self.graph, params), turn_tokens)
+            rows, cache, drafts, embeddings = start(params)
             patience, steps = jnp.int32(self.limits.patience), jnp.zeros(2, jnp.int32)
             while np.any(np.asarray(rows.status) != OFF) and patience != LEAVE:
                 rows, cache, drafts, more = decode_step(params, rows, cache, drafts, key, table, patience)

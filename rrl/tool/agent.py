@@ -106,6 +106,20 @@ class Agent:
             read = Reader(*model, EngineConfig(rows=rows, context=reader_context))
         return cls(engine, nnx.state(decoder), recipe, reader=read, temperature=temperature, seed=seed)
 
+    def close(self) -> None:
+        """Gives back the engines' compiled programs, after the call that is running; later calls raise UserError. Also done by
+        `with`."""
+        with self._lock:
+            self.engine.close()
+            if self.reader is not None:
+                self.reader.close()
+
+    def __enter__(self) -> "Agent":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     def ask(self, question: str | Question, sample: int = 0) -> Shown:
         """Answers one question. `sample` chooses among the trajectories of a temperature above 0.
 

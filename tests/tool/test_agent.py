@@ -25,6 +25,7 @@ from rrl.rl.logprobs import token_logprobs
 from rrl.rollout.protocol import Stream
 from rrl.train.demonstrations import demonstrations
 from rrl.train.pack import pack
+from tests.memory import memory_maps
 
 pytestmark = pytest.mark.slow
 
@@ -180,3 +181,12 @@ def test_missing_folders_and_questions_are_named(agent, known, tmp_path):
         agent.ask(" ")
     with pytest.raises(UserError, match="empty"):
         list(agent.stream(Question("1", "", ("a",))))
+
+
+def test_a_closed_agent_gives_its_programs_back_and_refuses_questions(known):
+    with rrl.Agent.load(known[0], recipe="rsearch", index=known[1], rows=2) as agent:
+        agent.ask(known[2][0])
+        compiled = memory_maps()
+    assert memory_maps() < compiled - 100
+    with pytest.raises(UserError, match="closed"):
+        agent.ask(known[2][0])

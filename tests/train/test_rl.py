@@ -23,6 +23,7 @@ from rrl.train.critic import CriticConfig
 from rrl.train.metrics import read_metrics
 from rrl.train.rl import Task, train
 from rrl.train.rollouts import refuse_long_prompts
+from tests.memory import collect, memory_maps
 from tests.train.small_run import CONFIG, STEPS, fresh, lines, run, steps_of
 
 
@@ -238,3 +239,14 @@ def test_a_recipe_knows_where_the_run_stands_and_what_it_leaves_out_is_not_learn
     shares = [line["train/left_out"] for line in lines(tmp_path) if "train/left_out" in line]
     assert shares == [1.0, 0.75]
     assert "step 1: nothing to learn from" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_finished_runs_hold_no_compiled_programs(parts, tmp_path):
+    counts = []
+    for number in range(4):
+        config = dataclasses.replace(CONFIG, steps=1, eval_every=0)
+        run(parts, tmp_path / str(number), config)
+        collect()
+        counts.append(memory_maps())
+    assert max(counts[2:]) <= counts[1] + 50, counts
