@@ -18,7 +18,7 @@ class Gate:
     def search(self, queries, k):
         self.calls.append((tuple(queries), k))
         self.running.set()
-        assert self.go.wait(10)
+        assert self.go.wait(60)
         if "bad" in queries:
             raise SearchFailed("bad")
         return [[query] * k for query in queries]
@@ -32,7 +32,7 @@ def asked():
         gate = Gate()
         joined, pool = JoinedSearches(gate, **options), ThreadPoolExecutor(16)
         futures = [pool.submit(joined.search, ["first"], 1)]
-        assert gate.running.wait(10)
+        assert gate.running.wait(60)
         for waiting, (queries, k) in enumerate(others, 1):
             futures.append(pool.submit(joined.search, queries, k))
             while joined._asked.qsize() < waiting:
@@ -45,7 +45,7 @@ def asked():
 
 def test_what_is_asked_during_a_search_is_one_search_for_each_k(asked):
     gate, futures = asked(*[([f"q{i}", f"r{i}"], 2) for i in range(8)], (["alone"], 3))
-    assert [future.result(10) for future in futures] == [
+    assert [future.result(60) for future in futures] == [
         [["first"]],
         *([[f"q{i}"] * 2, [f"r{i}"] * 2] for i in range(8)),
         [["alone"] * 3],
@@ -55,14 +55,14 @@ def test_what_is_asked_during_a_search_is_one_search_for_each_k(asked):
 
 def test_one_bad_request_spoils_no_other(asked):
     _, (_, good, bad) = asked((["good"], 1), (["bad"], 1))
-    assert good.result(10) == [["good"]]
+    assert good.result(60) == [["good"]]
     with pytest.raises(SearchFailed):
-        bad.result(10)
+        bad.result(60)
 
 
 def test_no_more_than_so_many_queries_go_together_but_for_one_request(asked):
     gate, futures = asked((["a"], 1), (["b"], 1), (["c", "d", "e"], 1), (["f"], 1), most=2)
-    assert [row for future in futures for row in future.result(10)] == [[q] for q in ("first", *"abcdef")]
+    assert [row for future in futures for row in future.result(60)] == [[q] for q in ("first", *"abcdef")]
     assert [len(queries) for queries, _ in gate.calls] == [1, 2, 3, 1]
 
 

@@ -36,7 +36,7 @@ def served() -> Iterator[tuple[Retriever, str]]:
 
 def post(url: str, body: object) -> object:
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
-    with urllib.request.urlopen(urllib.request.Request(url, data), timeout=10) as reply:
+    with urllib.request.urlopen(urllib.request.Request(url, data), timeout=60) as reply:
         return json.loads(reply.read())
 
 
@@ -104,14 +104,14 @@ def test_a_wrong_request_is_answered_by_its_fault(
 def test_a_request_that_is_too_long_is_not_read(served: tuple[Retriever, str]) -> None:
     request = urllib.request.Request(f"{served[1]}/retrieve", b"x", {"Content-Length": str(MOST_BYTES + 1)})
     with pytest.raises(urllib.error.HTTPError) as caught:
-        urllib.request.urlopen(request, timeout=10)
+        urllib.request.urlopen(request, timeout=60)
     with caught.value as error:
         assert error.code == 413
 
 
 def test_it_says_how_it_is(served: tuple[Retriever, str]) -> None:
     for path, name, value in (("/health", "status", "healthy"), ("/stats", "calls", 0)):
-        with urllib.request.urlopen(served[1] + path, timeout=10) as reply:
+        with urllib.request.urlopen(served[1] + path, timeout=60) as reply:
             assert json.loads(reply.read())[name] == value
 
 

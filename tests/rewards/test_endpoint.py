@@ -172,53 +172,62 @@ def test_pauses_double_and_a_service_that_asks_for_time_gets_it_within_bounds(se
 
 
 def test_a_slow_service_is_given_up_and_asked_again(service):
+    over = threading.Event()
+
     def sleep(handler):
-        time.sleep(0.6)
+        over.wait(60)
 
     def drip(handler):
         handler.send_response(200)
-        handler.send_header("Content-Length", "1000")
+        handler.send_header("Content-Length", "1000000")
         handler.end_headers()
-        with contextlib.suppress(OSError):
-            for _ in range(20):
-                handler.wfile.write(b" ")
-                handler.wfile.flush()
-                time.sleep(0.1)
+        send_until_over(handler, b" ")
 
     def drip_headers(handler):
+        handler.wfile.write(b"HTTP/1.1 200 OK\r\n")
+        send_until_over(handler, b"X-Slow: 1\r\n")
+
+    def send_until_over(handler, data):
         with contextlib.suppress(OSError):
-            handler.wfile.write(b"HTTP/1.1 200 OK\r\n")
-            for _ in range(20):
-                handler.wfile.write(b"X-Slow: 1\r\n")
+            while not over.wait(0.1):
+                handler.wfile.write(data)
                 handler.wfile.flush()
-                time.sleep(0.1)
 
     service.script = [sleep, drip, drip_headers]
-    began = time.monotonic()
-    assert Endpoint(service.config(time_out=0.3)).answers(["say one"]) == ["ONE"]
-    assert time.monotonic() - began < 1.8
+    answers = Endpoint(service.config(time_out=0.5, retries=20)).answers(["say one"])
+    over.set()
+    assert answers == ["ONE"] and len(service.requests) >= 4
 
 
 def test_a_refusal_whose_reason_never_comes_is_one_all_the_same(service):
+    over = threading.Event()
+
     def dangle(handler):
         handler.send_response(401)
         handler.send_header("Content-Length", "1000")
         handler.end_headers()
-        time.sleep(1.0)
+        over.wait(60)
 
-    service.script = [dangle]
+    service.script = [dangle] * 20
     with pytest.raises(UserError, match="answered 401"):
-        Endpoint(service.config(time_out=0.5)).answers(["a"])
+        Endpoint(service.config(time_out=0.5, retries=19)).answers(["a"])
+    over.set()
 
 
 def test_a_run_that_is_to_stop_does_not_wait_for_a_service_that_hangs(service):
-    service.script = [lambda handler: time.sleep(3.0)] * 4
+    over, asked = threading.Event(), threading.Barrier(2)
+
+    def hang(handler):
+        if asked.wait(60) == 0:
+            os.kill(os.getpid(), signal.SIGTERM)
+        over.wait(60)
+
+    service.script = [hang] * 4
     with stop_requested() as stop:
-        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGTERM)).start()
-        began = time.monotonic()
         with pytest.raises(Unavailable, match="the run is to stop"):
             Endpoint(service.config(time_out=60.0, concurrency=2)).answers(["a", "b", "c", "d"])
-        assert time.monotonic() - began < 2 and stop and len(service.requests) == 2
+        assert stop and not over.is_set() and len(service.requests) == 2
+    over.set()
 
 
 def test_the_first_failure_is_told_before_it_is_tried_again(service, caplog):
@@ -263,7 +272,7 @@ def test_who_waits_for_a_retry_is_called_back_when_another_fails_for_good(servic
     began = time.monotonic()
     with pytest.raises(UserError, match="answered 401"):
         Endpoint(service.config(concurrency=3)).answers(["a", "b", "c"])
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 25
 
 
 def test_nobody_there_is_said_with_the_address(service):

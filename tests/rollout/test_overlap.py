@@ -49,7 +49,7 @@ class UntilTheOtherIsDone:
         self.go, self.in_time = threading.Event(), []
 
     def search(self, queries, k, vectors=None):
-        self.in_time.append(self.go.wait(20))
+        self.in_time.append(self.go.wait(120))
         return [[] for _ in queries]
 
 
@@ -142,7 +142,7 @@ def test_a_rollout_that_stands_still_names_the_host_and_its_stage(world, caplog)
 
 
 def test_loops_run_side_by_side_the_first_time_too(world):
-    meet = threading.Barrier(2, timeout=20)
+    meet = threading.Barrier(2, timeout=120)
 
     class Meets(SingleTurn):
         def react(self, episode, text, stop):
@@ -174,7 +174,7 @@ def test_loops_and_data_shards_that_ask_the_same_share_one_search(world, sizes):
 
         def search(self, queries, k, vectors=None):
             self.asked.append(list(queries))
-            until = time.perf_counter() + 20
+            until = time.perf_counter() + 120
             while sum(host.written for host in engine._hosts) < 8 and time.perf_counter() < until:
                 time.sleep(0.01)
             time.sleep(0.1)

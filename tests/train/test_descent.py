@@ -67,7 +67,7 @@ def test_streams_take_the_step_of_one_and_their_bits_do_not_depend_on_the_cores(
 def test_streams_have_threads_of_their_own_where_there_are_cores(monkeypatch, streams, cores, threads):
     monkeypatch.setattr("rrl.train.streams.cores_here", lambda: cores)
     descent, params, state = made(streams)
-    accumulate, seen, together = descent.accumulate, set(), threading.Barrier(max(1, threads), timeout=30)
+    accumulate, seen, together = descent.accumulate, set(), threading.Barrier(max(1, threads), timeout=120)
 
     def watched(*given):
         together.wait()  # for as many streams as there shall be

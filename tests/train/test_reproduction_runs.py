@@ -147,9 +147,9 @@ def test_two_runs_go_side_by_side_each_on_its_share_of_the_cores(tmp_path, monke
     with pytest.raises(UserError, match="jobs=0 must be 1 to"):
         shares(0)
     monkeypatch.chdir(ROOT)
-    # Each waits for the other, and gives up after a minute.
+    # Each waits for the other, and gives up after five minutes.
     wait = (
-        "import pathlib, time; {mine}; end = time.monotonic() + 60\n"
+        "import pathlib, time; {mine}; end = time.monotonic() + 300\n"
         "while not pathlib.Path('{{out}}/{other}').exists():\n    time.sleep(0.01); assert time.monotonic() < end"
     )
     plan = [
@@ -161,7 +161,7 @@ def test_two_runs_go_side_by_side_each_on_its_share_of_the_cores(tmp_path, monke
 
 def test_a_signal_ends_the_runs_and_the_same_call_goes_on(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
-    line = "import pathlib, time; f = pathlib.Path('{out}/there'); new = not f.exists(); f.touch()\ntime.sleep(60 * new)"
+    line = "import pathlib, time; f = pathlib.Path('{out}/there'); new = not f.exists(); f.touch()\ntime.sleep(300 * new)"
     plan = [told("a", line)]
 
     def stop(_):
@@ -181,7 +181,7 @@ def test_a_run_that_outlives_its_killed_parent_keeps_a_second_one_out(tmp_path, 
     monkeypatch.chdir(ROOT)
     there = tmp_path / "pid"
     line = "import os, pathlib, time; file = pathlib.Path('{out}/pid'); new = not file.exists()\n"
-    line += "file.write_text(str(os.getpid())); time.sleep(60 * new)"
+    line += "file.write_text(str(os.getpid())); time.sleep(300 * new)"
     plan = [told("a", line)]
     script = (
         "import pathlib\nfrom rrl.train.reproduction import plan, queue\n"
