@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 from rrl.eval.pieces import RSEARCH_TAGS, Piece, pieces, stray_tags
-from rrl.rollout.trajectory import ENVIRONMENT, POLICY, PROMPT, Trajectory
+from rrl.rollout.trajectory import ENVIRONMENT, NOT_FINITE, POLICY, PROMPT, Trajectory
 from rrl.text.normalize import title_key
 from rrl.text.spans import Tag
 
@@ -21,6 +21,7 @@ ENDINGS = {
     "context_limit": "ran out of context",
     "length": "ran out of tokens",
     "malformed": "broke the format",
+    NOT_FINITE: "broke off: logits not finite",
     "stop": "stopped searching",
     "expanded": "expanded once",
 }

@@ -199,6 +199,10 @@ def _attended(
     def put(old: Array, where: tuple[Any, ...], new: Array) -> Array:
         return old.at[layer, block, row, *where].set(new.astype(old.dtype), mode="drop")
 
+    # A value that is not finite would reach queries that do not see its slot, since 0 times NaN is NaN. So the value becomes
+    # 0 and the key NaN: scores are masked, and only queries that see the slot get NaN.
+    finite = jnp.isfinite(v).all(axis=-1, keepdims=True)
+    k, v = jnp.where(finite, k, jnp.nan), jnp.where(finite, v, 0)
     pair = put(pair[0], of_key, k), put(pair[1], (every, slot), v)
     if not reads:
         return q, pair

@@ -218,6 +218,14 @@ void gated(float* x, const float* y, int64_t count) {
   }
 }
 
+bool finite(const float* x, int64_t count) {
+  Lanes zeros{};
+  for (int64_t c = 0; c < count; c += kLanes) zeros += load(x + c) * 0;
+  float sum = 0;
+  for (int i = 0; i < kLanes; ++i) sum += zeros[i];
+  return sum == 0;
+}
+
 struct Sizes {
   int64_t hidden, heads, kv_heads, width, mlp;
   float eps;
@@ -330,8 +338,12 @@ ffi::Error Layers(ffi::ThreadPool pool, ffi::Buffer<ffi::S32> positions, ffi::Bu
             const int64_t at = own.at(slot, tokens[begin + m].row, head);
             if (of_keys)
               for (int64_t c = 0; c < s.width; ++c) own.keys[at + c * block + place] = from[c];
-            else
+            else if (finite(from, s.width))
               std::copy_n(from, s.width, own.values + at + place * s.width);
+            else {  // as in cache.py: NaN as the key, whose scores are masked, since 0 times a NaN value is NaN
+              std::fill_n(own.values + at + place * s.width, s.width, 0.0f);
+              own.keys[at + place] = std::numeric_limits<float>::quiet_NaN();
+            }
           }
         }
       }

@@ -28,6 +28,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from rrl.models.config import DecoderConfig
+from rrl.parallel.private import private_folder, refuse_shared
 from rrl.parallel.runtime import cache_folder
 
 log = logging.getLogger(__name__)
@@ -169,7 +170,7 @@ def can_attend(dtype: DTypeLike, head_dim: int) -> bool:
 def _register() -> bool:
     """Whether JAX knows the kernel from here on."""
     try:
-        library = ctypes.CDLL(str(_library(cache_folder() / "kernels")))
+        library = _loaded()
         for target in TARGETS:
             jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(getattr(library, target)), platform="cpu")
     except (OSError, ValueError, subprocess.SubprocessError, AttributeError) as error:
@@ -183,9 +184,31 @@ def _register() -> bool:
     return True
 
 
+def _loaded() -> ctypes.CDLL:
+    """The compiled kernel from the user's cache, or, where others may write to that, compiled into a folder of its own.
+
+    Raises what `_library` raises, and PermissionError where others may write to the folder for temporary files, too.
+    """
+    folder = cache_folder() / "kernels"
+    try:
+        folder = private_folder(folder)
+    except OSError as error:
+        log.warning(
+            "The kernel for processors is not kept in %s, so that each start compiles it anew: %s. Remove what others may have "
+            "written, or set XDG_CACHE_HOME to a folder of your own.",
+            folder,
+            error,
+        )
+        with tempfile.TemporaryDirectory(prefix="rrl-kernels-") as apart:
+            return ctypes.CDLL(
+                str(_library(private_folder(Path(apart))))
+            )  # once loaded, it needs its file no more
+    return ctypes.CDLL(str(_library(folder)))
+
+
 def _library(folder: Path) -> Path:
-    """The compiled kernel in a folder, where it stays; compiled, unless it is there. Where there is no compiler, what another one
-    has made of it.
+    """The compiled kernel in a folder, where it stays; compiled, unless it is there and nobody else may have written it. Where
+    there is no compiler, what another one has made of it.
 
     Raises:
         OSError: there is no compiler, or the folder can't be written.
@@ -200,13 +223,12 @@ def _library(folder: Path) -> Path:
     named = wished, ["c++"], ["g++"], ["clang++"]
     compiler = next((words for words in named if words and shutil.which(words[0])), None)
     if compiler is None:
-        if kept := sorted(folder.glob(f"{name}-*.so")):
+        if kept := [file for file in sorted(folder.glob(f"{name}-*.so")) if _is_ours(file)]:
             return kept[0]
         raise FileNotFoundError("There is no C++ compiler.")
     version = subprocess.run([*compiler, "--version"], check=True, capture_output=True, text=True).stdout
     library = folder / f"{name}-{_short(version, compiler)}.so"
-    if not library.exists():
-        folder.mkdir(parents=True, exist_ok=True)
+    if not _is_ours(library):
         with tempfile.TemporaryDirectory(dir=folder) as apart:
             made = Path(apart) / library.name
             command = [*compiler, *FLAGS, f"-I{jax.ffi.include_dir()}", str(SOURCE), "-o", str(made)]
@@ -214,8 +236,21 @@ def _library(folder: Path) -> Path:
                 subprocess.run([*command, NATIVE], check=True, capture_output=True, text=True)
             except subprocess.CalledProcessError:  # a compiler that does not know the machine
                 subprocess.run(command, check=True, capture_output=True, text=True)
+            made.chmod(0o700)  # whatever the umask
             os.replace(made, library)  # whole, for whoever else starts
     return library
+
+
+def _is_ours(library: Path) -> bool:
+    """Whether it is there, and nobody else may have written it."""
+    try:
+        refuse_shared(library)
+    except FileNotFoundError:
+        return False
+    except PermissionError as error:
+        log.warning("A compiled kernel is not loaded: %s", error)
+        return False
+    return True
 
 
 def _short(*known: object) -> str:

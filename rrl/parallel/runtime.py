@@ -1,11 +1,15 @@
 """What must be set up on a host before JAX starts: its thread pool, and where compiled programs are kept."""
 
+import logging
 import os
 import re
 import sys
 import warnings
 from pathlib import Path
 
+from rrl.parallel.private import private_folder
+
+log = logging.getLogger(__name__)
 THREADS_PER_DEVICE = 4
 """Least width of XLA's pool on CPU, for each (virtual) device; many more threads than cores cost a third of the speed."""
 
@@ -68,8 +72,11 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rrl"
 
 
-def enable_compilation_cache(folder: str | Path | None = None) -> Path:
+def enable_compilation_cache(folder: str | Path | None = None) -> Path | None:
     """Keeps compiled programs on disk, so that a second start is fast; returns the folder.
+
+    JAX runs what it finds there. Where others may write to it (`rrl.parallel.private`), or it can't be made, nothing is kept, a
+    warning says why, and None is returned.
 
     Args:
         folder: None: `jax` in `cache_folder`.
@@ -77,7 +84,16 @@ def enable_compilation_cache(folder: str | Path | None = None) -> Path:
     import jax
 
     folder = cache_folder() / "jax" if folder is None else Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder = private_folder(folder)
+    except OSError as error:
+        log.warning(
+            "Compiled programs are not kept in %s, so that each start compiles them anew: %s. Remove what others may have "
+            "written, or set XDG_CACHE_HOME to a folder of your own.",
+            folder,
+            error,
+        )
+        return None
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     return folder

@@ -39,7 +39,7 @@ from rrl.rollout.protocol import (
     SearchFor,
     Stream,
 )
-from rrl.rollout.trajectory import POLICY, Search, Trajectory
+from rrl.rollout.trajectory import NOT_FINITE, POLICY, Search, Trajectory
 from rrl.text.chat import Prompt
 from rrl.text.normalize import title_key
 from rrl.text.spans import boxed
@@ -232,7 +232,9 @@ class R2AG(OutcomeRecipe):
             proposal = read_proposal(text)
             searches = tuple(search for search in trajectory.searches if search.turn == turn)
             base = len(self.environment.asked(trajectory.question, proposal)[0])
-            cut = trajectory.ended == CUT and turn == len(said) - 1
+            # The last turn of an episode that ended as NOT_FINITE may have no text: then what stands last was searched.
+            broken = trajectory.ended == NOT_FINITE and not searches
+            cut = turn == len(said) - 1 and (trajectory.ended == CUT or broken)
             found.append(Expansion(proposal, searches[:base], searches[base:], cut))
         return found
 

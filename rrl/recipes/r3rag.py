@@ -15,7 +15,7 @@ from rrl.recipes.outcome import OutcomeRecipe, answer_metrics
 from rrl.recipes.r3rag_steps import ANSWER, QUERY, Step, Steps, parse_step
 from rrl.rewards.cases import Case, Correctness, Relevance, ShortAnswer
 from rrl.rollout.protocol import Episode
-from rrl.rollout.trajectory import POLICY, Search, Trajectory
+from rrl.rollout.trajectory import NOT_FINITE, POLICY, Search, Trajectory
 from rrl.text.chat import Prompt
 from rrl.text.metrics import cover_exact_match, exact_match
 from rrl.text.spans import Tag
@@ -210,8 +210,9 @@ def outcome_of(trajectory: Trajectory) -> str:
     """What came of a trajectory whose "acc" is known."""
     if trajectory.ended == "answer":
         return CORRECT if trajectory.metrics["acc"] else INCORRECT
-    # The context may have no room for the next step's prompt, or for all of its words: no fault of the policy's form.
-    return UNANSWERED if trajectory.ended in ("turn_limit", "context_limit") else MALFORMED
+    # The context may have no room for the next step's prompt, or for all of its words, and logits may not be finite: no fault of
+    # the policy's form.
+    return UNANSWERED if trajectory.ended in ("turn_limit", "context_limit", NOT_FINITE) else MALFORMED
 
 
 def _said(trajectory: Trajectory) -> list[str]:

@@ -18,7 +18,7 @@ from rrl.models.decoder import Decoder
 from rrl.rollout.engine import Engine, EngineConfig
 from rrl.rollout.episodes import Request
 from rrl.rollout.protocol import SingleTurn
-from rrl.rollout.trajectory import POLICY
+from rrl.rollout.trajectory import NOT_FINITE, POLICY, Trajectory
 from rrl.text.chat import Prompt, after_thought, chat_ids, fitting_ids
 
 log = logging.getLogger(__name__)
@@ -100,17 +100,18 @@ class Reader:
                 )
             found = self.engine.run(self.params, requests, self.environment, jax.random.key(0))
             for key, trajectory in zip(new, found, strict=True):
-                text = "".join(t for role, t in trajectory.segments if role == POLICY)
                 written = int((trajectory.roles == POLICY).sum())
-                self.memory[key] = Said(
-                    after_thought(text).strip() if trajectory.ended == "answer" or not self.whole else "",
-                    len(trajectory.roles) - written,
-                    written,
-                )
+                self.memory[key] = Said(self._text(trajectory), len(trajectory.roles) - written, written)
         said = [self.memory[key] for key in keys]
         for key in list(self.memory)[: max(len(self.memory) - self.remember, 0)]:
             del self.memory[key]
         return said
+
+    def _text(self, trajectory: Trajectory) -> str:
+        """The answer; "" where the text broke off because logits were not finite, or before a `whole` one had ended."""
+        if trajectory.ended == NOT_FINITE or (self.whole and trajectory.ended != "answer"):
+            return ""
+        return after_thought("".join(t for role, t in trajectory.segments if role == POLICY)).strip()
 
     def _fitted(self, prompt: str | Prompt, room: int) -> Int[np.ndarray, "T"]:
         ids = chat_ids(self.engine.tokenizer, prompt, self.thinking)

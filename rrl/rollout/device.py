@@ -26,6 +26,7 @@ from rrl.rollout.exchange import (
     RUN,
     STOP_CONTEXT,
     STOP_EOS,
+    STOP_NOT_FINITE,
     STOP_TURN,
     WAIT,
     Feed,
@@ -134,22 +135,29 @@ def emit(
 ) -> Rows:
     """Appends the tokens of those of P rows that are in `mask` to their turn, and pauses those that must stop.
 
+    A token without a finite log-probability is not appended, and stops its row: its logits are no distribution, since one of
+    them is NaN or +inf, or all are -inf.
+
     `which` rows these are; None: the p-th is row p, and P = R.
     """
     count, turn_tokens = rows.ids.shape
     of = rows if which is None else _taken(rows, which)
     ids = drawn.ids
-    column = jnp.where(mask, of.length, turn_tokens)
+    finite = jnp.isfinite(drawn.logps) & jnp.isfinite(drawn.sampled_logps)
+    column = jnp.where(mask & finite, of.length, turn_tokens)
     index = (jnp.arange(count) if which is None else which, column)
-    tag = sampler.table[of.tag, ids]
-    length = of.length + 1
-    position = of.position + 1
+    tag = jnp.where(finite, sampler.table[of.tag, ids], of.tag)
+    length = of.length + finite
+    position = of.position + finite
+    recent = jnp.where(finite[:, None], following(of.recent, ids), of.recent)
     is_eos = jnp.any(ids[:, None] == sampler.eos[None, :], axis=-1)
     accepted = tag >= sampler.first_accept
     full_turn, full_context = length >= of.limit, position + 1 >= context
-    stops = accepted | is_eos | full_turn | full_context
+    stops = ~finite | accepted | is_eos | full_turn | full_context
     stop = jnp.select(
-        [accepted, is_eos, full_turn], [tag - sampler.first_accept, STOP_EOS, STOP_TURN], STOP_CONTEXT
+        [~finite, accepted, is_eos, full_turn],
+        [STOP_NOT_FINITE, tag - sampler.first_accept, STOP_EOS, STOP_TURN],
+        STOP_CONTEXT,
     )
 
     def chosen(new: Array, old: Array) -> Array:
@@ -161,7 +169,7 @@ def emit(
         status=chosen(jnp.where(stops, WAIT, RUN), rows.status),
         stop=chosen(stop, rows.stop),
         position=chosen(position, rows.position),
-        recent=chosen(following(of.recent, ids), rows.recent),
+        recent=chosen(recent, rows.recent),
         tag=chosen(tag, rows.tag),
         ids=rows.ids.at[index].set(ids, mode="drop"),
         logps=rows.logps.at[index].set(drawn.logps, mode="drop"),
@@ -220,7 +228,7 @@ def decode_until(
         for place, drawn in enumerate(draw(model, of, hidden, sampler, cache)):
             rows, before = emit(rows, drawn, accepted, sampler, context, which), of
             of = rows if which is None else _taken(rows, which)
-            wrote.append((before.recent, of.pending, accepted))
+            wrote.append((before.recent, of.pending, accepted & (of.length > before.length)))
             if place < guesses:
                 accepted = accepted & (of.status == RUN) & (of.pending == tokens[:, place + 1])
         if guesses:

@@ -7,7 +7,6 @@ drives the same jitted steps from Python: it is what the loop is tested against.
 
 import collections
 import concurrent.futures
-import dataclasses
 import functools
 import logging
 import threading
@@ -39,6 +38,7 @@ from rrl.rollout.host import Host
 from rrl.rollout.loop import EngineConfig, Programs, QueryEncoder
 from rrl.rollout.protocol import Environment, check_stops
 from rrl.rollout.searches import NAP, Desk
+from rrl.rollout.stats import RolloutStats
 from rrl.rollout.trajectory import Trajectory
 from rrl.rollout.watchdog import Watchdog
 from rrl.rollout.workflow import Completion, Flows, Workflow, numbered_workflows
@@ -53,43 +53,6 @@ KEPT_TEXTS, KEPT_LENGTH = 4096, 4096
 the same."""
 KEPT_STOPS = 8
 """Tables of stop strings that are kept: the next run asks for the same most often, or for some of them."""
-
-
-@dataclasses.dataclass(slots=True)
-class RolloutStats:
-    """What a run of the engine cost."""
-
-    seconds: float = 0.0
-    retrieval_seconds: float = 0.0
-    policy_tokens: int = 0
-    row_steps: int = 0
-    """Decode steps, times the rows that decode at a time: the tokens that would have been written if none had ever been idle, and
-    each had written one a step."""
-    written_steps: int = 0
-    """Those of the row steps in which the row wrote."""
-    prefilled_tokens: int = 0
-    """Of prompts and observations; what is copied from another row is not counted."""
-    searches_failed: int = 0
-
-    @property
-    def busy(self) -> float:
-        """Mean share of the rows that were decoding, of those that decode at a time, over the decode steps."""
-        return self.written_steps / max(self.row_steps, 1)
-
-    @property
-    def tokens_per_step(self) -> float:
-        """Mean tokens that a row writes in a decode step: 1 without draft tokens."""
-        return self.policy_tokens / max(self.written_steps, 1)
-
-    @property
-    def tokens_per_second(self) -> float:
-        """Policy tokens a second: of the whole run, prefilling and searches (and the first time compiling) included."""
-        return self.policy_tokens / self.seconds if self.seconds else 0.0
-
-    def __add__(self, other: "RolloutStats") -> "RolloutStats":
-        """Of two runs, one after the other."""
-        fields = (field.name for field in dataclasses.fields(self))
-        return RolloutStats(**{name: getattr(self, name) + getattr(other, name) for name in fields})
 
 
 class Engine:
@@ -363,8 +326,10 @@ class Engine:
             _gathered(hosts, None)  # where one has failed, no process begins the loop
             steps, wrote = self._run(hosts, params, environment, key, reference, over)
             counts = [(host.searches.seconds, host.written, host.prefilled, host.failed) for host in hosts]
-            parts = _gathered(hosts, (found, counts))
-        searching, written, prefilled, failed = np.sum([counts for _, counts in parts], axis=0).T
+            broken = [one for host in hosts for one in host.broken]
+            parts = _gathered(hosts, (found, counts, broken))
+        searching, written, prefilled, failed = np.sum([counts for _, counts, _ in parts], axis=0).T
+        broken = sorted(one for *_, some in parts for one in some)
         self.stats = RolloutStats(
             seconds=time.perf_counter() - began,
             retrieval_seconds=float(searching.max()),
@@ -373,8 +338,16 @@ class Engine:
             written_steps=int(wrote),
             prefilled_tokens=int(prefilled.sum()),
             searches_failed=int(failed.sum()),
+            not_finite=len(broken),
         )
-        return {index: value for part, _ in parts for index, value in part.items()}
+        if broken:
+            log.warning(
+                "not finite: %d texts ended because a logit of the next token was NaN or infinite; the first is that of "
+                "question %r. Are all weights of the model finite, and large enough for its dtype?",
+                len(broken),
+                broken[0][1],
+            )
+        return {index: value for part, *_ in parts for index, value in part.items()}
 
     def _run(
         self,

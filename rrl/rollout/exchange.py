@@ -10,7 +10,7 @@ RUN, WAIT, HELD, OFF = 0, 1, 2, 3
 """Status of a row: decoding; paused, the host has something to do for it; paused, the host waits for others (a search, the
 next request); nothing left to do."""
 
-STOP_EOS, STOP_TURN, STOP_CONTEXT = -1, -2, -3
+STOP_EOS, STOP_TURN, STOP_CONTEXT, STOP_NOT_FINITE = -1, -2, -3, -4
 """Why a row paused, where it was not one of the stop strings."""
 
 LEAVE = -1

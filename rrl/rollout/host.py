@@ -26,6 +26,7 @@ from rrl.rollout.exchange import (
     RUN,
     STOP_CONTEXT,
     STOP_EOS,
+    STOP_NOT_FINITE,
     STOP_TURN,
     WAIT,
     Feed,
@@ -46,7 +47,7 @@ from rrl.rollout.protocol import (
     message_ids,
 )
 from rrl.rollout.searches import NAP, Desk, Found, Searches
-from rrl.rollout.trajectory import Search, Trajectory
+from rrl.rollout.trajectory import NOT_FINITE, Search, Trajectory
 from rrl.text.chat import Prompt
 
 Asker = int | tuple[int, int]
@@ -128,6 +129,8 @@ class Host:
         """Tokens of the policy."""
         self.failed = 0
         """Searches that failed, once for each that asked."""
+        self.broken: list[tuple[int, str]] = []
+        """Number and question of each request that ended as NOT_FINITE."""
         self.error: BaseException | None = None
         self.over = threading.Event()
         """Set by an error: hosts that share it end with the one that met it."""
@@ -179,17 +182,27 @@ class Host:
             self.written += count
             ids = turns.ids[row, :count].copy()
             stop = int(turns.stop[row])
-            name = _STOP_NAMES[stop] if stop < 0 else self.stops.strings[stop]
-            text = self.decode(ids)
-            if self.prefixes is not None:  # the pending token came first, the last is pending now
-                self.prefixes.wrote(row, np.concatenate([live.last, ids[:-1]]))
+            text, last = self.decode(ids), live.last
             if stop in _LIMITS:
                 live.met(_LIMITS[stop])
             live.wrote(ids, text, turns.logps[row, :count].copy(), turns.sampled_logps[row, :count].copy())
             if stop == STOP_TURN and live.used >= self.limits.context:
                 live.met("context")
             live.episode.said.append(text)
+            if stop == STOP_NOT_FINITE:
+                self._end_broken(row, live)
+                continue
+            if self.prefixes is not None:  # the pending token came first, the last is pending now
+                self.prefixes.wrote(row, np.concatenate([last, ids[:-1]]))
+            name = _STOP_NAMES[stop] if stop < 0 else self.stops.strings[stop]
             self._act(row, live, self.environment.react(live.episode, text, name))
+
+    def _end_broken(self, row: int, live: Live) -> None:
+        """Ends an episode whose logits are not finite; no environment is asked what should follow."""
+        if self.prefixes is not None:
+            self.prefixes.forget(row)
+        self.broken.append((self.indices[row], live.request.question.id))
+        self._finish(row, live, NOT_FINITE)
 
     def _act(self, row: int, live: Live, action: Action) -> None:
         if isinstance(action, Finish):

@@ -39,6 +39,12 @@ class Prefixes:
         self._fed.pop(row, None)
         self._last.discard(row)
 
+    def forget(self, row: int) -> None:
+        """Nobody is to copy what the row holds."""
+        self.opens(row, np.zeros(0, np.int32))
+        self._fed.pop(row, None)
+        self._last.discard(row)
+
     def held(self, row: int) -> Int[np.ndarray, "T"]:
         """What the row holds or will hold, ~token where it was decoded."""
         return self._held[row, : self._lengths[row]].copy()

@@ -12,6 +12,9 @@ from rrl.data.questions import Question
 PROMPT, POLICY, ENVIRONMENT = 0, 1, 2
 """Roles of a token. Only POLICY tokens were sampled; only they carry loss."""
 
+NOT_FINITE = "not_finite"
+"""How an episode ended whose next logits were no distribution: one was NaN or +inf, or all were -inf."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Search:

@@ -36,7 +36,7 @@ from rrl.rollout.protocol import (
     Restart,
     check_stops,
 )
-from rrl.rollout.trajectory import POLICY, Trajectory
+from rrl.rollout.trajectory import NOT_FINITE, POLICY, Trajectory
 from rrl.text.chat import Prompt
 
 
@@ -74,7 +74,7 @@ class Generated:
     text: str
     """Up to the stop string, without it."""
     stop: str
-    """The stop string, or "eos", "length", "context_limit"."""
+    """The stop string, or "eos", "length", "context_limit", "not_finite"."""
     trajectory: Trajectory
     """Tokens and log-probabilities."""
 
@@ -90,7 +90,7 @@ class PromptTooLong(UserError):
 
 Ask = Generate | Retrieve
 Workflow = Generator[Ask | Sequence[Ask], Any, Any]
-ENDS = ("eos", "length", "context_limit")
+ENDS = ("eos", "length", "context_limit", NOT_FINITE)
 """What `Generated.stop` is where it is no stop string."""
 
 

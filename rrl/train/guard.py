@@ -1,4 +1,4 @@
-"""Watches a run for collapse: nothing earned any more, nothing left to chance, too far from the start, no gradient."""
+"""Watches a run for collapse: nothing earned any more, nothing left to chance, too far from the start, no finite number."""
 
 import dataclasses
 import math
@@ -46,6 +46,7 @@ class Guard:
                 "train/kl",
                 lambda x: not x <= config.kl,
             ),
+            "logits of the policy are not finite": ("train/not_finite", lambda x: x > 0),
             "no gradient is finite": ("train/grad_norm", lambda x: not math.isfinite(x)),
             "no gradient of the critic is finite": ("critic/grad_norm", lambda x: not math.isfinite(x)),
         }

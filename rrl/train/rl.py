@@ -199,12 +199,20 @@ def _learn(
     """Learns from what a step (counted from 0) sampled; returns critic/... and train/... ."""
     left_out = sampled.left_out
     used, metrics = np.flatnonzero(~left_out), {"train/advantage_std": 0.0}
-    if len(used):
-        trajectories = [sampled.trajectories[i] for i in used]
-        lesson = learner.learn(step, trajectories, recipe.advantages(trajectories))
+    trajectories = [sampled.trajectories[i] for i in used]
+    # An episode whose first logits were not finite wrote nothing that could be learned from.
+    wrote = np.flatnonzero([t.policy_tokens > 0 for t in trajectories])
+    if len(wrote):
+        advantages = recipe.advantages(trajectories)[wrote]
+        trajectories = [trajectories[i] for i in wrote]
+        lesson = learner.learn(step, trajectories, advantages)
         metrics |= lesson.metrics
         if not lesson.finite:
             record.not_finite(step + 1, trajectories, lesson)
+    elif len(used):
+        record.progress.note(
+            f"step {step + 1}: nothing to learn from: logits were not finite, so that no token was written"
+        )
     else:
         record.progress.note(
             f"step {step + 1}: nothing to learn from: in every group the rewards lie within "
@@ -216,6 +224,7 @@ def _learn(
         "train/zero_spread": float(low_spread(totals, groups).mean()),
         "train/left_out": float(left_out.mean()),
         "train/searches_failed": float(sampled.stats.searches_failed),
+        "train/not_finite": float(sampled.stats.not_finite),
         "train/groups": float(len(np.unique(groups))),
     }
 

@@ -235,7 +235,7 @@ def evaluate(
     on_finish: Callable[[int, Trajectory], None] = lambda place, trajectory: None,
 ) -> tuple[dict[str, float], list[Trajectory]]:
     """One episode a question (greedy unless told): "eval/em", "eval/f1", ... and each metric of each kind, "eval/em/<kind>"; and
-    how many searches failed, for lack of which all of them may be low."""
+    how many searches failed, and how many episodes ended where logits were not finite, for which all of them may be low."""
     trajectories = run_questions(
         engine,
         params,
@@ -253,4 +253,5 @@ def evaluate(
         for name in of_kind[0].metrics:
             found[f"eval/{name}/{kind}"] = float(np.mean([t.metrics[name] for t in of_kind]))
     found["eval/searches_failed"] = float(engine.stats.searches_failed)
+    found["eval/not_finite"] = float(engine.stats.not_finite)
     return found, trajectories

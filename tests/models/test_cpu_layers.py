@@ -3,8 +3,10 @@
 import ctypes
 import dataclasses
 import logging
+import shutil
 import stat
 import subprocess
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -222,6 +224,24 @@ def test_a_tokens_bits_depend_on_its_past_alone(compiled, shape):
     np.testing.assert_array_equal(cache.v[:, :, rows], ours.v[:, :, rows])
 
 
+@pytest.mark.parametrize("which", ["kernel", "XLA"])
+def test_a_token_of_nan_reaches_only_tokens_that_see_it(compiled, which):
+    """Neither those before it, those of other rows, nor a later text of its row whose positions end before it."""
+    decoder, tokens = make(BASE), draw(BASE, 3, 40).at[0, 20].set(7).at[1:].add(1)
+    tokens = jnp.where((tokens == 7) & (jnp.arange(120).reshape(3, 40) != 20), 8, tokens)
+    cache = caches(BASE, 3, 60)[which == "XLA"]
+    broken = nnx.merge(*nnx.split(decoder))
+    broken.embedding[...] = broken.embedding[...].at[7].set(jnp.nan)
+    (healthy, _), (found, after) = (extend(d, tokens, places(3, 40), cache) for d in (decoder, broken))
+    assert np.isnan(np.asarray(found)[0, 20:]).all()
+    np.testing.assert_array_equal(found[0, :20], healthy[0, :20])
+    np.testing.assert_array_equal(found[1:], healthy[1:])
+    other = jnp.roll(tokens, 1, axis=0)[:, :10]
+    (wanted, _), (again, _) = (extend(broken, other, places(3, 10), held) for held in (cache, after))
+    np.testing.assert_array_equal(again, wanted)
+    assert np.isfinite(np.asarray(wanted)).all()
+
+
 @pytest.mark.parametrize("threads", [0, 1, 4])
 def test_rows_are_copied_as_they_were(compiled, threads):
     """Whole blocks and those only, also from a row that is written meanwhile; 0 threads: by XLA."""
@@ -299,6 +319,27 @@ def test_tokens_of_probability_0_are_not_drawn_and_what_is_not_a_number_is_told(
     )
     assert np.asarray(ids)[:3].tolist() == [137, 300, 137]
     assert np.isfinite(np.asarray(full)[:3]).all() and np.isnan([full[3], drawn[3]]).all()
+
+
+@pytest.mark.parametrize("kept", [{}, {"top_p": 0.9}, {"top_k": 3}])
+@pytest.mark.parametrize(
+    ("logit", "finite"), [(np.nan, False), (-np.nan, False), (np.inf, False), (-np.inf, True), (0.0, True)]
+)
+@pytest.mark.parametrize("place", [0, 39, 47])
+def test_both_kernels_know_a_row_that_is_no_distribution(compiled, kept, logit, finite, place):
+    table = jnp.asarray(np.random.default_rng(0).normal(size=(16, 48)), jnp.float32).at[0, place].set(logit)
+    hidden, heat = jnp.ones((4, 16)), jnp.array([1.0, 0.5, 1.5, 0.0])
+    keys = jax.random.split(jax.random.key(0), 4)
+    for drawn in (
+        cpu_draw(hidden, table, uniform(keys), heat, **kept),
+        sample(hidden @ table, keys, heat, **kept),
+    ):
+        ids, full, as_drawn = (np.asarray(part) for part in drawn)
+        assert ((ids >= 0) & (ids < 48)).all()
+        assert (np.isfinite(full) & np.isfinite(as_drawn) == finite).all()
+    nothing = jnp.full((16, 48), -jnp.inf)
+    for drawn in (cpu_draw(hidden, nothing, uniform(keys), heat), sample(hidden @ nothing, keys, heat)):
+        assert not np.isfinite(drawn[1]).any()
 
 
 @pytest.mark.parametrize(
@@ -477,3 +518,49 @@ def test_a_compiler_that_fails_is_quoted(monkeypatch, tmp_path, caplog):
     with caplog.at_level(logging.WARNING):
         assert not kernel._register.__wrapped__()
     assert "out of order" in caplog.text
+
+
+@pytest.fixture
+def harmless(compiled, tmp_path, monkeypatch):
+    """The kernel's source is a function that does nothing; a cache with a library that others may have put there in its place."""
+    source, planted = tmp_path / "source.cc", tmp_path / "planted.cc"
+    source.write_text('extern "C" int ours() { return 1; }')
+    planted.write_text('extern "C" int theirs() { return 1; }')
+    monkeypatch.setattr(kernel, "SOURCE", source)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    folder = tmp_path.resolve() / "cache" / "rrl" / "kernels"
+    folder.mkdir(parents=True, mode=0o700)
+    library = kernel._library(folder)
+    compiler = next(name for name in ("c++", "g++", "clang++") if shutil.which(name))
+    subprocess.run([compiler, "-shared", "-fPIC", str(planted), "-o", str(library)], check=True)
+    library.chmod(0o755)
+    return library
+
+
+def test_a_kernel_that_this_user_alone_may_write_is_loaded(harmless, caplog):
+    assert hasattr(kernel._loaded(), "theirs") and not caplog.messages
+
+
+def test_a_kernel_in_a_folder_that_others_may_write_to_is_compiled_apart(harmless, caplog):
+    harmless.parent.chmod(0o777)
+    before, made = harmless.read_bytes(), kernel._loaded()
+    assert hasattr(made, "ours") and not hasattr(made, "theirs")
+    assert f"{harmless.parent} may be written to by other users" in caplog.text
+    assert harmless.read_bytes() == before and not Path(made._name).exists()
+
+
+def test_a_kernel_that_others_may_write_is_compiled_anew_in_its_place(harmless, caplog):
+    harmless.chmod(0o757)
+    assert hasattr(kernel._loaded(), "ours") and f"{harmless} may be written to by other users" in caplog.text
+    assert stat.S_IMODE(harmless.stat().st_mode) == 0o700
+    caplog.clear()
+    assert hasattr(kernel._loaded(), "ours") and not caplog.messages
+
+
+def test_without_a_compiler_a_kernel_that_others_may_write_is_left_alone(harmless, monkeypatch):
+    monkeypatch.setenv("PATH", str(harmless.parent))
+    monkeypatch.delenv("CXX", raising=False)
+    assert kernel._library(harmless.parent) == harmless
+    harmless.chmod(0o757)
+    with pytest.raises(FileNotFoundError, match="There is no"):
+        kernel._library(harmless.parent)

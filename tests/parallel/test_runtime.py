@@ -78,3 +78,14 @@ def test_compilation_cache_goes_to_the_users_cache_folder(monkeypatch, tmp_path)
         assert jax.config.jax_compilation_cache_dir == str(tmp_path / "rrl" / "jax")
     finally:
         jax.config.update("jax_compilation_cache_dir", before)
+
+
+def test_a_compilation_cache_that_others_may_write_to_is_not_used(monkeypatch, tmp_path, caplog):
+    before = jax.config.jax_compilation_cache_dir
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    shared = tmp_path / "rrl" / "jax"
+    shared.mkdir(parents=True)
+    shared.chmod(0o777)
+    assert enable_compilation_cache() is enable_compilation_cache(shared) is None
+    assert jax.config.jax_compilation_cache_dir == before
+    assert f"{shared} may be written to by other users (its mode is 777)" in caplog.text

@@ -19,7 +19,7 @@ from rrl.rewards.retrieval_tree import Weights, read_proposal
 from rrl.rollout.curriculum import Shuffled
 from rrl.rollout.forest import Forest, Node
 from rrl.rollout.protocol import CONTEXT, EOS, TURN_TOKENS, Episode, Finish, Restart, SearchFor
-from rrl.rollout.trajectory import POLICY, PROMPT, Search, Trajectory
+from rrl.rollout.trajectory import NOT_FINITE, POLICY, PROMPT, Search, Trajectory
 
 A, B, NOISE = (Passage(name, name, f"text of {name}") for name in ("A", "B", "Noise"))
 QUESTION = Question("q", "Who?", ("Marta Velikov",), gold=("A", "B"))
@@ -178,6 +178,20 @@ def test_an_output_that_is_cut_or_has_no_thought_earns_nothing():
     assert scored(EMPTY, (asking("a"),), ended="length").rewards["total"] == 0
     assert scored(EMPTY, (asking("a", think=""), [A])).rewards["total"] == 0
     assert scored(EMPTY, ended="no_action").rewards["total"] == 0  # not a word
+
+
+def test_an_output_that_broke_off_earns_nothing_and_the_one_before_it_what_it_found():
+    found = (asking("a"), [A])
+    assert scored(EMPTY, (asking("a"),), ended=NOT_FINITE).rewards["total"] == 0
+    wrote, nothing, whole = (
+        scored(QUESTION, *turns, ended=ended).turn_rewards
+        for turns, ended in (
+            ([found, (asking("b"),)], NOT_FINITE),
+            ([found], NOT_FINITE),
+            ([found], "turn_limit"),
+        )
+    )
+    assert nothing == whole and whole[0] > 0 and wrote == {**whole, 1: 0}
 
 
 def test_a_group_is_the_samples_of_one_tree():

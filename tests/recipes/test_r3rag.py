@@ -18,7 +18,7 @@ from rrl.recipes.r3rag_steps import Step, Steps, parse_step
 from rrl.rewards.cases import Correctness, Relevance, ShortAnswer
 from rrl.rewards.oracle import Oracle
 from rrl.rollout.protocol import CONTEXT, EOS, TURN_TOKENS, Episode, Finish, Restart, SearchFor
-from rrl.rollout.trajectory import ENVIRONMENT, POLICY, PROMPT, Search, Trajectory
+from rrl.rollout.trajectory import ENVIRONMENT, NOT_FINITE, POLICY, PROMPT, Search, Trajectory
 
 QUESTION = Question("q", "Who directed Silver Harbour?", ("Marta Velikov",), gold=("Silver Harbour",))
 FILM = Passage("1", "Silver Harbour", "Silver Harbour is a film by Marta Velikov.")
@@ -293,6 +293,14 @@ def test_a_step_that_the_context_cuts_is_a_limit_and_no_broken_form():
     assert one.turn_rewards == pytest.approx({0: 0.45, 1: 0.0}) and one.rewards["format"] == 0
     assert (one.answer, one.metrics["malformed"], one.metrics["steps"]) == ("", 0, 2)
     assert R3Rag().fault(one) == "unanswered"
+
+
+@pytest.mark.parametrize("last", [[], [BROKEN], [RIGHT]])
+def test_a_step_of_logits_that_are_not_finite_earns_nothing_and_is_no_broken_form(last):
+    """Also one that wrote nothing, or a final answer before the text broke off."""
+    one = scored(trajectory(ASK, *last, found=([FILM],), ended=NOT_FINITE))
+    assert one.turn_rewards == pytest.approx({0: 0.45, **dict.fromkeys(range(1, 1 + len(last)), 0.0)})
+    assert (one.answer, one.rewards["answer"], one.rewards["format"]) == ("", 0, 0)
 
 
 @pytest.mark.parametrize("ended", ["malformed", "length"])

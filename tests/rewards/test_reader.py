@@ -2,13 +2,15 @@
 
 from types import SimpleNamespace
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 
 from rrl.data.tokenizer import train_tokenizer
 from rrl.models.decoder import Decoder
-from rrl.rewards.reader import Reader
+from rrl.rewards.reader import Reader, Said
 from rrl.rollout.engine import EngineConfig
 from rrl.rollout.trajectory import POLICY
 from rrl.text.chat import Prompt
@@ -111,3 +113,15 @@ def test_a_thought_is_no_part_of_an_answer(reader, monkeypatch, said, answer):
 
 def test_no_prompts_cost_nothing(reader):
     assert reader.answers([]) == []
+
+
+def test_a_text_that_broke_off_as_not_finite_is_no_answer(reader):
+    asked, params = ["who?", "where?"], reader.params
+    assert all(reader.answers(asked))
+    reader.memory.clear()
+    reader.params = jax.tree.map(lambda x: x * jnp.nan, params)
+    try:
+        assert reader.said(asked) == [Said("", read, 0) for read in (s.read for s in reader.memory.values())]
+    finally:
+        reader.memory.clear()
+        reader.params = params

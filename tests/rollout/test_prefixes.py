@@ -144,3 +144,15 @@ def test_what_is_copied_is_the_longest_common_beginning(held, chunk):
     assert copied == (longest if saves else 0)
     if copied:
         np.testing.assert_array_equal(others[source][:copied], tokens[:copied])
+
+
+def test_what_is_forgotten_is_copied_by_nobody():
+    prefixes = Prefixes(3, 4)
+    fed(prefixes, 0, PROMPT)
+    prefixes.opens(1, PROMPT)
+    prefixes.filled(1, 10)
+    assert prefixes.find(2, PROMPT) == (0, 10, True)
+    prefixes.forget(0)
+    prefixes.forget(1)
+    prefixes.settle()
+    assert prefixes.find(2, PROMPT) == (2, 0, True)

@@ -5,7 +5,13 @@ import pytest
 from rrl.errors import UserError
 from rrl.train.guard import Guard, GuardConfig
 
-WELL = {"reward/total": 1.0, "train/entropy": 0.5, "train/kl": 0.1, "train/grad_norm": 1.0}
+WELL = {
+    "reward/total": 1.0,
+    "train/entropy": 0.5,
+    "train/kl": 0.1,
+    "train/grad_norm": 1.0,
+    "train/not_finite": 0.0,
+}
 
 
 @pytest.mark.parametrize(
@@ -15,6 +21,7 @@ WELL = {"reward/total": 1.0, "train/entropy": 0.5, "train/kl": 0.1, "train/grad_
         ({"train/entropy": 0.0005}, "the entropy is at most 0.001 in each step from 3 to 5"),
         ({"train/kl": 10.5}, "the KL from the reference is above 10 in each step from 3 to 5"),
         ({"train/kl": float("nan")}, "the KL from the reference is above 10 in each step from 3 to 5"),
+        ({"train/not_finite": 1.0}, "logits of the policy are not finite in each step from 3 to 5"),
         ({"train/grad_norm": float("inf")}, "no gradient is finite in each step from 3 to 5"),
         (
             {"critic/grad_norm": float("nan")},

@@ -5,6 +5,7 @@ import json
 import logging
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
@@ -16,10 +17,12 @@ from rrl.parallel.rules import shard
 from rrl.recipes.base import Scoring
 from rrl.recipes.rsearch import RSearch
 from rrl.rl.optim import OptimConfig
+from rrl.rollout import device
 from rrl.rollout.curriculum import question_order
 from rrl.rollout.engine import Engine
 from rrl.train import rl
 from rrl.train.critic import CriticConfig
+from rrl.train.guard import GuardConfig
 from rrl.train.metrics import read_metrics
 from rrl.train.rl import Task, train
 from rrl.train.rollouts import refuse_long_prompts
@@ -250,3 +253,44 @@ def test_finished_runs_hold_no_compiled_programs(parts, tmp_path):
         collect()
         counts.append(memory_maps())
     assert max(counts[2:]) <= counts[1] + 50, counts
+
+
+def test_a_policy_of_nan_is_counted_named_and_seen_by_the_guard(parts, tmp_path, capsys):
+    config = dataclasses.replace(CONFIG, guard=GuardConfig("stop", steps=2))
+    decoder = fresh()
+    nnx.update(decoder, jax.tree.map(lambda x: x * np.nan, nnx.state(decoder)))
+    outcome, _ = run(parts, tmp_path, config, decoder=decoder)
+    assert outcome.stopped == "collapse" and "logits of the policy are not finite" in outcome.reason
+    assert "step 1: nothing to learn from: logits were not finite" in capsys.readouterr().err
+    trained = [line for line in lines(tmp_path) if "reward/total" in line]
+    assert [line["train/not_finite"] for line in trained] == [12, 12]
+    assert all(line["ended/not_finite"] == 1 and "train/grad_norm" not in line for line in trained)
+    evaluated = [line for line in lines(tmp_path) if "eval/em" in line]
+    assert evaluated and all(line["eval/not_finite"] == 4 for line in evaluated)
+
+
+@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean"])
+def test_what_is_not_finite_brings_no_nan_into_the_update(parts, tmp_path, monkeypatch, aggregation):
+    """Of each question one sample breaks off at once, one after three tokens."""
+    draw = device.draw
+
+    def breaking(model, rows, *rest):
+        ends = jnp.where(rows.request % 3 == 2, 99, 3 * (rows.request % 3))
+        return [
+            d._replace(logps=jnp.where(rows.length == ends, jnp.nan, d.logps))
+            for d in draw(model, rows, *rest)
+        ]
+
+    monkeypatch.setattr(device, "draw", breaking)
+    questions, engine, recipe = parts
+    again = Engine(fresh(), engine.tokenizer, engine.config, retriever=engine.retriever)
+    objective = dataclasses.replace(
+        CONFIG.objective, aggregation=aggregation, importance_cap=2.0, minibatches=4
+    )
+    config = dataclasses.replace(CONFIG, steps=2, eval_every=0, objective=objective)
+    outcome, params = run((questions, again, recipe), tmp_path, config)
+    assert {t.policy_tokens for t in outcome.sampled if t.ended == "not_finite"} == {0, 3}
+    trained = [line for line in read_metrics(tmp_path / "metrics.jsonl") if "reward/total" in line]
+    assert all(line["train/not_finite"] == 8 and line["train/skipped"] == 0 for line in trained)
+    assert all(value is not None for line in trained for value in line.values())
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(params))

@@ -203,19 +203,20 @@ def test_each_sample_of_a_question_has_a_temperature_of_its_own():
     assert ask(0.5) == [(i // 4, i, 0.5) for i in range(8)]
 
 
-def test_an_evaluation_tells_how_many_searches_failed():
+def test_an_evaluation_counts_failed_searches_and_logits_that_are_not_finite():
     none = np.zeros(0)
 
     class Stub:
         tokenizer = load_tokenizer("assets/miniwiki-tokenizer")
 
         def run(self, params, requests, *_, **__):
-            self.stats = RolloutStats(searches_failed=3)
+            self.stats = RolloutStats(searches_failed=3, not_finite=2)
             return [Trajectory(r.question, 0, 0, *(none,) * 5, [], [], "no_action") for r in requests]
 
     questions = [Question("a", "Who?", ("x",), "bridge"), Question("b", "What?", ("x",), "bridge")]
     found, _ = evaluate(Stub(), None, RSearch(), questions, scoring=Scoring())
-    assert found["eval/searches_failed"] == 3 and found["eval/em"] == found["eval/em/bridge"] == 0
+    assert found["eval/searches_failed"] == 3 and found["eval/not_finite"] == 2
+    assert found["eval/em"] == found["eval/em/bridge"] == 0
 
 
 def test_documents_that_leave_no_room_for_a_turn_give_way():

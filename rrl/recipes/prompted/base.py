@@ -7,6 +7,7 @@ from typing import Any
 
 from rrl.data.passages import Passage, render
 from rrl.errors import at_least
+from rrl.rollout.trajectory import NOT_FINITE
 from rrl.rollout.workflow import Ask, Generate, Generated, PromptTooLong, Retrieve
 from rrl.text.short_answers import FINAL_ANSWER, final_answer
 
@@ -83,7 +84,7 @@ class Outcome:
     searches: tuple[tuple[str, tuple[Passage, ...] | None], ...]
     """Each query with what it found; None where the search failed."""
     ended: str = "answer"
-    """"context_limit" where a prompt outgrew the engine's context, so that there is no answer."""
+    """Without an answer: "context_limit" (a prompt outgrew the context), "not_finite" (logits were NaN or infinite)."""
 
     @property
     def titles(self) -> list[str]:
@@ -122,6 +123,9 @@ def recorded(flow: Flow) -> Generator[Ask | Sequence[Ask], Any, Outcome]:
                 searches.append((ask.query, None if result is None else tuple(result)))
             else:
                 written.append(result)
+        if any(said.stop == NOT_FINITE for said in written):
+            flow.close()
+            return Outcome("", tuple(written), tuple(searches), NOT_FINITE)
         reply = _heard(reply) if single else [_heard(result) for result in reply]
 
 

@@ -9,8 +9,9 @@ import pytest
 from rrl.errors import UserError
 from rrl.recipes.prompted.base import Settings, collected, listed
 from rrl.recipes.prompted.catalogue import METHODS, make_method
+from rrl.rollout.trajectory import NOT_FINITE
 from rrl.rollout.workflow import PromptTooLong, Retrieve
-from tests.recipes.prompted.scripted import FILM, PERSON, QUESTION, play, ramble
+from tests.recipes.prompted.scripted import FILM, PERSON, QUESTION, play, ramble, said
 
 
 def test_options_are_those_of_the_docs_table() -> None:
@@ -191,3 +192,13 @@ def test_a_prompt_that_outgrows_the_context_leaves_the_question_without_an_answe
     outcome = end.value.value
     assert (outcome.answer, outcome.ended) == ("", "context_limit")
     assert outcome.searches == ((QUESTION.text, (FILM,)),)
+
+
+def test_a_text_that_broke_off_as_not_finite_leaves_the_question_without_an_answer() -> None:
+    flow = make_method("direct").flow(QUESTION, Settings())
+    next(flow)
+    broken = dataclasses.replace(said("Os"), stop=NOT_FINITE)
+    with pytest.raises(StopIteration) as end:
+        flow.send(broken)
+    outcome = end.value.value
+    assert (outcome.answer, outcome.ended, outcome.written) == ("", NOT_FINITE, (broken,))

@@ -1,0 +1,113 @@
+"""Folders and files that other users may write to are refused, and their folders made so that none may."""
+
+import grp
+import os
+import pwd
+import re
+import stat
+from types import SimpleNamespace
+
+import pytest
+
+from rrl.parallel.private import private_folder, refuse_shared
+
+OTHER = 54321
+"""A user and a group that are nobody's here."""
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """`above/cache`, writable by this user alone."""
+    made = tmp_path.resolve() / "above" / "cache"
+    for part in (made.parent, made):
+        part.mkdir(mode=0o700)
+    return made
+
+
+def refused(path, part, reason):
+    with pytest.raises(PermissionError, match=f"^{re.escape(str(part))} {reason}"):
+        refuse_shared(path)
+
+
+@pytest.mark.parametrize("umask", [0o000, 0o002, 0o022])
+def test_a_missing_folder_is_made_for_this_user_alone(tmp_path, umask):
+    before = os.umask(umask)
+    try:
+        made = private_folder(tmp_path / "home" / "rrl" / "kernels")
+    finally:
+        os.umask(before)
+    for part in (made, made.parent, made.parent.parent):
+        assert stat.S_IMODE(part.stat().st_mode) == 0o700
+
+
+@pytest.mark.parametrize("mode", [0o702, 0o777, 0o1777])
+def test_a_folder_that_all_may_write_to_is_refused(folder, mode):
+    folder.chmod(mode)
+    refused(folder, folder, rf"may be written to by other users \(its mode is {mode:o}\)")
+
+
+def test_a_folder_in_one_that_all_may_write_to_is_refused_unless_they_can_rename_only_their_own(folder):
+    folder.parent.chmod(0o777)
+    refused(folder, folder.parent, "may be written to")
+    folder.parent.chmod(0o1777)
+    refuse_shared(folder)
+
+
+def test_a_file_that_all_may_write_to_is_refused(folder):
+    file = folder / "library.so"
+    with pytest.raises(FileNotFoundError):
+        refuse_shared(file)
+    file.touch(0o755)
+    refuse_shared(file)
+    file.chmod(0o757)
+    refused(file, file, "may be written to")
+
+
+def test_a_folder_of_a_group_is_refused_unless_the_group_has_this_user_alone(folder, monkeypatch):
+    user = pwd.getpwuid(os.geteuid())
+    folder.chmod(0o770)
+    own = {"gr_gid": folder.stat().st_gid, "gr_name": user.pw_name, "gr_mem": [user.pw_name]}
+    for changed, allowed in (
+        ({}, True),
+        ({"gr_mem": []}, True),
+        ({"gr_mem": [user.pw_name, "colleague"]}, False),
+        ({"gr_name": "laboratory"}, False),
+        ({"gr_gid": user.pw_gid + 1}, False),
+    ):
+        monkeypatch.setattr(grp, "getgrgid", lambda _, group=own | changed: SimpleNamespace(**group))
+        if allowed:
+            refuse_shared(folder)
+        else:
+            refused(folder, folder, "may be written to")
+
+    def unknown(_):
+        raise KeyError
+
+    monkeypatch.setattr(grp, "getgrgid", unknown)
+    refused(folder, folder, "may be written to")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
+@pytest.mark.parametrize("place", ["file", "folder", "above"])
+def test_what_belongs_to_another_user_is_refused(folder, place):
+    file = folder / "library.so"
+    file.touch(0o755)
+    part = {"file": file, "folder": folder, "above": folder.parent}[place]
+    os.chown(part, OTHER, -1)
+    refused(file, part, rf"belongs to another user \({OTHER}\)")
+
+
+def test_a_link_is_followed_first_and_then_is_no_way_in(folder):
+    link = folder.parent / "link"
+    link.symlink_to(folder)
+    assert private_folder(link) == folder
+    refused(link, link, "is a link")
+    folder.chmod(0o777)
+    with pytest.raises(PermissionError, match=re.escape(str(folder))):
+        private_folder(link)
+
+
+def test_a_folder_that_cannot_be_made_says_so(folder):
+    (folder / "file").touch()
+    with pytest.raises(OSError, match="file"):
+        private_folder(folder / "file" / "kernels")
