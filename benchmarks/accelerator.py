@@ -33,12 +33,12 @@ from benchmarks.measure import (
 )
 from rrl.data.tokenizer import load_tokenizer
 from rrl.models.attention_backends import choose_backend
-from rrl.models.config import DecoderConfig
+from rrl.models.config import DecoderConfig, matrix_parameters
 from rrl.models.decoder import Decoder
 from rrl.models.weights import read_config
 from rrl.rollout.engine import EngineConfig
 from rrl.rollout.protocol import SingleTurn
-from rrl.train.estimate import cache_bytes, forward_flops, matrix_parameters
+from rrl.train.estimate import cache_bytes, forward_flops
 from rrl.train.plan import PUBLISHED
 
 TINY = "assets/miniwiki-policy"

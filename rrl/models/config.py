@@ -159,6 +159,12 @@ class DecoderConfig:
         return hf
 
 
+def matrix_parameters(config: DecoderConfig) -> float:
+    """Weights that each token is multiplied with, embedding and head left out."""
+    attention = 2 * config.hidden * (config.heads + config.kv_heads) * config.head_dim
+    return float(config.layers * (attention + 3 * config.hidden * config.mlp))
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class EncoderFamily:
     """What sets one family of encoders apart from the others; everything else is the same code."""

@@ -216,7 +216,7 @@ def _library(folder: Path) -> Path:
         ValueError: CXX can't be read.
     """
     sources = SOURCE.read_text(), HEADER.read_text()
-    name = f"layers-{_short(*sources, NATIVE, FLAGS, importlib.metadata.version('jaxlib'), _processor())}"
+    name = f"layers-{_short(*sources, NATIVE, FLAGS, importlib.metadata.version('jaxlib'), processor())}"
     wished = shlex.split(os.environ.get("CXX", ""))
     if wished and not shutil.which(wished[0]):
         log.warning("CXX=%s: there is no such program here; another compiler is looked for", wished[0])
@@ -258,7 +258,7 @@ def _short(*known: object) -> str:
     return hashlib.sha256(repr(known).encode()).hexdigest()[:16]
 
 
-def _processor() -> str:
+def processor() -> str:
     """What tells machines apart that share a home folder, but not all instructions."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()

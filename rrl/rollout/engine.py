@@ -34,7 +34,7 @@ from rrl.retrieval.retriever import Retriever
 from rrl.rollout.automaton import StopSets, compile_sets
 from rrl.rollout.episodes import Request, check_tokens
 from rrl.rollout.exchange import WAIT, Turns
-from rrl.rollout.host import Host
+from rrl.rollout.host import OF_DEVICE, Host
 from rrl.rollout.loop import EngineConfig, Programs, QueryEncoder
 from rrl.rollout.protocol import Environment, check_stops
 from rrl.rollout.searches import NAP, Desk
@@ -100,6 +100,7 @@ class Engine:
         )
         self.stats = RolloutStats()
         self._hosts: list[Host] = []
+        self._preparing = ""  # what is done before the device first asks a host
         self._told: set[type] = set()
         self._stops = collections.deque[StopSets](maxlen=KEPT_STOPS)
         self._built: dict[Any, Callable] = {}
@@ -319,7 +320,9 @@ class Engine:
         self._hosts = hosts
         for host in hosts:
             host.over = over
-        with Watchdog(self.config.stall_seconds, self._progress, self._stages):
+        self._preparing = ""
+        watched = self._progress, self._stages, lambda: self._preparing, self._computes
+        with Watchdog(self.config.stall_seconds, *watched):
             for host, start in starts:
                 if not over.is_set():
                     host.begin(start)
@@ -364,16 +367,13 @@ class Engine:
         signature = (environment.turn_tokens, stops.first_accept, len(stops.table), reference)
         if fresh := signature not in self._built:
             if not self._built:
+                self._preparing = "trying row counts"
                 self.programs.narrow(params)
-                if self.config.draft_tokens and not self.programs.step_tokens:
-                    log.warning(
-                        "rollout.draft_tokens=%d is left out: on this processor the bits behind a right guess would differ",
-                        self.config.draft_tokens,
-                    )
             build = self.programs.reference_loop if reference else self.programs.episode_loop
             self._built[signature] = build(environment.turn_tokens, stops.first_accept)
-            told = self.programs.sizes(), environment.turn_tokens, len(stops.strings)
-            log.info("compiling %s, turns of %d tokens, %d stop strings", *told)
+            turns = f"turns of {environment.turn_tokens} tokens, {len(stops.strings)} stop strings"
+            self._preparing = f"compiling {self.programs.sizes()}, {turns}"
+            log.info(self._preparing)
         key, table = self._everywhere((key, stops.table))
         # The reference loop hands arrays to and fro at every step.
         moving = "allow" if reference else "disallow"
@@ -417,6 +417,7 @@ class Engine:
 
     def _answer(self, words: Any) -> np.ndarray:
         """The callback: NumPy in, NumPy out."""
+        self._preparing = ""
         words = np.asarray(words)
         place, active = words[:2]
         limits, encoder = self.programs.limits, self.programs.encoder
@@ -427,6 +428,9 @@ class Engine:
 
     def _progress(self) -> int:
         return sum(host.exchanges for host in self._hosts)
+
+    def _computes(self) -> bool:
+        return self.programs.on_cpu and all(host.stage in OF_DEVICE for _, host in self._own(self._hosts))
 
     def _stages(self) -> str:
         return "; ".join(

@@ -55,6 +55,8 @@ Asker = int | tuple[int, int]
 LENGTH, COPIED = (Feed._fields.index(name) for name in ("length", "copied"))
 SOONER = 4
 """A row whose query is being encoded waits for this part of the steps that others wait."""
+OF_DEVICE = UNASKED, WAITING = "has not been asked yet", "waiting for the device"
+"""Stages of a host that waits for the device."""
 _LIMITS = {STOP_TURN: "turn_tokens", STOP_CONTEXT: "context"}
 _STOP_NAMES = {STOP_EOS: EOS, STOP_TURN: TURN_TOKENS, STOP_CONTEXT: CONTEXT}
 
@@ -120,7 +122,7 @@ class Host:
         """Who waits for each query that is looked up."""
         self.to_encode = collections.deque[str]()
         self.encoding: list[str] = []
-        self.stage = "has not been asked yet"
+        self.stage = UNASKED
         """What it is doing, for who wonders why nothing happens."""
         self.exchanges = 0
         self.prefilled = 0
@@ -159,7 +161,7 @@ class Host:
                 self.stage = "packing what the rows are fed"
                 self.fill()
                 words = self._pack()
-                self.stage = "waiting for the device"
+                self.stage = WAITING
                 return words
         except BaseException as error:  # raised again by the engine, outside the callback
             self.error = error

@@ -6,6 +6,7 @@ also be compiled ahead of time for devices that are not there (`rrl.train.plan`)
 
 import dataclasses
 import functools
+import logging
 import math
 import weakref
 from collections.abc import Callable, Sequence
@@ -32,6 +33,9 @@ from rrl.rollout.device import Rows, Sampler, decode_until, feed, tokens_of_a_ro
 from rrl.rollout.drafts import Drafts
 from rrl.rollout.exchange import HEADER, LEAVE, OFF, WAIT, Feed, Limits
 from rrl.rollout.sizes import NARROWED, same_bits
+from rrl.rollout.workers import compiler_options, weights_dominate, workers_of
+
+log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,9 +63,9 @@ class EngineConfig:
     """Decode steps that a paused row waits at most while others run, twice as many where spare rows write in its place; one whose
     query is being encoded waits for a quarter of them."""
     loops: int = 0
-    """On one CPU: episode loops that share the rows and the requests, each on a core of its own; 0: one a core, of eight rows at
-    least. Other devices have one. The last bits of a log-probability depend on how many rows are computed together, and so on
-    this."""
+    """On one CPU: workers that share the rows and the requests, each on a core of its own; 0: one for all cores if reading the
+    weights is what a decode step costs, else one a core, of eight rows at least (`rrl.rollout.workers`). Other devices have one.
+    Where XLA computes, the last bits of a log-probability depend on how many rows are computed together, and so on this."""
     top_k: int = 3
     """Passages a search returns."""
     top_p: float = 1.0
@@ -101,12 +105,6 @@ NO_NUMBERS = ("search_seconds", "stall_seconds", "spare_rows")
 
 ENCODED_TOGETHER = 4
 """On one CPU, so many queries are encoded at a time; elsewhere all that an exchange may bring."""
-
-ROWS_OF_A_LOOP = 8
-"""A loop of fewer rows is not worth its core."""
-
-OPTIONS = {"xla_cpu_enable_concurrency_optimized_scheduler": False}
-"""Of XLA, for one CPU."""
 
 DECODE, PREFILL = "decode_rows", "prefill_rows"
 """Names of the loop's two halves in a compiled program."""
@@ -167,7 +165,8 @@ class Programs:
             )
         self.on_cpu = mesh.devices.flat[0].platform == "cpu"
         self.one_cpu = self.on_cpu and mesh.size == 1
-        self.loops = _loops(config, self.one_cpu)
+        self.weights_dominate = self.one_cpu and weights_dominate(decoder_config)
+        self.loops = workers_of(config, decoder_config) if self.one_cpu else 1
         self.decode_rows = config.rows // self.loops
         self.rows = self.decode_rows + -(-config.spare_rows // self.loops)
         self.limits = Limits(
@@ -188,7 +187,7 @@ class Programs:
         """Tokens that a decode step computes, with those that are guessed; 0: nothing is guessed."""
         self.alone = (1,) if self.one_cpu else ()
         """The same of prefilled pieces."""
-        self._options = _options(self.loops) if self.one_cpu else {}
+        self._options = compiler_options(self.loops) if self.one_cpu else {}
         self._jitted: weakref.WeakSet = weakref.WeakSet()
 
     def jit(self, function: Callable, **options: Any) -> Callable:
@@ -295,10 +294,16 @@ class Programs:
 
     def narrow(self, params: PyTree) -> None:
         """Lets decode steps take fewer rows while few run, and prefills fewer pieces where few are left, on one CPU, where what
-        is not there takes time too (in `rrl.models.cpu_layers`, only what follows the layers); leaves draft tokens out where
-        bits depend on them (`rrl.rollout.sizes`). Call it before building loops."""
-        if self.one_cpu and (self.decode_rows >= NARROWED or self.step_tokens):
+        is not there takes time too (in `rrl.models.cpu_layers`, only what follows the layers), unless weights dominate. Leaves
+        draft tokens out, with a warning, where bits depend on them (`rrl.rollout.sizes`). Call it before building loops."""
+        narrower = self.decode_rows >= NARROWED and not self.weights_dominate
+        if self.one_cpu and (narrower or self.step_tokens):
             self.widths, self.readers, self.together, self.step_tokens = same_bits(self, params)
+        if self.config.draft_tokens and not self.step_tokens:
+            log.warning(
+                "rollout.draft_tokens=%d is left out: on this processor the bits behind a right guess would differ",
+                self.config.draft_tokens,
+            )
 
     def sizes(self) -> str:
         """The shapes that a loop computes in its model, in words."""
@@ -490,37 +495,3 @@ def _report(place: jax.Array, active: jax.Array, rows: Rows, embeddings: jax.Arr
     logps, sampled, vectors = floats
     parts = (place, active, rows.status, rows.stop, rows.ids, logps, sampled, rows.length, vectors)
     return jnp.concatenate([part.reshape(-1) for part in parts])
-
-
-def _loops(config: EngineConfig, one_cpu: bool) -> int:
-    """How many loops share the rows. A decode step's small operations gain nothing from a second core; another loop does."""
-    if not one_cpu:
-        return 1
-    cores = cores_here()
-    if config.loops:
-        if config.rows % config.loops or config.loops > max(2, cores):
-            raise UserError(
-                f"rollout.loops={config.loops} must divide rollout.rows={config.rows}, and be at most {max(2, cores)} on "
-                f"{cores} cores; 0 finds a number that does"
-            )
-        return config.loops
-    most = min(cores, max(1, config.rows // ROWS_OF_A_LOOP))
-    return next(count for count in range(most, 0, -1) if config.rows % count == 0)
-
-
-@functools.cache
-def _options(loops: int) -> dict[str, bool]:
-    """How XLA compiles for one CPU: operations come one after another, and where there are several loops, each keeps to its core.
-    To hand small operations to other threads takes longer than they do. Cores beyond the loops stay idle: bits are to be the same
-    however many there are. An option that this XLA does not know is left out."""
-    wanted = dict(OPTIONS)
-    if loops > 1:
-        wanted["xla_cpu_multi_thread_eigen"] = False
-    known = {}
-    for name, value in wanted.items():
-        try:
-            jax.jit(jnp.negative, compiler_options={name: value}).lower(0.0).compile()
-        except jax.errors.JaxRuntimeError:
-            continue
-        known[name] = value
-    return known

@@ -1,19 +1,23 @@
 """How many rows a decode step may take on one CPU, how many may read on, how many pieces are prefilled together; and whether
-tokens may be guessed.
+tokens may be guessed. Read `same_bits` first.
 
 Only so many at a time as give each row the bits that it has among all, or its tokens would depend on how fast searches are: from
-some shapes on, XLA cuts a product up in another way. So this is tried, with the steps that run.
+some shapes on, XLA cuts a product up in another way. So this is tried, with the steps that run, over the model's first layers.
 """
 
 import concurrent.futures
+import copy
 import dataclasses
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.typing import DTypeLike
 from jaxtyping import Key, PyTree
 
 from rrl.models.cache import BLOCK, KVCache
@@ -22,9 +26,12 @@ from rrl.parallel.runtime import cores_here
 from rrl.rollout.device import Rows, decode_until, feed
 from rrl.rollout.drafts import Drafts, windows
 from rrl.rollout.exchange import HEADER, NO_TOKEN, OFF, RECENT, RUN, Feed
+from rrl.rollout.remembered import key_of, recall, remember
 
 if TYPE_CHECKING:
     from rrl.rollout.loop import Programs
+
+log = logging.getLogger(__name__)
 
 Sizes = tuple[int, ...]
 
@@ -35,6 +42,13 @@ fewer pieces to prefill, the third at least: XLA leaves out the loop over a sing
 TRIED = 32
 """Tokens that each row writes for it. Where a normaliser is summed in another way, the last bit of some twenty-fifth to tenth of
 the log-probabilities differs: of the 512 of eight rows, some twenty at least."""
+
+LAYERS = 4
+"""Sizes are tried over so many layers, the first: all have the same shapes, so that XLA cuts the products of all alike."""
+
+SECONDS = 60.0
+"""After so long no further size is tried. This changes the time that a rollout takes, but no bit: all sizes that are found give
+the same bits. Guesses, on which bits may depend, are always tried, however long it takes."""
 
 
 class Found(NamedTuple):
@@ -51,46 +65,130 @@ class Found(NamedTuple):
 
 
 def same_bits(programs: "Programs", params: PyTree) -> Found:
-    """Tries all sizes."""
+    """Tries all sizes, unless it is remembered what was found for these programs on this machine (`rrl.rollout.remembered`).
+
+    If the weights dominate (`rrl.rollout.workers.weights_dominate`), only guesses are tried: fewer rows or pieces save no time.
+    What was found before the time was up is not remembered, so that the next engine tries more; its trials take less time where
+    there is a compilation cache.
+    """
     dtype = nnx.merge(programs.graph, params).dtype
-    params = _adapted(computed(params, dtype))
-    pieces = [programs.limits.together]
-    while not programs.in_kernel(dtype) and pieces[-1] > PIECES and not pieces[-1] % 2:
-        pieces.append(pieces[-1] // 2)
+    rows, pieces = _row_counts(programs), _piece_counts(programs, dtype)
+    key = key_of(programs, params)
+    if (known := _checked(recall(key), rows, pieces, programs.step_tokens)) is not None:
+        return known
+    deadline = _Deadline(SECONDS)
+    found = _tried(*_first_layers(programs, params), rows, pieces, deadline)
+    if deadline.missed:
+        log.info("after %g s no further row counts were tried; found %s", SECONDS, found)
+    else:
+        remember(key, found._asdict())
+    return found
+
+
+class _Deadline:
+    """The end of the time in which sizes are tried."""
+
+    def __init__(self, seconds: float) -> None:
+        self._end = time.monotonic() + seconds
+        self.missed = False
+        """Whether a trial was left out because it came too late."""
+
+    def left(self) -> bool:
+        """Whether there is time for another trial."""
+        late = time.monotonic() >= self._end
+        self.missed = self.missed or late
+        return not late
+
+
+def _row_counts(programs: "Programs") -> list[int]:
+    """Of steps, most first."""
+    counts = [programs.decode_rows]
+    while not programs.weights_dominate and counts[-1] >= NARROWED and not counts[-1] % (2 * MULTIPLE):
+        counts.append(counts[-1] // 2)
+    return counts
+
+
+def _piece_counts(programs: "Programs", dtype: DTypeLike) -> list[int]:
+    """Prefilled together, most first."""
+    counts, fewer = [programs.limits.together], not (programs.weights_dominate or programs.in_kernel(dtype))
+    while fewer and counts[-1] > PIECES and not counts[-1] % 2:
+        counts.append(counts[-1] // 2)
+    return counts
+
+
+def _checked(
+    known: Mapping[str, Any] | None, rows: list[int], pieces: list[int], step_tokens: int
+) -> Found | None:
+    """What is remembered, if it could have been found: a file may be anything."""
+    if known is None or set(known) != set(Found._fields):
+        return None
+    chosen = []
+    for name, every in (("widths", rows), ("readers", rows), ("together", pieces)):
+        counts = known[name]
+        if not isinstance(counts, list) or counts != [count for count in every if count in counts]:
+            return None
+        chosen.append(tuple(count for count in every if count in counts))
+    widths, readers, together = chosen
+    whole = widths[:1] == (rows[0],) and together[:1] == (pieces[0],)
+    if not whole or known["step_tokens"] not in (0, step_tokens):
+        return None
+    return Found(widths, readers, together, int(known["step_tokens"]))
+
+
+def _tried(
+    programs: "Programs", params: PyTree, rows: list[int], pieces: list[int], deadline: _Deadline
+) -> Found:
+    """What trials find."""
+
+    def read(count: int) -> tuple[np.ndarray, ...] | None:
+        return _read(programs, params, count) if deadline.left() else None
+
     with concurrent.futures.ThreadPoolExecutor(cores_here(), "rrl-sizes") as pool:
-        reading = [pool.submit(_read, programs, params, count) for count in pieces if pieces[1:]]
+        reading = [pool.submit(read, count) for count in pieces if pieces[1:]]
         step_tokens = programs.step_tokens
-        found = _steps(programs, params, step_tokens, pool)
+        found = _steps(programs, params, rows, step_tokens, pool, deadline)
         if found is None:
             step_tokens = 0
-            found = _steps(programs, params, step_tokens, pool)
-        read = [reader.result() for reader in reading]
+            found = _steps(programs, params, rows, step_tokens, pool, deadline)
+        alike = _alike([reader.result() for reader in reading])
     assert found is not None, "steps without guesses differ from themselves"
-    alike = _alike(read) if read else [True]
-    together = tuple(count for count, is_alike in zip(pieces, alike, strict=True) if is_alike)
-    return Found(*found, together, step_tokens)
+    fewer = (count for count, is_alike in zip(pieces[1:], alike[1:], strict=True) if is_alike)
+    return Found(*found, (pieces[0], *fewer), step_tokens)
 
 
 def _steps(
-    programs: "Programs", params: PyTree, step_tokens: int, pool: concurrent.futures.Executor
+    programs: "Programs",
+    params: PyTree,
+    rows: list[int],
+    step_tokens: int,
+    pool: concurrent.futures.Executor,
+    deadline: _Deadline,
 ) -> tuple[Sizes, Sizes] | None:
     """Widths and readers; None where bits depend on what was guessed."""
-    sizes = [programs.decode_rows]
-    while sizes[-1] >= NARROWED and not sizes[-1] % (2 * MULTIPLE):
-        sizes.append(sizes[-1] // 2)
-    steps: list[tuple[int, Sizes]] = [(programs.decode_rows, ())]
+    steps: list[tuple[int, Sizes]]
     if programs.reads_compiled(nnx.merge(programs.graph, params).dtype):
-        steps += [(size, ()) for size in sizes[1:]]
+        steps = [(count, ()) for count in rows[1:]]
     else:
-        steps += [(size, tuple(sizes[place:])) for place, size in enumerate(sizes) if sizes[1:]]
-    writing = [pool.submit(_writer, programs, params, step_tokens, *step) for step in steps]
-    first = writing[0].result()(None)
-    wrote = [writer.result()(first[0]) for writer in writing]
-    _, guessed, *_ = alike = _alike([first, *wrote])
-    same = [step for step, is_alike in zip(steps, alike[1:], strict=True) if is_alike]
-    widths = tuple(dict.fromkeys(width for width, _ in same))
-    readers = next((readers for width, readers in same if width == programs.decode_rows and readers), ())
-    return (widths, readers) if guessed else None
+        steps = [(count, tuple(rows[place:])) for place, count in enumerate(rows) if rows[1:]]
+    if not (steps or step_tokens):
+        return (rows[0],), ()
+
+    def compiled(width: int, readers: Sizes) -> Callable[[np.ndarray], tuple[np.ndarray, ...]] | None:
+        return _writer(programs, params, step_tokens, width, readers) if deadline.left() else None
+
+    every = pool.submit(_writer, programs, params, step_tokens, rows[0], ())
+    writers = [pool.submit(compiled, *step) for step in steps]
+    first = every.result()(None)
+    if step_tokens and not all(_alike([first, every.result()(first[0])])):
+        return None
+    wrote: list[tuple[np.ndarray, ...] | None] = [first]
+    for writer in writers:
+        run = writer.result()
+        wrote.append(run(first[0]) if run is not None and deadline.left() else None)
+    same = [step for step, is_alike in zip(steps, _alike(wrote)[1:], strict=True) if is_alike]
+    widths = tuple(dict.fromkeys([rows[0], *(width for width, _ in same)]))
+    readers = next((readers for width, readers in same if width == rows[0]), ())
+    return widths, readers
 
 
 def _writer(
@@ -199,12 +297,30 @@ def _made_up(programs: "Programs", params: PyTree, slots: int) -> KVCache:
     return dataclasses.replace(cache, k=k, v=v)
 
 
-def _alike(made: Sequence[tuple[np.ndarray, ...]]) -> list[bool]:
-    """Which of these are the first, or the beginning of it."""
+def _alike(made: Sequence[tuple[np.ndarray, ...] | None]) -> list[bool]:
+    """Which of these are the first, or the beginning of it; what was not made is not."""
+    first = made[0] if made else None
     return [
-        all(np.array_equal(few, every[: len(few)]) for few, every in zip(some, made[0], strict=True))
+        some is not None
+        and first is not None
+        and all(np.array_equal(few, every[: len(few)]) for few, every in zip(some, first, strict=True))
         for some in made
     ]
+
+
+def _first_layers(programs: "Programs", params: PyTree) -> tuple["Programs", PyTree]:
+    """Programs of a model of the first layers, and its parameters as a decoder reads them, with adapters that do something."""
+    model = nnx.merge(programs.graph, params)
+    if model.config.layers > LAYERS:
+        model.config = model.layers.config = dataclasses.replace(model.config, layers=LAYERS)
+        graph, state = nnx.split(model)
+        flat = nnx.to_flat_state(state)
+        params = nnx.from_flat_state(
+            {path: leaf.replace(leaf[...][:LAYERS]) if path[0] == "layers" else leaf for path, leaf in flat}
+        )
+        programs = copy.copy(programs)
+        programs.graph, programs.decoder_config = graph, model.config
+    return programs, _adapted(computed(params, model.dtype))
 
 
 def _adapted(params: PyTree) -> PyTree:

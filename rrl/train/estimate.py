@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from jax.sharding import AbstractMesh, Mesh
 
 from rrl.models.cache import BLOCK
-from rrl.models.config import DecoderConfig
+from rrl.models.config import DecoderConfig, matrix_parameters
 from rrl.parallel.mesh import data_shards
 from rrl.parallel.topology import Chip
 from rrl.rl.logprobs import chunk_positions
@@ -49,12 +49,6 @@ class Cost:
             self.bytes / (chip.bandwidth * chips),
             self.sent / chip.interconnect,
         )
-
-
-def matrix_parameters(config: DecoderConfig) -> float:
-    """Weights that each token is multiplied with, embedding and head left out."""
-    attention = 2 * config.hidden * (config.heads + config.kv_heads) * config.head_dim
-    return float(config.layers * (attention + 3 * config.hidden * config.mlp))
 
 
 def forward_flops(config: DecoderConfig, tokens: float, keys: float, scored: float) -> float:

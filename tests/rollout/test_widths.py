@@ -12,7 +12,7 @@ from rrl.models import cache
 from rrl.models.decoder import Decoder
 from rrl.models.lora import LoraConfig, add_lora
 from rrl.parallel.mesh import make_mesh
-from rrl.rollout import device, loop
+from rrl.rollout import device, loop, sizes, workers
 from rrl.rollout.engine import Engine, EngineConfig
 from rrl.rollout.protocol import SingleTurn
 from rrl.rollout.sizes import _adapted
@@ -41,8 +41,8 @@ def test_a_row_has_the_same_bits_among_few_as_among_all(world, spare_rows, compi
     params, environment = nnx.state(decoder), SingleTurn(turn_tokens=48)
     found, whole = (engine.run(params, requests, environment, KEY) for engine in (narrow, wide))
     assert (wide.programs.widths, wide.programs.readers, wide.programs.together) == ((32,), (), (4,))
-    sizes = narrow.programs.widths, narrow.programs.readers, narrow.programs.together
-    if sizes == ((32,), (), (4,)):
+    found_sizes = narrow.programs.widths, narrow.programs.readers, narrow.programs.together
+    if found_sizes == ((32,), (), (4,)):
         pytest.skip("on this processor no smaller sizes have the same bits")
     assert narrow.stats.row_steps == wide.stats.row_steps
     for one, other in zip(found, whole, strict=True):
@@ -103,6 +103,52 @@ def test_a_last_bit_that_seldom_differs_is_seen(world, monkeypatch):
     assert widths() == right[:-1]
 
 
+def shapes_of_steps(monkeypatch):
+    """The shapes of the tokens, and how many layers there are, of all steps that are compiled from here on."""
+    shapes, extend = set(), Decoder.extend
+
+    def seen(model, tokens, **others):
+        shapes.add((*tokens.shape, len(others["cache"].k)))
+        return extend(model, tokens, **others)
+
+    monkeypatch.setattr(Decoder, "extend", seen)
+    return shapes
+
+
+def test_where_the_weights_dominate_only_guesses_are_tried(world, monkeypatch):
+    decoder, tokenizer, _ = world
+    shapes = shapes_of_steps(monkeypatch)
+    monkeypatch.setattr(workers, "CACHED_BYTES", 0)
+    for draft_tokens, tried in ((0, set()), (1, {(32, 2, 2)})):
+        config = dataclasses.replace(CONFIG, loops=0, draft_tokens=draft_tokens)
+        programs = Engine(decoder, tokenizer, config).programs
+        programs.narrow(nnx.state(decoder))
+        assert programs.loops == 1 and shapes == tried
+        found = programs.widths, programs.readers, programs.together, programs.step_tokens
+        assert found == ((32,), (), (4,), 64 * draft_tokens)
+
+
+def test_sizes_are_tried_over_the_first_layers(world, monkeypatch):
+    deep = Decoder(dataclasses.replace(world[0].config, layers=6), rngs=nnx.Rngs(0))
+    shapes = shapes_of_steps(monkeypatch)
+    programs = Engine(deep, world[1], dataclasses.replace(CONFIG, rows=16)).programs
+    programs.narrow(nnx.state(deep))
+    assert shapes == {(16, 1, 4), (8, 1, 4)} and programs.decoder_config.layers == deep.config.layers == 6
+
+
+def test_once_the_time_is_up_the_full_width_is_left_and_guesses_are_still_tried(world, monkeypatch, caplog):
+    decoder, tokenizer, _ = world
+    kept = []
+    monkeypatch.setattr(sizes, "SECONDS", 0.0)
+    monkeypatch.setattr(sizes, "remember", lambda key, found: kept.append(found))
+    shapes = shapes_of_steps(monkeypatch)
+    programs = Engine(decoder, tokenizer, dataclasses.replace(CONFIG, draft_tokens=1)).programs
+    with caplog.at_level("INFO", "rrl.rollout.sizes"):
+        programs.narrow(nnx.state(decoder))
+    assert programs.widths == (32,) and programs.step_tokens == 64 and shapes == {(32, 2, 2)}
+    assert not kept and "after 0 s no further row counts were tried" in caplog.text
+
+
 def test_few_rows_and_several_devices_have_one_width(world):
     decoder, tokenizer, _ = world
     few = Engine(decoder, tokenizer, dataclasses.replace(CONFIG, rows=15))
@@ -124,8 +170,10 @@ def test_adapters_that_are_zero_are_tried_as_if_they_were_not(world):
 
 
 def test_an_option_that_xla_does_not_know_is_left_out(monkeypatch):
-    monkeypatch.setattr(loop, "OPTIONS", {"xla_cpu_no_such_option": False, **loop.OPTIONS})
-    loop._options.cache_clear()
-    one, two = loop._options(1), loop._options(2)
-    loop._options.cache_clear()
-    assert set(one) <= set(two) <= {*loop.OPTIONS, "xla_cpu_multi_thread_eigen"} - {"xla_cpu_no_such_option"}
+    monkeypatch.setattr(workers, "OPTIONS", {"xla_cpu_no_such_option": False, **workers.OPTIONS})
+    workers.compiler_options.cache_clear()
+    one, two = workers.compiler_options(1), workers.compiler_options(2)
+    workers.compiler_options.cache_clear()
+    assert (
+        set(one) <= set(two) <= {*workers.OPTIONS, "xla_cpu_multi_thread_eigen"} - {"xla_cpu_no_such_option"}
+    )

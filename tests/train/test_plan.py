@@ -13,11 +13,11 @@ from jax.sharding import AbstractMesh
 from configs.rsearch_grpo import get_config
 from configs.rsearch_ppo import get_config as get_ppo
 from rrl.errors import UserError
-from rrl.models.config import DecoderConfig
+from rrl.models.config import DecoderConfig, matrix_parameters
 from rrl.parallel.mesh import AXES
 from rrl.parallel.topology import CHIPS, GIB, Topology
 from rrl.train import programs
-from rrl.train.estimate import Cost, Workload, costs, forward_flops, matrix_parameters
+from rrl.train.estimate import Cost, Workload, costs, forward_flops
 from rrl.train.experiment import Settings
 from rrl.train.plan import PUBLISHED, Plan, default_mesh, first_knob, plan, policy_shape
 from rrl.train.plan_report import report

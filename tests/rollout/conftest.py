@@ -1,0 +1,11 @@
+"""Tests of rollouts try sizes anew: they change what is compiled, of which what is remembered knows nothing."""
+
+import pytest
+
+from rrl.rollout import sizes
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_remembered(monkeypatch):
+    monkeypatch.setattr(sizes, "recall", lambda key: None)
+    monkeypatch.setattr(sizes, "remember", lambda key, found: None)
