@@ -39,7 +39,7 @@ _SEEDS = flags.DEFINE_list("seeds", ["0", "1", "2", "3"], "Seeds to run.")
 def main(_: Sequence[str]) -> None:
     """Runs what is missing and prints the table."""
     from rrl.errors import UserError
-    from rrl.train.compare import REFUSED, compare
+    from rrl.train.compare import compare
 
     if not all(seed.isdigit() for seed in _SEEDS.value):
         raise UserError(f"--seeds={','.join(_SEEDS.value)} must be whole numbers, separated by commas")
@@ -57,8 +57,8 @@ def main(_: Sequence[str]) -> None:
             )
         )
     except subprocess.CalledProcessError as error:
-        if error.returncode == REFUSED:  # the run has printed its error
-            sys.exit(REFUSED)
+        if error.returncode == launcher.REFUSED:  # the run has printed its error
+            sys.exit(launcher.REFUSED)
         sys.exit(
             f"error: exit code {error.returncode} of python {shlex.join(error.cmd)}; what it printed is above"
         )

@@ -10,6 +10,10 @@ class Unavailable(OSError):
     """A service gave no answer, in spite of all attempts, or because the run is to stop. Asked again later it may."""
 
 
+class Stopped(Exception):
+    """A signal stopped a run that this process had started, after it had saved. The same command continues."""
+
+
 class StopSignal:
     """Remembers that SIGTERM or SIGINT came, so that a loop can save and leave at its next step."""
 

@@ -1,11 +1,14 @@
-"""Files that are whole or not there."""
+"""Files that are whole or not there, and saves that fail."""
 
+import errno
 import os
+import re
 import stat
 
 import pytest
 
-from rrl.files import write_whole
+from rrl.errors import UserError
+from rrl.files import SaveError, append, json_lines, saving, write_whole
 
 
 def test_a_file_is_replaced_whole_and_others_may_read_it(tmp_path):
@@ -23,3 +26,114 @@ def test_what_cannot_be_written_leaves_the_old_file_and_nothing_beside(tmp_path)
         write_whole(tmp_path / "a.json", "half \udc80")
     assert [file.name for file in tmp_path.iterdir()] == ["a.json"]
     assert (tmp_path / "a.json").read_text(encoding="utf-8") == "old"
+
+
+def test_a_file_that_says_the_same_already_is_left(tmp_path):
+    file = tmp_path / "a.json"
+    write_whole(file, "old")
+    before = file.stat()
+    write_whole(file, "old")
+    assert (file.stat().st_ino, file.stat().st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
+
+
+def test_json_lines_come_with_their_numbers_and_a_cut_one_is_ignored(tmp_path):
+    file = tmp_path / "a.jsonl"
+    whole = '{"a": "é"}\r\n\n{"b": 1}\n'.encode()
+    for cut in range(len(whole) + 1):
+        file.write_bytes(whole[:cut])
+        # A line that is whole but for its newline counts.
+        expected = [(1, {"a": "é"})] * (cut >= 11) + [(3, {"b": 1})] * (cut >= len(whole) - 1)
+        assert list(json_lines(file, "")) == expected
+
+
+@pytest.mark.parametrize("line", [b'"\xff"', b"[1]", b"null", b"7", b"{", b"nonsense"])
+def test_a_line_that_is_no_json_object_is_named(tmp_path, line):
+    file = tmp_path / "a.jsonl"
+    file.write_bytes(b"{}\n" + line + b"\n")
+    with pytest.raises(UserError, match=rf"^{re.escape(str(file))}, line 2: .*; mend it$"):
+        list(json_lines(file, "mend it"))
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (
+            OSError(errno.ENOSPC, "No space left on device"),
+            ["disk, its inodes or the quota are full. Free space"],
+        ),
+        (OSError(errno.EDQUOT, "Disk quota exceeded"), ["the quota are full. Free space"]),
+        # TensorStore's in Orbax, and of the Rust tokenizers.
+        (ValueError("RESOURCE_EXHAUSTED: Error writing local file"), ["are full. Free space"]),
+        (Exception("No space left on device (os error 28)"), ["are full. Free space"]),
+        (PermissionError(errno.EACCES, "Permission denied"), ["Permission denied", "Make it writable"]),
+        (
+            IsADirectoryError(errno.EISDIR, "Is a directory"),
+            ["a folder is in its place. Move that folder away"],
+        ),
+        (FileExistsError(errno.EEXIST, "File exists"), ["a file is in its place. Move that file away"]),
+    ],
+)
+def test_a_failed_save_names_its_path_the_reason_and_what_to_do(tmp_path, error, words):
+    with pytest.raises(SaveError) as found, saving(tmp_path / "policy"):
+        raise error
+    words = [f"{tmp_path}/policy could not be saved: ", *words, "then give the same command again"]
+    assert all(word in str(found.value) for word in words), found.value
+    assert "\n" not in str(found.value) and found.value.__cause__ is error
+
+
+def test_a_failed_save_names_the_folder_that_is_gone_or_a_file(tmp_path):
+    (tmp_path / "a").write_text("mine")
+    for folder, words in (("a", "a is a file. Put the folder back"), ("b", "b is gone. Put it back")):
+        with pytest.raises(SaveError, match=words), saving(tmp_path / folder / "deep" / "file"):
+            (tmp_path / folder / "deep" / "file").write_text("x")
+
+
+def test_errors_of_programs_and_users_pass_a_save(tmp_path):
+    for error in (
+        TypeError("bytes"),
+        UserError("wrong"),
+        ValueError("shape (3,)"),
+        KeyError("x"),
+        KeyboardInterrupt(),
+    ):
+        with pytest.raises(type(error)) as found, saving(tmp_path):
+            raise error
+        assert found.value is error
+
+
+def test_an_append_that_fails_leaves_the_file_as_it_was(tmp_path, monkeypatch):
+    file = tmp_path / "lines"
+    with pytest.raises(FileNotFoundError):
+        append(file, b"never begun\n")
+    file.write_bytes(b"first\n")
+    append(file, b"second\n")
+    assert file.read_bytes() == b"first\nsecond\n"
+    opened = type(file).open
+
+    class Full:
+        """A file whose disk has room for three more bytes."""
+
+        def __init__(self, *args, **kwargs):
+            self.stream = opened(*args, **kwargs)
+            self.room = 3
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            self.stream.close()
+
+        def write(self, data):
+            if not self.room:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            written, self.room = self.stream.write(data[: self.room]), 0
+            return written
+
+        def __getattr__(self, name):
+            return getattr(self.stream, name)
+
+    monkeypatch.setattr(type(file), "open", Full)
+    with pytest.raises(OSError, match="No space left"):
+        append(file, b"third\n")
+    monkeypatch.undo()
+    assert file.read_bytes() == b"first\nsecond\n"

@@ -44,7 +44,7 @@ from rrl.eval.scoring import CUTS, Scores, as_text, matched, report, score, writ
 from rrl.eval.trajectories_html import write_html
 from rrl.eval.trajectory_files import load_trajectories
 from rrl.eval.ways import Generator, Trained, Way, make_way
-from rrl.files import replaced
+from rrl.files import locked, replaced
 from rrl.models.hf import folder_hash, load_language_model
 from rrl.models.weights import require_folder
 from rrl.parallel.runtime import enable_compilation_cache
@@ -52,7 +52,6 @@ from rrl.recipes.card import read_card, require_policy
 from rrl.recipes.catalogue import RECIPES, make_recipe
 from rrl.recipes.prompted.base import Settings as Prompting
 from rrl.recipes.prompted.catalogue import METHODS, make_method
-from rrl.retrieval.files import locked
 from rrl.retrieval.gold import hits_at
 from rrl.rewards.reader import Reader
 from rrl.rollout.engine import Engine, EngineConfig
@@ -61,7 +60,6 @@ from rrl.rollout.trajectory import Trajectory
 from rrl.text.metrics import AnswerScores, exact_match
 from rrl.text.normalize import rule_named
 from rrl.text.short_answers import choice_correct
-from rrl.train.checkpoints import refuse_other_config
 from rrl.train.experiment import Clock
 from rrl.train.fields import build, fill, only
 from rrl.train.hardware import ComputeConfig, MeshConfig
@@ -69,6 +67,7 @@ from rrl.train.judges import SECTIONS as JUDGE
 from rrl.train.judges import JudgeSettings
 from rrl.train.progress import Progress
 from rrl.train.tasks import RetrieverConfig, encoder_folder
+from rrl.train.workdir import refuse_other_config
 
 SHOWN = 100
 """Trajectories on a run's own page."""
@@ -223,7 +222,8 @@ def run(config: Mapping[str, Any], workdir: str | Path, command: Sequence[str] =
         short: dict[str, AnswerScores | None] = {}
         judged = ""
         if judge is not None and settings.judge is not None:
-            answers = {line["id"]: line["prediction"] for line in read_lines(workdir / "results.jsonl")}
+            lines = read_lines(workdir / "results.jsonl", "id", "prediction")
+            answers = {line["id"]: line["prediction"] for line in lines}
             file = verdict_file(
                 workdir, settings.judge.identity() | {"prompt": settings.eval.judge_prompt}, answers
             )
@@ -357,7 +357,7 @@ def latency(workdir: Path, judged: str = "") -> dict[str, float]:
     is of the model that answers from what was found (R2AG's generator). "judge" is of the judge whose file of verdicts is
     `judged`.
     """
-    lines = read_lines(workdir / "timing.jsonl")
+    lines = read_lines(workdir / "timing.jsonl", "questions")
     found = {}
     for stage in STAGES:
         mine = [line for line in lines if stage != "judge" or line.get("judged") == judged != ""]
@@ -427,7 +427,7 @@ def finish(
     if not card.corpus:  # nothing was looked for
         for name in ("retrieval", "retrieval_intervals"):
             found.pop(name, None)
-    lines = read_lines(workdir / "results.jsonl")
+    lines = read_lines(workdir / "results.jsonl", "answer_rank", "ended")
     ranks = [line["answer_rank"] for line in lines if line["answer_rank"] is not None]
     # Beside questions with gold passages, those without have no answer that could be found.
     if ranks and card.corpus and "retrieval" not in found:
@@ -437,11 +437,10 @@ def finish(
     found["ended"] = {name: often / len(lines) for name, often in endings.most_common()}
     found["seconds"] = latency(workdir, judged)
     found["timed"] = sum(
-        line["questions"] for line in read_lines(workdir / "timing.jsonl") if "answer" in line
+        line["questions"] for line in read_lines(workdir / "timing.jsonl", "questions") if "answer" in line
     )
-    found["tags"] = list(
-        settings.way.tags.items()
-    )  # a tag may be a pair of markers, which is no name in JSON
+    # A tag may be a pair of markers, which is no name in JSON.
+    found["tags"] = list(settings.way.tags.items())
     found["card"] = dataclasses.asdict(card)
     shown = scored_trajectories(workdir, scores)[:SHOWN]
     write_html(shown, workdir / "trajectories.html", f"{card.method}: {card.dataset}", tags=settings.way.tags)

@@ -47,7 +47,8 @@ def verdicts(
         found = [(question.id, said.get(question.id, 0.0)) for question in some]
         return [{"id": name, "verdict": None if score is None else score >= 0.5} for name, score in found]
 
-    return {name: line["verdict"] for name, line in _kept(file, questions, graded, "judge").items()}
+    found = _kept(file, questions, graded, "judge", ("verdict",))
+    return {name: line["verdict"] for name, line in found.items()}
 
 
 def short_scores(
@@ -67,7 +68,7 @@ def short_scores(
         said = {q.id: scores[at * len(names) : (at + 1) * len(names)] for at, q in enumerate(told)}
         return [{"id": q.id, **dict(zip(names, said.get(q.id, plain[q.id]), strict=True))} for q in some]
 
-    found = _kept(file, questions, graded, "short answers")
+    found = _kept(file, questions, graded, "short answers", AnswerScores._fields)
     values = {name: [line[metric] for metric in AnswerScores._fields] for name, line in found.items()}
     return {name: None if None in some else AnswerScores(*some) for name, some in values.items()}
 
@@ -77,8 +78,10 @@ def _kept(
     questions: Sequence[Question],
     graded: Callable[[Sequence[Question]], list[dict[str, Any]]],
     label: str,
+    fields: Sequence[str],
 ) -> dict[str, dict[str, Any]]:
-    """A record of each question, by id: those that `file` holds, and of the others what `graded` says, written as it comes."""
+    """A record of each question, with `fields`, by id: those that `file` holds, and of the others what `graded` says, written as
+    it comes."""
     with (
         Lines(file, [question.id for question in questions]) as lines,
         Progress(len(questions), start=len(lines.done), label=label) as progress,
@@ -88,4 +91,4 @@ def _kept(
             for record in graded(todo[at : at + TOGETHER]):
                 lines.append(record)
             progress.update(len(lines.done), {})
-    return {line["id"]: line for line in read_lines(file)}
+    return {line["id"]: line for line in read_lines(file, *fields)}

@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from rrl.errors import UserError
-from rrl.files import replaced
+from rrl.files import json_lines, replaced
+
+_REMEDY = "remove that line and give the command that wrote the file again"
 
 
 class Lines:
@@ -75,9 +77,16 @@ def _ids(path: Path, allowed: set[str]) -> set[str]:
     return set(first)
 
 
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """All whole lines of such a file; none where it is not there."""
+def read_lines(path: Path, *fields: str) -> list[dict[str, Any]]:
+    """All whole lines of such a file; none where it is not there.
+
+    Raises UserError that names the line for one that is no JSON object, or lacks one of `fields`.
+    """
     if not path.exists():
         return []
-    whole, _, _ = path.read_bytes().rpartition(b"\n")
-    return [json.loads(line) for line in whole.splitlines()]
+    records = []
+    for number, record in json_lines(path, _REMEDY):
+        if lacking := [field for field in fields if field not in record]:
+            raise UserError(f"{path}, line {number}: there is no {lacking[0]!r}; {_REMEDY}")
+        records.append(record)
+    return records

@@ -20,10 +20,10 @@ import numpy as np
 from rrl.data.passages import Passage, iter_passages
 from rrl.data.records import OnError
 from rrl.errors import UserError
-from rrl.files import replaced
+from rrl.files import FULL, LOCK, locked, replaced
 from rrl.retrieval.bm25 import Bm25Config, Bm25Index
 from rrl.retrieval.dense import ExactIndex, ScannIndex
-from rrl.retrieval.files import FULL, LOCK, disk_full_told, locked
+from rrl.retrieval.files import disk_full_told
 from rrl.retrieval.folder import KINDS, PassageFile, write_manifest, write_passages
 from rrl.retrieval.postings import BlockFolder
 from rrl.retrieval.ranking import overlap

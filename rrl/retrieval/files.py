@@ -1,41 +1,16 @@
-"""One writer at a time in a folder, and disks that are full."""
+"""Disks that are full."""
 
 import contextlib
-import errno
-import fcntl
 import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 from rrl.errors import UserError
-
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-"""What the system says when a disk, a quota or a file's limit is full."""
+from rrl.files import FULL
 
 SPARE = 64 << 10
 """Bytes that a disk has left unless it is full."""
-
-
-LOCK = "lock"
-
-
-@contextlib.contextmanager
-def locked(folder: Path, refusal: str) -> Iterator[int]:
-    """Keeps other processes, whose writing would mix with ours, out of a folder; UserError(`refusal`) where one is in it.
-
-    The system lets go of it with the process, however that ends, and with those that were given the descriptor that is yielded. A
-    file system without locks has none.
-    """
-    with (folder / LOCK).open("w") as stream:
-        try:
-            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise UserError(refusal) from error
-        except OSError as error:
-            if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
-                raise
-        yield stream.fileno()
 
 
 @contextlib.contextmanager

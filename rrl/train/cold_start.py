@@ -29,7 +29,6 @@ from rrl.rewards.judge import Judge
 from rrl.rollout.engine import Engine, EngineConfig
 from rrl.rollout.trajectory import POLICY, Trajectory
 from rrl.stopping import Unavailable, stop_requested
-from rrl.train.checkpoints import refuse_other_config
 from rrl.train.experiment import Clock
 from rrl.train.fields import build, fill, only
 from rrl.train.hardware import ComputeConfig, MeshConfig
@@ -38,6 +37,7 @@ from rrl.train.judges import JudgeSettings
 from rrl.train.rollouts import refuse_long_prompts
 from rrl.train.strong import REFUSED, PolicyFolder, Service, Strong
 from rrl.train.tasks import Corpus, DataConfig, RetrieverConfig, encoder_folder, load_corpora
+from rrl.train.workdir import refuse_other_config
 
 
 class Demonstrating(Recipe, Protocol):

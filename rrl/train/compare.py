@@ -20,8 +20,11 @@ import numpy as np
 from rrl.errors import UserError
 from rrl.eval.curves import plot_spread
 from rrl.eval.summary import table
-from rrl.train.launcher import STOPPED
+from rrl.files import saving, write_whole
+from rrl.stopping import Stopped, Unavailable
+from rrl.train.launcher import REFUSED, STOPPED, TRY_AGAIN
 from rrl.train.metrics import read_metrics
+from rrl.train.workdir import CONFIG, read_run
 
 GRPO, SFT = "GRPO", "SFT continued"
 ARMS = {GRPO: "", SFT: "", "rewards permuted": "control=permuted", "search off": "control=search_off"}
@@ -35,8 +38,6 @@ AXES = {"minutes": "minutes", "updates": "step"}
 """What the plot may run over, by the metric that says it."""
 SHORT = {"em": "EM"}
 """What metrics are called, in plots and in the table."""
-REFUSED = 2
-"""Exit code of a launcher for wrong input; nothing was written."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,8 +100,7 @@ def compare(
     tells, a share that the recipe measures on held-out questions (R2AG: "full_recall"). The plot runs `over` "minutes" of
     training or, where the runs had unlike machines, "updates".
 
-    Raises UserError for a run that a signal stopped and for a workdir that another config made; CalledProcessError for
-    a run that failed, which has said why.
+    Raises UserError for a workdir that another config made; as `run` for a run that ended early, which has said why.
     """
     for flag, value in (("config", config), ("cold_start", cold_start)):
         if given := [name for name in TAKEN[flag] if name in _split(value)[1]]:
@@ -160,16 +160,20 @@ def _of_arm(arm: str, config: str) -> tuple[str, str]:
 
 
 def run(cell: Cell, todo: Sequence[Sequence[str]], made_by: str) -> None:
-    """Runs the commands of a cell; CalledProcessError for one that failed, UserError for one that a signal stopped."""
+    """Runs the commands of a cell. Raises CalledProcessError for one that failed, Stopped for one that a signal stopped, and
+    Unavailable for one that a judge or reader left without an answer."""
     for command in todo:
         print("python", *command, file=sys.stderr, flush=True)
         code = wait_for(subprocess.Popen([sys.executable, *command]))
         if code != REFUSED and cell.workdir.is_dir():
-            (cell.workdir / "command.json").write_text(made_by, encoding="utf-8")
+            with saving(cell.workdir / "command.json"):
+                write_whole(cell.workdir / "command.json", made_by)
         if code == STOPPED or code < 0:
-            raise UserError(
+            raise Stopped(
                 f"the run {cell.workdir} was stopped by a signal (exit code {code}); the same command continues it"
             )
+        if code == TRY_AGAIN:
+            raise Unavailable(f"the run {cell.workdir} was left by a service (exit code {code})")
         if code:
             raise subprocess.CalledProcessError(code, command)
 
@@ -220,10 +224,9 @@ def refuse_mixed_models(plan: Sequence[Cell]) -> None:
     """
     first: dict[tuple[str, str], tuple[Cell, str]] = {}
     for cell in plan:
-        file = cell.workdir / "config.json"
-        if cell.arm == SFT or not file.exists():
+        if cell.arm == SFT or not (cell.workdir / CONFIG).exists():
             continue
-        made = json.loads(file.read_text(encoding="utf-8"))["run"]
+        made = read_run(cell.workdir, "policy", "reader", "retriever")
         models = {name: made[name] for name in ("policy", "reader")} | {
             "encoder": made["retriever"]["encoder"]
         }
@@ -243,10 +246,9 @@ def unlike(plan: Sequence[Cell]) -> list[str]:
     policies that they start from."""
     found: dict[str, dict[str, list[str]]] = {}
     for cell in plan:
-        file = cell.workdir / "config.json"
-        if not file.exists():
+        if not (cell.workdir / CONFIG).exists():
             continue
-        made = json.loads(file.read_text(encoding="utf-8"))["run"]
+        made = read_run(cell.workdir, *(() if cell.arm == SFT else ("policy",)))
         fields = {
             f"{part}.{name}": value
             for part in ("data", "retriever")

@@ -1,5 +1,6 @@
 """A run from its config: load, train, and leave behind what a person will look at."""
 
+import contextlib
 import dataclasses
 import importlib.metadata
 import pathlib
@@ -21,6 +22,7 @@ from rrl.eval.curves import plot_training
 from rrl.eval.summary import summary
 from rrl.eval.trajectories_html import write_html
 from rrl.eval.trajectory_files import save_trajectories
+from rrl.files import saving, write_whole
 from rrl.models.decoder import Decoder
 from rrl.models.heads import ValueModel
 from rrl.models.hf import folder_hash, load_language_model, load_value_model, save_decoder
@@ -39,20 +41,21 @@ from rrl.rl.optim import OptimConfig
 from rrl.rollout.engine import Engine, EngineConfig
 from rrl.rollout.loop import NO_NUMBERS
 from rrl.rollout.trajectory import Trajectory
-from rrl.train.checkpoints import refuse_other_config
 from rrl.train.critic import CriticConfig
-from rrl.train.export import write_model_files
+from rrl.train.export import MODEL_FILES, write_model_files
 from rrl.train.fields import build, fill, only
 from rrl.train.guard import GuardConfig
 from rrl.train.hardware import ComputeConfig, MeshConfig
 from rrl.train.judges import SECTIONS as JUDGE
 from rrl.train.judges import JudgeSettings
-from rrl.train.metrics import read_metrics
+from rrl.train.metrics import read_metrics, refuse_damaged
 from rrl.train.objective import ObjectiveConfig
 from rrl.train.rl import Outcome, Task, train
 from rrl.train.rl_config import MAY_DIFFER, RLConfig
 from rrl.train.rollouts import refuse_long_prompts
+from rrl.train.shown import EACH
 from rrl.train.tasks import DataConfig, RetrieverConfig, encoder_folder, load_corpora
+from rrl.train.workdir import held, refuse_held, refuse_other_config
 
 SECTIONS = {
     "train": RLConfig,
@@ -70,8 +73,6 @@ SECTIONS = {
 """The dataclass behind each section of a config, but for `recipe`."""
 CRITIC = {"critic": CriticConfig, "critic_optim": OptimConfig}
 """The same of the sections that make it PPO."""
-SHOWN = 60
-"""Trajectories on the page."""
 
 
 def with_defaults(config: ConfigDict) -> ConfigDict:
@@ -294,18 +295,33 @@ def run(config: Mapping[str, Any], workdir: str | pathlib.Path) -> Outcome:
 
     Running it again with the same config continues; a finished run only reports again. A run that a signal stopped
     writes everything but `summary.txt`, the mark of a finished one; one that its guard ended reports its last good checkpoint.
+
+    Raises UserError for a wrong config and for a workdir of another one, or that another process holds; SaveError where the
+    workdir cannot be written; Unavailable as `train`.
     """
+    with contextlib.ExitStack() as stack:
+        return _run(config, workdir, stack)
+
+
+def _run(config: Mapping[str, Any], workdir: str | pathlib.Path, stack: contextlib.ExitStack) -> Outcome:
+    """As `run`; the workdir is held until `stack` is closed."""
     say = Clock()
     settings = Settings.of(config)
     identity = identity_of(settings)
     workdir = pathlib.Path(workdir)
     refuse_other_config(workdir, dataclasses.asdict(settings.train) | {"run": identity}, MAY_DIFFER)
+    refuse_damaged(workdir)
+    refuse_held(workdir)
     enable_compilation_cache()
     loaded = load(settings, say)
     refuse_long_prompts(loaded.engine, settings.recipe, [*loaded.task.train, *loaded.task.held_out])
 
     def ready() -> None:
-        write_model_files(workdir, loaded.decoder.config, loaded.tokenizer, _card(settings), settings.policy)
+        stack.enter_context(held(workdir))
+        with saving(workdir / MODEL_FILES):
+            write_model_files(
+                workdir, loaded.decoder.config, loaded.tokenizer, _card(settings), settings.policy
+            )
 
     say(f"compiling on first use (the update stays in the compilation cache): {programs_of(settings)}")
     outcome = train(
@@ -375,24 +391,29 @@ def report(settings: Settings, loaded: Loaded, outcome: Outcome, workdir: pathli
 
     All processes hold parts of the policy; the rest is the first one's work.
     """
-    save_decoder(workdir / "policy", loaded.decoder, loaded.tokenizer)
+    with saving(workdir / "policy"):
+        save_decoder(workdir / "policy", loaded.decoder, loaded.tokenizer)
     if jax.process_index() != 0:
         return
-    write_card(workdir / "policy", _card(settings))
+    with saving(workdir / "policy"):
+        write_card(workdir / "policy", _card(settings))
     rows = read_metrics(workdir / "metrics.jsonl")
-    plot_training(rows, workdir / "curves.png", settings.name, settings.train.eval_temperature)
+    with saving(workdir / "curves.png"):
+        plot_training(rows, workdir / "curves.png", settings.name, settings.train.eval_temperature)
     shown = shown_with_sources(outcome)
     if outcome.evaluated:
-        save_trajectories(workdir / "trajectories.jsonl", outcome.evaluated)
+        with saving(workdir / "trajectories.jsonl"):
+            save_trajectories(workdir / "trajectories.jsonl", outcome.evaluated)
     if shown:
-        write_html(
-            [trajectory for trajectory, _ in shown],
-            workdir / "trajectories.html",
-            title=f"{settings.name}: step {outcome.step}",
-            tags=settings.recipe.tags,
-            token_bytes=loaded.engine.bytes,
-            sources=[source for _, source in shown],
-        )
+        with saving(workdir / "trajectories.html"):
+            write_html(
+                [trajectory for trajectory, _ in shown],
+                workdir / "trajectories.html",
+                title=f"{settings.name}: step {outcome.step}",
+                tags=settings.recipe.tags,
+                token_bytes=loaded.engine.bytes,
+                sources=[source for _, source in shown],
+            )
     facts = {
         "steps": f"{outcome.step} of {settings.train.steps} ({outcome.stopped}{outcome.reason and f': {outcome.reason}'})",
         "minutes": f"{outcome.seconds / 60:.1f} of training, {(time.perf_counter() - say.began) / 60:.1f} of this command",
@@ -412,7 +433,8 @@ def report(settings: Settings, loaded: Loaded, outcome: Outcome, workdir: pathli
         files=files,
     )
     if outcome.stopped != "signal":
-        (workdir / "summary.txt").write_text(text + "\n", encoding="utf-8")
+        with saving(workdir / "summary.txt"):
+            write_whole(workdir / "summary.txt", text + "\n")
     print(text)
 
 
@@ -426,4 +448,4 @@ def shown_with_sources(outcome: Outcome) -> list[tuple[Trajectory, str]]:
     trained = [
         (t, UNUSED if idle else TRAINING) for t, idle in zip(outcome.sampled, outcome.left_out, strict=True)
     ]
-    return held_out[: SHOWN // 2] + trained[: SHOWN // 2]
+    return held_out[:EACH] + trained[:EACH]

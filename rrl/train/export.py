@@ -31,6 +31,7 @@ from rrl.recipes.card import Card, write_card
 from rrl.rl.optim import split_trained
 from rrl.train import learner, sft
 from rrl.train.checkpoints import read_part, saved_metadata, saved_steps
+from rrl.train.workdir import read_run, read_settings
 
 MODEL_FILES = "model_files"
 _START = "start.json"
@@ -143,13 +144,15 @@ def _read_decoder(
     workdir: pathlib.Path, step: int, described: pathlib.Path, start: str | pathlib.Path | None
 ) -> Decoder:
     """What the run has to show by a checkpoint, spread over the devices of this process."""
-    settings = read_json(workdir / CONFIG, "which says what the run is")
+    settings, run = read_settings(workdir), read_run(workdir)
+    if "optim" not in settings:
+        raise UserError(f"{workdir / CONFIG} lacks optim; give the workdir of a training run")
     if "average_last" in settings:
         where = learner.learned_in_checkpoint(settings)
     else:
         where = sft.learned_in_checkpoint(settings, saved_metadata(workdir, step))
     mesh = make_mesh(data=1, fsdp=-1, devices=jax.local_devices())
-    frozen, lora = settings["optim"]["frozen"], LoraConfig(**settings["run"].get("lora", {}))
+    frozen, lora = settings["optim"]["frozen"], LoraConfig(**run.get("lora", {}))
     if frozen or lora.rank:
         decoder = load_decoder(_start(workdir, described, start), mesh=mesh)
         add_lora(decoder, lora, rngs=nnx.Rngs(0))

@@ -1,6 +1,7 @@
 """How a launcher starts: flags and a config file in, and for wrong input one clear line and exit code 2."""
 
 import ast
+import contextlib
 import logging
 import os
 import pathlib
@@ -14,17 +15,24 @@ from absl import logging as absl_logging
 from ml_collections import config_flags
 
 from rrl.errors import UserError
+from rrl.files import FULL, SaveError
 from rrl.parallel.runtime import prepare_host, use_huge_pages
-from rrl.stopping import Unavailable
+from rrl.stopping import Stopped, Unavailable
 
-STOPPED = 143
-"""Exit code of a run that SIGTERM or Ctrl-C stopped after saving; the same command continues it."""
+REFUSED = 2
+"""Exit code for what a person must change: wrong input, or a workdir that cannot be written. Starting again does not help."""
 COLLAPSED = 3
 """Exit code of a run that its guard ended."""
+TRY_AGAIN = 42
+"""Exit code of a run that ended after saving because a service (a judge, a reader) gave no answer; the same command continues
+it. xpk restarts a job on 42 and on 127 to 255; Slurm requeues on the codes that its RequeueExit lists."""
+STOPPED = 143
+"""Exit code of a run that SIGTERM or Ctrl-C stopped after saving; the same command continues it."""
 
 
 def run(main: Callable[[Sequence[str]], None], callbacks: bool = True) -> None:
-    """Parses flags and runs `main`; wrong input (flags, config arguments, fields, files) ends with exit code 2.
+    """Parses flags and runs `main`; wrong input (flags, config arguments, fields, files) ends with exit code `REFUSED`, and so
+    does a failed save; a service that is away with `TRY_AGAIN`.
 
     absl's own handling would print the whole usage text and exit with code 1. `callbacks`: see `prepare_host`, which
     must come before the flags, since config files import jax.
@@ -42,13 +50,21 @@ def run(main: Callable[[Sequence[str]], None], callbacks: bool = True) -> None:
     def guarded(argv: Sequence[str]) -> None:
         absl_logging.set_verbosity(absl_logging.WARNING)  # checkpointing tells every file it touches at INFO
         logging.getLogger("rrl").setLevel(logging.INFO)
+        _quiet_failed_saves()
         try:
             main(argv)
+        except SaveError as error:
+            _end_at_once(error)
         except UserError as error:
             _fail(error)
         except Unavailable as error:
-            sys.exit(f"error: {error}; the same command continues")
+            _fail(f"{error}; the same command continues", TRY_AGAIN)
+        except Stopped as error:
+            _fail(error, STOPPED)
         except OSError as error:
+            if error.errno in FULL:
+                full = f"the disk, its inodes or the quota are full ({error}). Free space"
+                _end_at_once(SaveError(f"{full}, then give the same command again"))
             # ml_collections reports a config file that it could not read at the first use of the config only.
             if not str(error).startswith("Configuration is not available"):
                 raise
@@ -57,12 +73,13 @@ def run(main: Callable[[Sequence[str]], None], callbacks: bool = True) -> None:
     app.run(guarded, flags_parser=parse)
 
 
-def end(failed: Mapping[str, str], stopped: bool) -> None:
-    """Names what failed of several runs, with its reason, and exits where one did or all were stopped."""
+def end(failed: Mapping[str, str], stopped: bool, again: bool = False) -> None:
+    """Names what failed of several runs, with its reason, and exits where one did or all were stopped. `again`: starting again
+    continues what failed."""
     for name, reason in failed.items():
         print(f"error: {name}: {reason}", file=sys.stderr)
     if stopped or failed:
-        sys.exit(STOPPED if stopped else 1)
+        sys.exit(STOPPED if stopped else TRY_AGAIN if again else 1)
 
 
 def load_config(config: str, overrides: Sequence[str]) -> Any:
@@ -170,6 +187,31 @@ _READ: dict[type, tuple[Callable[[str], bool], str]] = {
 """Field types of which not every text is a value: what reads one, and what is allowed, in words."""
 
 
-def _fail(error: object) -> NoReturn:
+def _fail(error: object, code: int = REFUSED) -> NoReturn:
     print(f"error: {error}", file=sys.stderr)
-    sys.exit(2)
+    sys.exit(code)
+
+
+def _quiet_failed_saves() -> None:
+    """Of a save that fails in the background only the SaveError is shown: Orbax's threads log the traceback of each array, and
+    TensorStore's report to event loops that Orbax has closed."""
+    logging.getLogger("absl").addFilter(
+        lambda record: not (record.exc_info and f"{os.sep}orbax{os.sep}" in record.pathname)
+    )
+    report = sys.unraisablehook
+
+    def unraisable(error: "sys.UnraisableHookArgs") -> None:
+        if error.object is not None or str(error.exc_value) != "Event loop is closed":
+            report(error)
+
+    sys.unraisablehook = unraisable
+
+
+def _end_at_once(error: SaveError) -> NoReturn:
+    """Ends without the interpreter's shutdown, which would wait for threads that wait for the disk, and print a traceback for
+    each file that it cannot flush."""
+    print(f"error: {error}", file=sys.stderr)
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):  # the log may lie on the same disk
+            stream.flush()
+    os._exit(REFUSED)

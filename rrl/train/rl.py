@@ -52,11 +52,12 @@ class Outcome:
     seconds: float
     """Training time of all lives of the run, without evaluations."""
     sampled: list[Trajectory]
-    """Trajectories of the last training step of this life; none where it was finished already."""
+    """Trajectories of the last training step of this life; where the run was finished already, those of its last step that
+    the page of trajectories shows."""
     left_out: Bool[np.ndarray, "N"]
     """Which of them the step did not learn from."""
     evaluated: list[Trajectory]
-    """Of the last evaluation, likewise."""
+    """Of the last evaluation, as `Shown` keeps them where it was done in a former life."""
     reason: str = ""
     """What the guard saw last."""
 
@@ -80,8 +81,8 @@ def train(
     last updates' parameters. `ready` is called once nothing in the settings and questions was found wrong, before anything is
     written.
 
-    Raises UserError when the workdir belongs to another config; Unavailable where a judge or reader gives no answer, after a
-    checkpoint.
+    Raises UserError when the workdir belongs to another config; SaveError where the workdir cannot be written; Unavailable where
+    a judge or reader gives no answer, after a checkpoint.
     """
     learner = Learner(config, decoder, engine.mesh, value_model)
     curriculum = curriculum_of(recipe, task.train, config.questions, config.seed)
@@ -89,8 +90,8 @@ def train(
 
     def measure(step: int) -> tuple[dict[str, float], list[Trajectory]]:
         """Evaluates the start (step 0, which the reference is) or what was learned, unless that has been done."""
-        if step in record.evaluations:
-            return record.evaluations[step], []
+        if known := record.evaluation(step):
+            return known, record.shown.evaluated(step)
         began = time.perf_counter()
         record.progress.note(f"step {step}: evaluating on {len(task.held_out)} held-out questions ...")
         found, trajectories = evaluate(
@@ -102,6 +103,7 @@ def train(
             retriever=task.held_out_retriever,
             scoring=scoring.at(step, config.steps),
         )
+        record.shown.save_evaluated(step, trajectories)
         return record.evaluated(step, found, time.perf_counter() - began), trajectories
 
     def evaluates(step: int) -> bool:
@@ -112,8 +114,10 @@ def train(
     with contextlib.ExitStack() as stack:
         stop = stack.enter_context(stop_requested())
         record = stack.enter_context(Record(config, identity or {}, learner, curriculum, workdir))
-        step, stopped, reason, sampled = record.step, "done", "", Sampled()
-        # The signal that ended the last life may have come before its evaluation.
+        step, stopped, reason, sampled = record.step, "done", record.reason, Sampled()
+        # The signal that ended the last life may have come before its evaluations.
+        if step and task.held_out and not record.before:
+            record.before, _ = measure(0)
         last = measure(step) if evaluates(step) else None
         record.progress.begin()
         curriculum_state = curriculum.state
@@ -144,6 +148,9 @@ def train(
                     "minutes": record.seconds / 60,
                 } | memory_used()
                 _show(step, metrics, sampled, record)
+                if step == config.steps:
+                    record.shown.save_sampled(step, sampled.trajectories, sampled.left_out)
+                record.check()
                 record.writer.write(step, metrics)
                 # After the first update, which is what a user waits for.
                 if task.held_out and not record.before and not stop:
@@ -173,11 +180,16 @@ def train(
                 raise
             stopped = "signal"
         if stopped == "collapse":
-            step = record.restore()
+            step, _ = record.restore()
             record.progress.note(f"ended at the last good checkpoint, of step {step}")
         if stopped != "signal" and task.held_out:
-            last = last or measure(step)
-            record.before = record.before or (measure(0) if step else last)[0]
+            if step and not record.before:
+                record.before, _ = measure(0)
+            last = measure(step)
+            record.before = record.before or last[0]
+        trained, left_out = sampled.trajectories, sampled.left_out
+        if not trained and step == config.steps:
+            trained, left_out = record.shown.sampled(step)
     nnx.update(decoder, learner.learned)
     after, evaluated = last if last is not None else ({}, [])
     return Outcome(
@@ -186,8 +198,8 @@ def train(
         before=record.before,
         after=after,
         seconds=record.seconds,
-        sampled=sampled.trajectories,
-        left_out=sampled.left_out,
+        sampled=trained,
+        left_out=left_out,
         evaluated=evaluated,
         reason=reason,
     )

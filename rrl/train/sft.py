@@ -17,6 +17,7 @@ from jax.sharding import Mesh
 
 from rrl.data.examples import Example
 from rrl.errors import UserError, at_least, at_most
+from rrl.files import saving, write_whole
 from rrl.models.decoder import Decoder, computed
 from rrl.parallel.mesh import put_rows, use_mesh
 from rrl.parallel.rules import constrain_state
@@ -95,7 +96,7 @@ class Result:
 
     step: int
     evaluation: dict[str, float]
-    """Of the parameters that the decoder now has."""
+    """Of the parameters that the decoder now has; empty after a signal, and without held-out examples."""
     stopped: str
     """One of done, patience, minutes, signal."""
 
@@ -217,6 +218,7 @@ def train(
 
     Raises:
         UserError: the workdir belongs to another config.
+        SaveError: the workdir cannot be written.
     """
     graph, params, fixed = split_trained(decoder, config.optim.frozen)
     fixed = computed(fixed, decoder.dtype)
@@ -227,20 +229,24 @@ def train(
     rate = make_schedule(config.optim)
     evaluate = Evaluator(held_out, config.rows, config.row_length, config.chunk, mesh) if held_out else None
     settings = dataclasses.asdict(config) | {"run": dict(identity or {})}
-    best: dict[str, Any] = {"loss": None, "bad": 0, "seconds": 0.0}
+    best: dict[str, Any] = {"loss": None, "bad": 0, "seconds": 0.0, "lines": 0}
     with Checkpoints(workdir, settings, may_differ=MAY_DIFFER) as checkpoints, stop_requested() as stop:
         best_params = jax.tree.map(jnp.copy, params) if config.patience else None
         if checkpoints.latest is not None:
             (state, best_params), best = checkpoints.restore((state, best_params))
         start = int(state.step)
         stopped = best.get("stopped") or ""
-        with MetricsWriter(workdir, start) as writer, Progress(config.steps, start, "sft") as progress:
+        with (
+            MetricsWriter(workdir, start, best.get("lines")) as writer,
+            Progress(config.steps, start, "sft") as progress,
+        ):
             began, tokens, step = time.monotonic(), 0, start
             spent = best["seconds"]
             while step < config.steps and not stopped:
                 with use_mesh(mesh):
                     state, metrics = update(state, fixed, put_rows(source.batch(step), mesh))
                 step += 1
+                checkpoints.check()
                 last = step == config.steps
                 if step % config.log_every == 0 or last:
                     host = {k: v.item() for k, v in jax.device_get(metrics).items()} | {
@@ -269,7 +275,7 @@ def train(
                             stopped = "patience"
                     if config.minutes and best["seconds"] > 60 * config.minutes:
                         stopped = "minutes"
-                if stop:
+                if stop and not stopped and not last:  # else it is over anyway
                     stopped = "signal"
                     break
                 if (
@@ -278,23 +284,26 @@ def train(
                     and not stopped
                     and not last
                 ):
-                    checkpoints.save(step, (state, best_params), best)
+                    checkpoints.save(step, (state, best_params), best | {"lines": writer.lines})
             if stopped != "signal":
                 best["stopped"] = stopped = stopped or "done"
             if config.patience and best["loss"] is not None and evaluate and stopped == "done":
                 now = evaluate(nnx.merge(graph, state.params, fixed))
                 if now["loss"] < best["loss"]:
                     best["loss"], best_params = now["loss"], state.params
-            checkpoints.save(step, (state, best_params), best)
+            checkpoints.save(step, (state, best_params), best | {"lines": writer.lines})
             final = best_params if config.patience and best["loss"] is not None else state.params
             nnx.update(decoder, final)
-            found = evaluate(decoder) if evaluate else {}
+            found = evaluate(decoder) if evaluate and stopped != "signal" else {}
+            if stopped == "signal":
+                progress.note(f"stopped after step {step} of {config.steps}; the same command continues")
             if found:
                 writer.write(step, {f"eval/{k}": v for k, v in found.items()} | {"seconds": best["seconds"]})
                 progress.note(f"end, step {step} ({stopped}): {_table(found)}")
-    pathlib.Path(workdir, "result.json").write_text(
-        json.dumps({"step": step, "stopped": stopped, "evaluation": found}, indent=2), encoding="utf-8"
-    )
+    file = pathlib.Path(workdir, "result.json")
+    if jax.process_index() == 0:
+        with saving(file):
+            write_whole(file, json.dumps({"step": step, "stopped": stopped, "evaluation": found}, indent=2))
     return Result(step, found, stopped)
 
 

@@ -7,6 +7,7 @@ pairs: the same from a file of what a strong model did.
 verdicts: an endless stream of cases with the oracle's verdicts, for a judge, whose agreement is told at the end.
 """
 
+import contextlib
 import dataclasses
 import itertools
 import pathlib
@@ -27,6 +28,7 @@ from rrl.data.miniwiki.reading import reading_examples
 from rrl.data.tokenizer import load_tokenizer
 from rrl.errors import UserError, at_least
 from rrl.eval.agreement import held_out_verdicts, judge_report
+from rrl.files import saving
 from rrl.models.config import DecoderConfig
 from rrl.models.decoder import Decoder
 from rrl.models.hf import folder_hash, load_language_model, save_decoder
@@ -38,16 +40,17 @@ from rrl.recipes.catalogue import make_recipe
 from rrl.recipes.rsearch import READER_TEMPLATE
 from rrl.rewards.judge_card import write_judge_card
 from rrl.rl.optim import OptimConfig
-from rrl.train.checkpoints import refuse_other_config
 from rrl.train.demonstrations import DemonstrationConfig, TaughtConfig, demonstrations
 from rrl.train.export import MODEL_FILES, write_model_files
 from rrl.train.fields import build, fill, only
 from rrl.train.hardware import ComputeConfig, MeshConfig
+from rrl.train.metrics import refuse_damaged
 from rrl.train.pairs import PairsConfig, load_pairs
 from rrl.train.sft import MAY_DIFFER, Result, SFTConfig, train
 from rrl.train.sources import Alternating, FixedSource, Source, StreamSource
 from rrl.train.tasks import DataConfig, RetrieverConfig, load_encoder_of, load_retriever
 from rrl.train.verdicts import KINDS, VerdictConfig, verdict_examples, verdicts
+from rrl.train.workdir import held, refuse_held, refuse_other_config
 
 QUESTIONS = 200
 """About which a judge's agreement is taken at the end."""
@@ -139,8 +142,15 @@ def run(config: Mapping[str, Any], workdir: str | pathlib.Path) -> Result:
     Running it again with the same config continues; a finished run only writes the model again.
 
     Raises:
-        UserError: a field that is unknown or wrong, or a workdir of another config.
+        UserError: a field that is unknown or wrong, a workdir of another config, or one that another process holds.
+        SaveError: the workdir or `out` cannot be written.
     """
+    with contextlib.ExitStack() as stack:
+        return _run(config, workdir, stack)
+
+
+def _run(config: Mapping[str, Any], workdir: str | pathlib.Path, stack: contextlib.ExitStack) -> Result:
+    """As `run`; the workdir is held until `stack` is closed."""
     values = config.to_dict() if hasattr(config, "to_dict") else dict(config)
     only(SECTIONS, values, "config")
     stage, model = values["stage"], values["model"]
@@ -167,6 +177,8 @@ def run(config: Mapping[str, Any], workdir: str | pathlib.Path) -> Result:
     if out.exists() and not out.is_dir():
         raise UserError(f"out={str(out)!r} is a file; give a folder, or one that is not there yet")
     refuse_other_config(workdir, dataclasses.asdict(settings) | {"run": identity}, MAY_DIFFER)
+    refuse_damaged(workdir)
+    refuse_held(workdir)
     mesh = mesh_config.make()
     options: dict[str, Any] = {
         "dtype": jnp.dtype(compute.dtype),
@@ -200,16 +212,19 @@ def run(config: Mapping[str, Any], workdir: str | pathlib.Path) -> Result:
     if shown is not None:
         card = card_of(shown.make(), shown.context, shown.card_top_k or shown.top_k)
     judged = _verdict_options(values["data"]) if stage == "verdicts" else None
-    write_model_files(workdir, decoder.config, tokenizer, card, values["init"] or None)
-    if judged is not None:
-        write_judge_card(pathlib.Path(workdir, MODEL_FILES), judged.card)
+    stack.enter_context(held(workdir))
+    with saving(pathlib.Path(workdir, MODEL_FILES)):
+        write_model_files(workdir, decoder.config, tokenizer, card, values["init"] or None)
+        if judged is not None:
+            write_judge_card(pathlib.Path(workdir, MODEL_FILES), judged.card)
     result = train(settings, source, decoder, workdir, held_out=held_out, identity=identity, mesh=mesh)
     if result.stopped != "signal":
-        save_decoder(out, decoder, tokenizer)
-        if card is not None:
-            write_card(out, card)
-        if judged is not None:
-            write_judge_card(out, judged.card)
+        with saving(out):
+            save_decoder(out, decoder, tokenizer)
+            if card is not None:
+                write_card(out, card)
+            if judged is not None:
+                write_judge_card(out, judged.card)
         print(f"wrote {out} (sha256 {folder_hash(out)[:12]})", file=sys.stderr)
         if judged is not None:
             # Few rows, so that this process needs no wider pool for the engine's callbacks.

@@ -50,6 +50,17 @@ def test_a_file_of_another_run_is_refused_with_its_line(tmp_path: Path, text: st
     assert file.read_text() == text
 
 
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [("5", "5 is no JSON object"), ("{", "Expecting"), ('{"id": "b"}', "there is no 'said'")],
+)
+def test_a_line_that_cannot_be_read_is_named(tmp_path: Path, line: str, words: str) -> None:
+    file = tmp_path / "results.jsonl"
+    file.write_text(f'{{"id": "a", "said": 1}}\n{line}\n')
+    with pytest.raises(UserError, match=rf"results\.jsonl, line 2: {words}.*; remove that line"):
+        read_lines(file, "id", "said")
+
+
 class Grader:
     """Says 1 of an answer that holds "Oslo", nothing of "?", 0 of any other."""
 

@@ -155,7 +155,7 @@ def test_the_plot_runs_over_minutes_or_updates(sweep, monkeypatch):
 @pytest.mark.parametrize("code", [143, -9])
 def test_a_run_that_a_signal_stopped_is_named_and_continued_by_the_same_command(sweep, code):
     sweep.code = code
-    with pytest.raises(UserError, match=r"GRPO-0 was stopped by a signal.*the same command continues"):
+    with pytest.raises(Stopped, match=r"GRPO-0 was stopped by a signal.*the same command continues"):
         sweep()
     sweep.code = 0
     assert "+10.0" in sweep()

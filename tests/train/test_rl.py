@@ -120,7 +120,7 @@ def test_training_and_evaluating_share_one_rollout_program(parts, tmp_path, capl
     finally:
         jax.config.update("jax_log_compiles", False)
     compiled = [line for line in caplog.messages if "Finished XLA compilation of jit(episode_loop)" in line]
-    assert steps_of(tmp_path) == ["eval 0", "train 1", "train 2", "eval 2", "train 3", "eval 3"]
+    assert steps_of(tmp_path) == ["train 1", "eval 0", "train 2", "eval 2", "train 3", "eval 3"]
     assert len(compiled) == 1
 
 

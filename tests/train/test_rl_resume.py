@@ -16,6 +16,8 @@ from rrl.train import rl
 from rrl.train.checkpoints import saved_steps
 from rrl.train.critic import CriticConfig
 from rrl.train.guard import GuardConfig
+from rrl.train.metrics import MetricsWriter
+from rrl.train.shown import as_json
 from tests.train.small_run import CONFIG, EVERY_LINE, STEPS, fresh, lines, run, steps_of
 
 
@@ -69,10 +71,49 @@ def test_a_run_that_died_before_its_first_checkpoint_keeps_its_evaluation(parts,
         run(parts, tmp_path, CONFIG, die_at=2)
     outcome, _ = run(parts, tmp_path, CONFIG)
     assert steps_of(tmp_path) == EVERY_LINE
-    assert outcome.before["eval/em"] == lines(tmp_path)[0]["eval/em"]
+    assert outcome.before["eval/em"] == lines(tmp_path)[1]["eval/em"]
 
 
-@pytest.mark.parametrize("after", [2])
+def test_wherever_a_run_dies_its_lines_and_the_trajectories_of_its_report_are_those_of_an_unbroken_run(
+    parts, whole, tmp_path, monkeypatch
+):
+    def life(most: int) -> None:
+        """Dies once it has written so many lines."""
+        written, write = 0, MetricsWriter.write
+
+        def dying(self, step, metrics):
+            nonlocal written
+            write(self, step, metrics)
+            written += 1
+            if written == most:
+                raise ConnectionError("the machine went away")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(MetricsWriter, "write", dying)
+            with pytest.raises(ConnectionError):
+                run(parts, tmp_path, CONFIG)
+
+    life(2)  # the start is evaluated, nothing is saved
+    life(4)  # step 2 is evaluated, and not saved
+    life(7)  # the last step is evaluated, and saved before that
+    life(1)  # the same in a life that has its line from the former one
+    again, _ = run(parts, tmp_path, CONFIG)
+    assert lines(tmp_path) == lines(whole[0]) and steps_of(tmp_path) == EVERY_LINE
+    for name in ("sampled", "evaluated"):
+        found, expected = getattr(again, name), getattr(whole[1], name)
+        assert [as_json(t) for t in found] == [as_json(t) for t in expected] and expected
+    np.testing.assert_array_equal(again.left_out, whole[1].left_out)
+
+
+def test_a_guard_that_warned_says_so_after_the_run_died(parts, tmp_path):
+    config = dataclasses.replace(CONFIG, guard=GuardConfig("warn", steps=2), checkpoint_every=1)
+    with pytest.raises(ConnectionError):
+        run(parts, tmp_path, config, poor_from=2, die_at=5)  # steps 1 and 2 earn nothing
+    outcome, _ = run(parts, tmp_path, config)
+    assert outcome.reason == "the reward is at most 0 in each step from 1 to 2"
+
+
+@pytest.mark.parametrize("after", [1, 2])
 def test_a_signal_loses_no_evaluation(parts, tmp_path, monkeypatch, after):
     class Stop:
         """A signal that comes during the given step: it is asked for before and after each, and once before the start is
@@ -160,7 +201,7 @@ def test_a_finished_run_only_reports_again(parts, whole):
         again.before["eval/em"] == first.before["eval/em"]
         and again.after["eval/f1"] == first.after["eval/f1"]
     )
-    assert again.seconds == first.seconds and not again.sampled
+    assert again.seconds == first.seconds
 
 
 def test_another_config_is_refused_by_the_name_of_its_field(parts, whole):
@@ -189,7 +230,7 @@ def test_a_run_that_collapsed_before_its_first_checkpoint_ends_at_its_start(part
     outcome, params = run(parts, tmp_path, guarded, poor_from=1)
     assert (outcome.stopped, outcome.step) == ("collapse", 0)
     jax.tree.map(np.testing.assert_array_equal, params, nnx.state(fresh()))
-    assert outcome.after == outcome.before and steps_of(tmp_path) == ["eval 0", "train 1", "train 2"]
+    assert outcome.after == outcome.before and steps_of(tmp_path) == ["train 1", "eval 0", "train 2"]
 
 
 def test_a_signal_keeps_no_checkpoint_of_what_may_be_a_collapse(parts, tmp_path, monkeypatch):

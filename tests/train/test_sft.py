@@ -1,6 +1,8 @@
 """Supervised training: learns, resumes exactly, keeps the best."""
 
+import contextlib
 import dataclasses
+import json
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +18,7 @@ from rrl.models.lora import LoraConfig, add_lora
 from rrl.parallel.mesh import make_mesh
 from rrl.parallel.rules import shard
 from rrl.rl.optim import OptimConfig
+from rrl.train import sft
 from rrl.train.metrics import read_metrics
 from rrl.train.sft import SFTConfig, train
 from rrl.train.sources import FixedSource, StreamSource
@@ -41,6 +44,12 @@ def make_examples(count, seed=0):
     halves = [rng.integers(1, 32, n) for n in rng.integers(3, 7, count)]
     tokens = [np.concatenate([h, h]).astype(np.int32) for h in halves]
     return [Example(t, np.arange(len(t)) >= len(t) // 2) for t in tokens]
+
+
+def written(workdir):
+    """The lines of metrics in the order in which they were written, without times."""
+    found = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+    return [{name: value for name, value in line.items() if name != "seconds"} for line in found]
 
 
 def params_of(decoder):
@@ -86,10 +95,7 @@ def test_a_run_cut_in_two_ends_with_the_bits_of_one_that_was_not(tmp_path, kille
     train(config, source(), cut := make_decoder(), tmp_path / "cut", held_out=held_out)
     for a, b in zip(params_of(whole), params_of(cut), strict=True):
         np.testing.assert_array_equal(a, b)
-    strip = lambda lines: [{k: v for k, v in line.items() if k != "seconds"} for line in lines]  # noqa: E731
-    assert strip(read_metrics(tmp_path / "whole/metrics.jsonl")) == strip(
-        read_metrics(tmp_path / "cut/metrics.jsonl")
-    )
+    assert written(tmp_path / "whole") == written(tmp_path / "cut")
 
 
 def test_a_finished_run_started_again_changes_nothing(tmp_path):
@@ -98,6 +104,64 @@ def test_a_finished_run_started_again_changes_nothing(tmp_path):
         train(CONFIG, FixedSource(make_examples(9), 2, 32, 0), decoder, tmp_path)
     for a, b in zip(params_of(first), params_of(again), strict=True):
         np.testing.assert_array_equal(a, b)
+
+
+class Stop:
+    """A signal that comes in the given step, counted from 1 in this life."""
+
+    def __init__(self, step):
+        self.step, self.asked = step, 0
+
+    def __bool__(self):
+        self.asked += 1
+        return self.asked >= self.step
+
+
+def test_stopped_twice_and_killed_in_its_report_a_run_leaves_each_line_once(tmp_path, monkeypatch):
+    held_out = {"dev": make_examples(8, seed=99)}
+    config = dataclasses.replace(CONFIG, patience=50)
+
+    def life(name):
+        decoder, source = make_decoder(), FixedSource(make_examples(9), 2, 32, 0)
+        result = train(config, source, decoder, tmp_path / name, held_out=held_out)
+        return result, params_of(decoder), written(tmp_path / name)
+
+    expected = life("whole")
+    for step in (1, 2):
+        with monkeypatch.context() as patch:
+            patch.setattr(sft, "stop_requested", lambda step=step: contextlib.nullcontext(Stop(step)))
+            assert life("cut")[0].stopped == "signal"
+    with monkeypatch.context() as patch:
+        patch.setattr(sft.json, "dumps", lambda *_, **__: 1 / 0)  # of result.json
+        with pytest.raises(ZeroDivisionError):
+            life("cut")
+    for _ in range(2):  # and once more, as a finished run
+        result, params, lines = life("cut")
+        assert (result, lines) == (expected[0], expected[2])
+        for a, b in zip(params, expected[1], strict=True):
+            np.testing.assert_array_equal(a, b)
+    results = [(tmp_path / name / "result.json").read_bytes() for name in ("whole", "cut")]
+    assert results[0] == results[1]
+
+
+@pytest.mark.parametrize("patience", [0, 1])
+def test_a_signal_in_the_last_step_does_not_stop_a_run_that_is_over(tmp_path, monkeypatch, patience):
+    config = (
+        CONFIG
+        if not patience
+        else dataclasses.replace(
+            CONFIG, eval_every=1, patience=1, optim=OptimConfig(name="adamw", lr=0.5, total_steps=6)
+        )
+    )
+
+    def life(name):
+        source, held_out = FixedSource(make_examples(6), 2, 32, 0), {"dev": make_examples(6, seed=5)}
+        return train(config, source, make_decoder(), tmp_path / name, held_out=held_out)
+
+    whole = life("whole")
+    monkeypatch.setattr(sft, "stop_requested", lambda: contextlib.nullcontext(Stop(whole.step)))
+    assert life("stopped") == whole and whole.stopped == ("patience" if patience else "done")
+    assert written(tmp_path / "stopped") == written(tmp_path / "whole")
 
 
 def test_patience_stops_and_keeps_the_best(tmp_path):

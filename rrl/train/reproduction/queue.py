@@ -21,12 +21,11 @@ from ml_collections import ConfigDict
 from rrl.errors import UserError
 from rrl.eval import evaluate
 from rrl.eval.result_card import commit_here
-from rrl.files import replaced
+from rrl.files import locked, replaced
 from rrl.parallel.runtime import cores_here
-from rrl.retrieval.files import locked
 from rrl.stopping import stop_requested
 from rrl.train import experiment, stages
-from rrl.train.launcher import load_config
+from rrl.train.launcher import TRY_AGAIN, load_config
 from rrl.train.reproduction.plan import Run
 
 PINS = hasattr(os, "sched_setaffinity")
@@ -147,6 +146,7 @@ def work(
         return Work({})
     out.mkdir(parents=True, exist_ok=True)
     failed: dict[str, str] = {}
+    codes: set[int] = set()
     active: dict[int, _Life] = {}
     with (
         locked(out, f"out {out}: another process runs there. Wait for that, or stop it.") as lock,
@@ -171,6 +171,7 @@ def work(
                     del active[place]
                     record = life.end(code)
                     if code:
+                        codes.add(code)
                         failed[life.run.name] = f"exit code {code}; see {life.log}"
                         say(f"{life.run.name}: {failed[life.run.name]}")
                     else:
@@ -185,7 +186,7 @@ def work(
                 life.process.send_signal(signal.SIGTERM)
             for life in active.values():
                 life.end(life.process.wait())
-    return Work(failed, bool(stop))
+    return Work(failed, bool(stop), codes == {TRY_AGAIN})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -196,6 +197,8 @@ class Work:
     """Runs that failed, or need one that did, with the reason."""
     stopped: bool = False
     """By a signal; the same call goes on."""
+    again: bool = False
+    """Whether all that failed did so because a service was away; the same call goes on."""
 
 
 class _Life:

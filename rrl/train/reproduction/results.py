@@ -40,7 +40,8 @@ class Evaluation:
 def read_evaluation(folder: Path) -> Evaluation:
     """Reads what launch/eval.py left. Raises UserError for a folder that is no finished evaluation."""
     run = load_run(folder)
-    lines = {line["id"]: line for line in read_lines(folder / "results.jsonl")}
+    file = folder / "results.jsonl"
+    lines = {line["id"]: line for line in read_lines(file, "id", "searches", "tokens")}
     questions = run.questions()
     answered = [lines[question.id] for question in questions]
     columns = {name: run.metrics[name] for name in ("em", "f1")}

@@ -1,0 +1,160 @@
+"""The folder of a run: it belongs to one config and to one process at a time."""
+
+import contextlib
+import json
+import os
+import pathlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+
+from rrl.errors import UserError
+from rrl.files import locked, saving
+
+CONFIG = "config.json"
+"""What a workdir's run is, as JSON."""
+FOLDERS = ("checkpoints", "model_files", "policy", "tensorboard", "not_finite")
+"""Folders that a run makes in its workdir."""
+FILES = (
+    "metrics.jsonl",
+    "curves.png",
+    "trajectories.jsonl",
+    "trajectories.html",
+    "summary.txt",
+    "result.json",
+)
+"""Files that it makes, beside `CONFIG`."""
+LEFT: Mapping[str, str] = {"checkpoints/*": "checkpoints", "results.jsonl": "answers (results.jsonl)"}
+"""What only a run of the same config may go on with."""
+SHOWN = 6
+"""Differences that one message names."""
+
+_held: set[pathlib.Path] = set()
+"""Workdirs that this process holds."""
+_HELD = (
+    "workdir {}: another process trains there. Wait until it has ended, stop it, or choose another --workdir."
+)
+
+
+@contextlib.contextmanager
+def held(workdir: str | os.PathLike[str]) -> Iterator[None]:
+    """Keeps other processes from training in a workdir within the block; makes the folder where it is missing.
+
+    Readers (export, evaluation) take no part. The system releases the lock with the process, however that ends. Blocks of
+    one process nest. Of several processes of one run the first holds the workdir.
+
+    Raises:
+        UserError: another process holds it.
+    """
+    folder = pathlib.Path(workdir).absolute()
+    if folder in _held or jax.process_index() != 0:
+        yield
+        return
+    with contextlib.ExitStack() as stack:
+        with saving(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+        with saving(folder / "lock"):
+            stack.enter_context(locked(folder, _HELD.format(os.fspath(workdir))))
+        _held.add(folder)
+        stack.callback(_held.discard, folder)
+        yield
+
+
+def refuse_held(workdir: str | os.PathLike[str]) -> None:
+    """Raises UserError when another process holds the workdir, or a file stands where the run makes a folder, or a folder
+    where it makes a file. Writes nothing: to be called before models are loaded."""
+    folder = pathlib.Path(workdir).absolute()
+    for name in FOLDERS:
+        if (folder / name).exists() and not (folder / name).is_dir():
+            raise UserError(f"{folder / name} is a file, where the run makes a folder; move it away")
+    for name in FILES:
+        if (folder / name).is_dir():
+            raise UserError(f"{folder / name} is a folder, where the run makes a file; move it away")
+    if (folder / "lock").is_file():
+        with held(workdir):
+            pass
+
+
+def read_settings(workdir: str | os.PathLike[str]) -> dict[str, Any]:
+    """The config.json of a workdir. Raises UserError, with file and line, for one that is broken."""
+    path = pathlib.Path(workdir) / CONFIG
+    cure = "put back the file that the run wrote, or delete that folder"
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror}); {cure}") from error
+    try:
+        value = json.loads(data.decode())
+    except UnicodeDecodeError as error:
+        line = data[: error.start].count(b"\n") + 1
+        raise UserError(
+            f"{path}, line {line}: byte 0x{data[error.start]:02x} is not UTF-8; {cure}"
+        ) from error
+    except json.JSONDecodeError as error:
+        raise UserError(f"{path}, line {error.lineno}: not valid JSON ({error.msg}); {cure}") from error
+    except RecursionError as error:
+        raise UserError(f"{path}: not valid JSON (nested too deeply); {cure}") from error
+    if not isinstance(value, dict):
+        raise UserError(f"{path} must hold a JSON object, not {type(value).__name__}; {cure}")
+    return value
+
+
+def read_run(workdir: str | os.PathLike[str], *fields: str) -> dict[str, Any]:
+    """What the config.json of a workdir says of its run, with these fields at least. Raises UserError as `read_settings`."""
+    run = read_settings(workdir).get("run")
+    missing = [field for field in fields if field not in run] if isinstance(run, dict) else ["run"]
+    if not isinstance(run, dict) or missing:
+        raise UserError(
+            f"{pathlib.Path(workdir) / CONFIG} lacks {', '.join(missing)}; give the workdir of a training run, or delete that "
+            "folder"
+        )
+    return run
+
+
+def refuse_other_config(
+    workdir: str | os.PathLike[str], config: Mapping[str, Any], may_differ: tuple[str, ...] = ()
+) -> None:
+    """Raises UserError when the workdir holds a run of another config, naming each field that differs, or cannot be made."""
+    path = pathlib.Path(workdir) / CONFIG
+    if pathlib.Path(workdir).is_file():
+        raise UserError(
+            f"workdir {os.fspath(workdir)} is a file; choose a folder, or one that is not there yet."
+        )
+    folder = pathlib.Path(workdir).absolute()
+    there = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK):
+        reason = "cannot be written to" if there.is_dir() else "is a file"
+        raise UserError(f"workdir {os.fspath(workdir)}: {there} {reason}; choose another --workdir.")
+    if not path.exists():
+        if left := [what for place, what in LEFT.items() if any(folder.glob(place))]:
+            raise UserError(
+                f"workdir {os.fspath(workdir)} holds {left[0]}, but not the config.json that says of which run; put that "
+                "file back, choose another --workdir, or delete that folder."
+            )
+        return
+    stored = _flat(read_settings(workdir))
+    given = _flat(json.loads(json.dumps(config)))
+    names = sorted(n for n in stored.keys() | given.keys() if n not in may_differ)
+    absent = "(absent)"
+    differing = [
+        f"{n}: {stored.get(n, absent)!r} there, {given.get(n, absent)!r} now"
+        for n in names
+        if stored.get(n, absent) != given.get(n, absent)
+    ]
+    if differing:
+        more = f"; and {len(differing) - SHOWN} more" if len(differing) > SHOWN else ""
+        raise UserError(
+            f"workdir {os.fspath(workdir)} holds a run of another config ({'; '.join(differing[:SHOWN])}{more}). "
+            "Use the same settings to continue it, choose another --workdir, or delete that folder."
+        )
+
+
+def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    out: dict[str, Any] = {}
+    for name, value in tree.items():
+        if isinstance(value, Mapping):
+            out |= _flat(value, f"{prefix}{name}.")
+        else:
+            out[prefix + name] = value
+    return out
