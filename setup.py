@@ -9,6 +9,7 @@ HERE = pathlib.Path(__file__).parent
 VERSION = re.search(r'__version__ = "([^"]+)"', (HERE / "rrl/__init__.py").read_text()).group(1)
 
 BASE = [
+    # jax 0.11 and later need Python 3.12, so that Python 3.11 gets 0.10.2, and 3.12 and 3.13 get 0.12.
     "jax>=0.10,<0.13",
     "flax>=0.12.8,<0.14",
     "optax>=0.2.8,<0.4",
@@ -61,6 +62,7 @@ setup(
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     python_requires=">=3.11",
+    classifiers=[f"Programming Language :: Python :: {version}" for version in ("3.11", "3.12", "3.13")],
     packages=find_packages(include=["rrl", "rrl.*"]),
     package_data={
         "rrl": ["py.typed"],

@@ -103,5 +103,5 @@ def get_config(arg: str = "") -> ConfigDict:
         "title_weight": 1 if real else 3,
     }
     config.mesh = {"fsdp": -1 if real else 1}
-    config.compute = {"dtype": "bfloat16" if real else "float32"}
+    config.compute = {"dtype": "auto" if real else "float32"}
     return with_defaults(config)

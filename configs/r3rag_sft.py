@@ -59,7 +59,7 @@ def get_config(arg: str = "") -> ConfigDict:
         "weight_decay": 0.0,
     }
     config.mesh = {"fsdp": 1 if tiny else -1}
-    config.compute = {"dtype": "float32" if tiny else "bfloat16", "remat": "none" if tiny else "full"}
+    config.compute = {"dtype": "float32" if tiny else "auto", "remat": "none" if tiny else "full"}
     from rrl.train.stages import with_defaults  # imports jax: after the arguments were found right
 
     return with_defaults(config)

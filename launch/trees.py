@@ -46,7 +46,7 @@ def main(_: Sequence[str]) -> None:
     page = workdir / "trees.html"
     write_trees(trajectories[: _SHOWN.value], settings.recipe, page, f"{settings.name}: retrieval trees")
     print(page)
-    retriever = load_corpora(settings.data, settings.retriever)[1].retriever
+    retriever = load_corpora(settings.data, settings.retriever, workdir=workdir)[1].retriever
     if retriever is None:
         print("retriever.kind=off: there is no single-step retrieval to compare with")
     else:

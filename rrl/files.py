@@ -113,6 +113,23 @@ def append(file: Path, data: bytes) -> None:
 
 
 @contextlib.contextmanager
+def in_turn(folder: Path) -> Iterator[None]:
+    """Waits until no other process is within such a block of the same folder. A file system without locks lets all in."""
+    with (folder / LOCK).open("w") as stream:
+        try:
+            fcntl.flock(stream, fcntl.LOCK_EX)
+        except OSError as error:
+            _refuse_unless_lockless(error)
+        yield
+
+
+def _refuse_unless_lockless(error: OSError) -> None:
+    """Raises the error again unless it says that the file system has no locks."""
+    if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
+        raise error
+
+
+@contextlib.contextmanager
 def locked(folder: Path, refusal: str) -> Iterator[int]:
     """Keeps other processes, whose writing would mix with ours, out of a folder; UserError(`refusal`) where one is in it.
 
@@ -125,8 +142,7 @@ def locked(folder: Path, refusal: str) -> Iterator[int]:
         except BlockingIOError as error:
             raise UserError(refusal) from error
         except OSError as error:
-            if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
-                raise
+            _refuse_unless_lockless(error)
         yield stream.fileno()
 
 

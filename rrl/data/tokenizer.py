@@ -1,6 +1,8 @@
 """Tokenizers: training a byte-level BPE, loading any Hugging Face one, and the exact bytes of every token id."""
 
+import functools
 import json
+import logging
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -25,6 +27,9 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 """ChatML, without a system message of its own."""
+
+QWEN_END = ("<|endoftext|>", 151_643)
+"""The token and id by which the vocabulary of Qwen2, Qwen2.5 and Qwen3 is known, whatever folder it lies in."""
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
@@ -92,7 +97,41 @@ def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerFast:
         raise UserError(
             f"tokenizer folder {folder}: {type(tokenizer).__name__} has no fast form; add its tokenizer.json"
         )
+    _warn_of_lost_normalizer(folder, tokenizer)
     return tokenizer
+
+
+def _warn_of_lost_normalizer(folder: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    """Logs once a folder whose tokenizer.json lacks the NFC normalizer of Qwen's own, as conversions from GGUF leave it.
+
+    Seen in transformers 5.24: Qwen2Tokenizer, which Qwen2, Qwen2.5 and Qwen3 declare, has NFC; Llama's has no normalizer, and
+    neither have vocabularies that `train_tokenizer` made.
+    """
+    token, own = QWEN_END
+    if tokenizer.get_vocab().get(token) == own and (folder / "tokenizer.json").is_file():
+        normalizes = tokenizer.backend_tokenizer.normalizer is not None
+        if not (normalizes and _file_has_normalizer(folder / "tokenizer.json")):
+            _say_lost(str(folder), type(tokenizer).__name__ if normalizes else "")
+
+
+def _file_has_normalizer(file: Path) -> bool:
+    return json.loads(file.read_text(encoding="utf-8")).get("normalizer") is not None
+
+
+@functools.cache
+def _say_lost(folder: str, adding: str) -> None:
+    """The warning; `adding` is the class that normalizes although the file does not."""
+    here = (
+        f"transformers' {adding} applies it all the same, so that rrl does; programs that read the file alone do not"
+        if adding
+        else "so that accents written as two characters become other tokens than the model was trained on"
+    )
+    logging.getLogger(__name__).warning(
+        "tokenizer folder %s: tokenizer.json has no normalizer, but Qwen's own has NFC (a conversion from GGUF loses it): %s. "
+        'Set "normalizer": {"type": "NFC"} in it.',
+        folder,
+        here,
+    )
 
 
 def check_tokenizer(

@@ -17,6 +17,7 @@ from rrl.retrieval.retriever import Retriever
 from rrl.train.tasks import (
     HELD_OUT_SPLITS,
     RetrieverConfig,
+    encoder_folder,
     load_encoder_of,
     load_retriever,
 )
@@ -82,28 +83,29 @@ class Dataset:
     name: str
     questions: list[Question]
     retriever: Retriever | None = None
-    """None where nothing is searched."""
+    """None where nothing is searched, and before `with_retriever`."""
     corpus: str = ""
     """Name of what is searched; "" where nothing is."""
     corpus_sha256: str = ""
     """Its fingerprint; "" where it is not known (a search service)."""
-    passages: int = 0
+    passages: Sequence[Passage] = ()
+    """Of the corpus; of an index folder or a search service only its retriever has them."""
 
 
 def load_dataset(
     config: DatasetConfig,
     retriever: RetrieverConfig,
     searches: bool = True,
-    seconds: float = 60.0,
     say: Callable[[str], None] = lambda text: None,
 ) -> Dataset:
-    """The questions, and the retriever where the method `searches` and the retriever is not off.
+    """The questions, and the corpus where the method `searches` and the retriever is not off; no index is built yet.
 
-    `seconds` as in `rrl.train.tasks.load_retriever`. Raises UserError for a file of the wrong form, a question without a gold
-    answer (both with the line), an id that comes twice, more questions than there are, and a corpus that is needed and not given.
+    Raises UserError for a file of the wrong form, a question without a gold answer (both with the line), an id that comes twice,
+    more questions than there are, and a corpus that is needed and not given.
     """
     searches = searches and retriever.kind != "off"
-    encoder = load_encoder_of(retriever) if searches else None
+    if searches:
+        encoder_folder(retriever)
     name, questions, corpus, passages = _read(config, searches and not retriever.index)
     choosing = sum(bool(question.choices) for question in questions)
     if 0 < choosing < len(questions):
@@ -113,19 +115,34 @@ def load_dataset(
     say(f"{name}: {len(questions)} questions")
     if not searches:
         return Dataset(name, questions)
-    doing = f"searching {retriever.index}" if retriever.index else f"indexing with {retriever.kind}"
-    say(f"{corpus or retriever.index}: {doing}" + (f", {len(passages)} passages" if passages else ""))
     if passages and (lacking := _not_there(questions, passages)):
         say(
             f"warning: {lacking} questions have gold passages none of which the corpus has, by their titles: is {corpus} theirs?"
         )
-    search = load_retriever(passages, retriever, encoder, seconds)
     if retriever.index:
         identity = retriever.identity()["index"]
         known = identity if isinstance(identity, Mapping) else {}
-        count = len(search.passages) if search is not None and known else 0
-        return Dataset(name, questions, search, retriever.index, str(known.get("corpus", "")), count)
-    return Dataset(name, questions, search, corpus, fingerprint(passages), len(passages))
+        return Dataset(name, questions, None, retriever.index, str(known.get("corpus", "")))
+    return Dataset(name, questions, None, corpus, fingerprint(passages), passages)
+
+
+def with_retriever(
+    dataset: Dataset,
+    retriever: RetrieverConfig,
+    seconds: float = 60.0,
+    workdir: Path | None = None,
+    say: Callable[[str], None] = lambda text: None,
+) -> Dataset:
+    """The dataset with the retriever over its corpus, where it has one; arguments as of `rrl.train.tasks.load_retriever`."""
+    if not dataset.corpus:
+        return dataset
+    doing = f"searching {retriever.index}" if retriever.index else f"indexing with {retriever.kind}"
+    some = f", {len(dataset.passages)} passages" if dataset.passages else ""
+    say(f"{dataset.corpus}: {doing}{some}")
+    search = load_retriever(dataset.passages, retriever, load_encoder_of(retriever), seconds, workdir)
+    local = retriever.index and not retriever.index.startswith("http")
+    passages = search.passages if search is not None and local else dataset.passages
+    return dataclasses.replace(dataset, retriever=search, passages=passages)
 
 
 def _read(config: DatasetConfig, corpus: bool) -> tuple[str, list[Question], str, Sequence[Passage]]:

@@ -28,7 +28,7 @@ from ml_collections import ConfigDict
 from rrl.data.questions import Question, save_questions
 from rrl.errors import UserError, at_least, at_most, one_of
 from rrl.eval.comparison import STAGES
-from rrl.eval.dataset import Dataset, DatasetConfig, load_dataset
+from rrl.eval.dataset import Dataset, DatasetConfig, load_dataset, with_retriever
 from rrl.eval.judging import PROMPTS, short_scores, verdict_file, verdicts
 from rrl.eval.predictions import load_predictions
 from rrl.eval.result_card import (
@@ -175,7 +175,7 @@ class Settings:
         if settings.searches:
             encoder_folder(settings.retriever)
             settings.retriever.identity()  # its index, where it has one
-        return settings
+        return dataclasses.replace(settings, compute=settings.compute.on(jax.default_backend()))
 
     @property
     def searches(self) -> bool:
@@ -194,9 +194,7 @@ def run(config: Mapping[str, Any], workdir: str | Path, command: Sequence[str] =
         raise UserError("an evaluation runs in one process, over all devices of its host: start it once")
     settings = Settings.of(config)
     enable_compilation_cache()
-    data = load_dataset(
-        settings.data, settings.retriever, settings.searches, settings.rollout.search_seconds, say
-    )
+    data = load_dataset(settings.data, settings.retriever, settings.searches, say)
     own = read_card(settings.policy)
     if own is not None and isinstance(settings.way, Trained) and own.recipe != settings.way.recipe_name:
         say(
@@ -205,6 +203,7 @@ def run(config: Mapping[str, Any], workdir: str | Path, command: Sequence[str] =
         )
     identity = identity_of(settings, data)
     refuse_other_config(workdir, identity)
+    data = with_retriever(data, settings.retriever, settings.rollout.search_seconds, workdir, say)
     judge = (
         settings.judge.load(data.questions, settings.compute, settings.mesh.make())
         if settings.judge
@@ -385,7 +384,7 @@ def card_of(
         questions_sha256=questions_fingerprint(data.questions),
         corpus=data.corpus,
         corpus_sha256=data.corpus_sha256,
-        passages=data.passages,
+        passages=len(data.passages),
         retriever=retriever if data.corpus else {},
         top_k=settings.rollout.top_k if data.corpus else 0,
         limits=settings.way.limits

@@ -10,6 +10,7 @@ import hashlib
 import importlib.metadata
 import json
 import os
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, overload
@@ -37,10 +38,8 @@ class PassageFile(Sequence[Passage]):
         if self._offsets.shape != (count + 1,):
             raise damaged(folder, f"offsets.npy has shape {self._offsets.shape}")
         self._file = os.open(folder / "passages.jsonl", os.O_RDONLY)
-
-    def __del__(self) -> None:
-        if hasattr(self, "_file"):
-            os.close(self._file)
+        # Not __del__, in which `os` may be gone when the interpreter ends.
+        weakref.finalize(self, os.close, self._file)
 
     def __len__(self) -> int:
         return len(self._offsets) - 1

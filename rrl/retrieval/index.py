@@ -1,19 +1,23 @@
 """A retriever: made in memory, or opened from an index folder, which is refused if it does not fit."""
 
+import hashlib
+import logging
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rrl.data.passages import Passage
+from rrl.data.passages import Passage, fingerprint
 from rrl.errors import UserError
+from rrl.files import in_turn
 from rrl.retrieval.bm25 import Bm25Config, Bm25Index
-from rrl.retrieval.build import check_kind
+from rrl.retrieval.build import build_index, check_kind
 from rrl.retrieval.dense import ExactIndex, ScannIndex
 from rrl.retrieval.folder import PassageFile, damaged, read_manifest
 from rrl.retrieval.retriever import Index, Patience, Retriever
-from rrl.retrieval.sizing import ScannConfig
+from rrl.retrieval.sizing import SMALL, ScannConfig
 
 if TYPE_CHECKING:  # BM25 needs no JAX, so opening it does not import any.
     from rrl.retrieval.encode import TextEncoder
@@ -37,6 +41,43 @@ def make_retriever(
         embeddings = text_encoder.embed_passages(passages)
         index = ScannIndex.build(embeddings) if kind == "scann" else ExactIndex(embeddings)
     return Retriever(passages, index, text_encoder)
+
+
+def stored_retriever(
+    passages: Sequence[Passage],
+    kind: str,
+    text_encoder: "TextEncoder | None",
+    folder: Path,
+    bm25: Bm25Config | None = None,
+) -> Retriever:
+    """A retriever that finds the same in every process that calls this with the same `folder`.
+
+    ScaNN's builder draws its training sample without a seed, so that a tree built again finds other passages for a few
+    queries of a hundred. An index over the embeddings of `SMALL` passages or more is therefore built once, as
+    `folder`/KEY, where KEY names corpus and encoder, and opened after that; the passages are not embedded again either.
+    A build that was killed continues, a second process waits for the first, a damaged index is built anew with a warning.
+    Below `SMALL`, and for BM25, this is `make_retriever`, which always gives the same index. Errors as there, and those
+    of `build_index`.
+    """
+    if kind == "bm25" or len(passages) < SMALL:
+        return make_retriever(passages, kind, text_encoder, bm25)
+    check_kind(kind, text_encoder)
+    assert text_encoder is not None
+    key = hashlib.sha256(f"{kind} {fingerprint(passages)} {text_encoder.fingerprint}".encode()).hexdigest()
+    index = folder / key[:16]
+    folder.mkdir(parents=True, exist_ok=True)
+    with in_turn(folder):
+        if index.exists():
+            try:
+                return open_index(index, text_encoder)
+            except UserError as error:
+                logging.getLogger(__name__).warning(
+                    "%s It is built again; a run that goes on may find other passages for a few queries of a hundred.",
+                    error,
+                )
+                shutil.rmtree(index)
+        build_index(passages, index, kind, text_encoder)
+        return open_index(index, text_encoder)
 
 
 def open_index(

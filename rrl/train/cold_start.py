@@ -12,6 +12,7 @@ import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from ml_collections import ConfigDict
@@ -152,6 +153,7 @@ class Settings:
         sections: dict[str, Any] = {
             section: build(kind, values.get(section, {}), section) for section, kind in SECTIONS.items()
         }
+        sections["compute"] = sections["compute"].on(jax.default_backend())
         encoder_folder(sections["retriever"])
         path = sections["data"].path
         if path != "miniwiki" and not (path and pathlib.Path(path).is_dir()):
@@ -255,7 +257,7 @@ def run(config: Mapping[str, Any], workdir: str | os.PathLike[str]) -> Report | 
     (folder / "blocks").mkdir(parents=True, exist_ok=True)
     write_whole(folder / "config.json", json.dumps(identity, indent=2, sort_keys=True))
     enable_compilation_cache()
-    corpus, _ = load_corpora(settings.data, settings.retriever, say, settings.rollout.search_seconds)
+    corpus, _ = load_corpora(settings.data, settings.retriever, say, settings.rollout.search_seconds, folder)
     sampling = settings.sampling
     questions = corpus.questions[: sampling.questions or None]
     corpus = dataclasses.replace(corpus, questions=questions)

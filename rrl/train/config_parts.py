@@ -82,7 +82,7 @@ def begin(stem: str, arg: str, args: types.SimpleNamespace) -> ConfigDict:
         "title_weight": 1 if real else 3,
     }
     config.mesh = {"fsdp": 1 if tiny else -1, "tensor": TENSOR[args.size]}
-    config.compute = {"dtype": "float32" if tiny else "bfloat16", "remat": "none" if tiny else "full"}
+    config.compute = {"dtype": "float32" if tiny else "auto", "remat": "none" if tiny else "full"}
     # A rank above 0: adapters are trained, and the policy and its reference share all else.
     config.lora = {"rank": 0}
     # Says when reward or entropy stay at zero or the KL runs away; action=stop ends the run at its last good checkpoint.

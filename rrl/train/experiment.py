@@ -127,7 +127,7 @@ class Settings:
         path = settings.data.path
         if path != "miniwiki" and not (path and pathlib.Path(path).is_dir()):
             raise UserError(f"data={path!r} is no folder; give one, or miniwiki for the built-in world")
-        return settings
+        return dataclasses.replace(settings, compute=settings.compute.on(jax.default_backend()))
 
     @classmethod
     def parse(cls, config: Mapping[str, Any]) -> "Settings":
@@ -230,8 +230,8 @@ class Clock:
         print(f"[{time.perf_counter() - self.began:5.1f} s] {text}", file=sys.stderr, flush=True)
 
 
-def load(settings: Settings, say: Clock) -> Loaded:
-    """Loads models, corpus and questions."""
+def load(settings: Settings, say: Clock, workdir: pathlib.Path) -> Loaded:
+    """Loads models, corpus and questions; `workdir` stores a large index."""
     mesh, compute = settings.mesh.make(), settings.compute
     device = mesh.devices.flat[0]
     backend = compute.backend(device.platform, settings.train.objective.share_prefixes)
@@ -279,7 +279,7 @@ def load(settings: Settings, say: Clock) -> Loaded:
         )
         reader = Reader(*frozen, settings.reader_rollout, mesh=mesh)
     train_side, held_out = load_corpora(
-        settings.data, settings.retriever, say, settings.rollout.search_seconds
+        settings.data, settings.retriever, say, settings.rollout.search_seconds, workdir
     )
     engine = Engine(decoder, tokenizer, settings.rollout, retriever=train_side.retriever, mesh=mesh)
     task = Task(train_side.questions, held_out.questions, held_out.retriever)
@@ -313,7 +313,7 @@ def _run(config: Mapping[str, Any], workdir: str | pathlib.Path, stack: contextl
     refuse_damaged(workdir)
     refuse_held(workdir)
     enable_compilation_cache()
-    loaded = load(settings, say)
+    loaded = load(settings, say, workdir)
     refuse_long_prompts(loaded.engine, settings.recipe, [*loaded.task.train, *loaded.task.held_out])
 
     def ready() -> None:

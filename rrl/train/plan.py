@@ -126,8 +126,9 @@ def plan(
                 f"rollout.{name}={count} must be a multiple of data x fsdp = {shards} of the mesh; "
                 f"give --config.rollout.{name}={-(-count // shards) * shards} or another config.mesh"
             )
-    dtype, remat = jnp.dtype(settings.compute.dtype), settings.compute.remat
-    attention = settings.compute.backend(slice_.chip.platform, settings.train.objective.share_prefixes)
+    compute = settings.compute.on(slice_.chip.platform)
+    dtype, remat = jnp.dtype(compute.dtype), compute.remat
+    attention = compute.backend(slice_.chip.platform, settings.train.objective.share_prefixes)
     model = Model.of(
         shape,
         settings,

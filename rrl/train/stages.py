@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from ml_collections import ConfigDict
@@ -162,7 +163,7 @@ def _run(config: Mapping[str, Any], workdir: str | pathlib.Path, stack: contextl
     identity: dict[str, Any] = {name: values[name] for name in ("stage", "model", "tokenizer", "data")}
     identity |= {name: values[name] for name in ("scales", "induction") if values.get(name)}
     mesh_config = build(MeshConfig, values.get("mesh", {}), "mesh")
-    compute = build(ComputeConfig, values.get("compute", {}), "compute")
+    compute = build(ComputeConfig, values.get("compute", {}), "compute").on(jax.default_backend())
     lora = build(LoraConfig, values.get("lora", {}), "lora")
     if lora.rank:
         identity["lora"] = dataclasses.asdict(lora)
@@ -207,7 +208,7 @@ def _run(config: Mapping[str, Any], workdir: str | pathlib.Path, stack: contextl
     add_lora(decoder, lora, rngs=nnx.Rngs(settings.seed))
     if mesh.size > 1:
         nnx.update(decoder, shard(nnx.state(decoder), mesh))
-    source, held_out = STAGES[stage](values["data"], settings, tokenizer)
+    source, held_out = STAGES[stage](values["data"], settings, tokenizer, pathlib.Path(workdir))
     card = None
     if shown is not None:
         card = card_of(shown.make(), shown.context, shown.card_top_k or shown.top_k)
@@ -250,12 +251,14 @@ def _init_hash(folder: str) -> str:
 
 
 Stage = Callable[
-    [Mapping[str, Any], SFTConfig, PreTrainedTokenizerBase], tuple[Source, dict[str, Sequence[Example]]]
+    [Mapping[str, Any], SFTConfig, PreTrainedTokenizerBase, pathlib.Path],
+    tuple[Source, dict[str, Sequence[Example]]],
 ]
+"""What makes a stage's data from config, settings, tokenizer and workdir."""
 
 
 def _reading(
-    data: Mapping[str, Any], settings: SFTConfig, tokenizer: PreTrainedTokenizerBase
+    data: Mapping[str, Any], settings: SFTConfig, tokenizer: PreTrainedTokenizerBase, _: pathlib.Path
 ) -> tuple[Source, dict[str, Sequence[Example]]]:
     config = build(StreamConfig, data, "data")
 
@@ -294,7 +297,7 @@ def _read_block(
 
 
 def _evidence(
-    data: Mapping[str, Any], settings: SFTConfig, tokenizer: PreTrainedTokenizerBase
+    data: Mapping[str, Any], settings: SFTConfig, tokenizer: PreTrainedTokenizerBase, _: pathlib.Path
 ) -> tuple[Source, dict[str, Sequence[Example]]]:
     config = build(StreamConfig, data, "data")
 
@@ -319,7 +322,7 @@ def _evidence(
 
 
 def _demonstrations(
-    data: Mapping[str, Any], settings: SFTConfig, tokenizer: PreTrainedTokenizerBase
+    data: Mapping[str, Any], settings: SFTConfig, tokenizer: PreTrainedTokenizerBase, workdir: pathlib.Path
 ) -> tuple[Source, dict[str, Sequence[Example]]]:
     given = dict(data)
     config = build(DemonstrationConfig, given.pop("demonstrations"), "data.demonstrations")
@@ -332,7 +335,7 @@ def _demonstrations(
         wiki = generate(split, world.seed, worlds * world.world_size, worlds)
         each = -(-number // len(world.kinds))
         items = mixed_questions(wiki, each, world.kinds, world.seed)[:number]
-        retriever = load_retriever(wiki.passages, retrieval, encoder)
+        retriever = load_retriever(wiki.passages, retrieval, encoder, workdir=workdir)
         if retriever is None:
             raise UserError(
                 "data.retriever.kind=off: demonstrations need a retriever; choose scann, exact or bm25"
@@ -345,7 +348,7 @@ def _demonstrations(
 
 
 def _pairs(
-    data: Mapping[str, Any], settings: SFTConfig, tokenizer: PreTrainedTokenizerBase
+    data: Mapping[str, Any], settings: SFTConfig, tokenizer: PreTrainedTokenizerBase, _: pathlib.Path
 ) -> tuple[Source, dict[str, Sequence[Example]]]:
     examples, held_out = load_pairs(build(PairsConfig, data, "data"), tokenizer, settings.row_length)
     source = FixedSource(examples, settings.rows, settings.row_length, settings.seed)
@@ -354,7 +357,7 @@ def _pairs(
 
 
 def _verdicts(
-    data: Mapping[str, Any], settings: SFTConfig, tokenizer: PreTrainedTokenizerBase
+    data: Mapping[str, Any], settings: SFTConfig, tokenizer: PreTrainedTokenizerBase, _: pathlib.Path
 ) -> tuple[Source, dict[str, Sequence[Example]]]:
     config, options = build(StreamConfig, data, "data"), _verdict_options(data)
     tokens = config.steps_per_block * settings.rows * settings.row_length

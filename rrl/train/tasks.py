@@ -3,6 +3,7 @@
 import dataclasses
 import typing
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from rrl.data.folder import load_folder
@@ -17,7 +18,7 @@ from rrl.retrieval.bm25 import Bm25Config
 from rrl.retrieval.encode import TextEncoder, load_text_encoder
 from rrl.retrieval.folder import KINDS as INDEXES
 from rrl.retrieval.folder import index_identity
-from rrl.retrieval.index import make_retriever, open_index
+from rrl.retrieval.index import make_retriever, open_index, stored_retriever
 from rrl.retrieval.remote import open_remote
 from rrl.retrieval.retriever import Patience, Retriever
 from rrl.retrieval.wire import FORMS
@@ -27,6 +28,9 @@ HELD_OUT_SPLITS = tuple(split for split in SPLITS if split != "train")
 
 ATTEMPTS = 3
 """At a search that a service does not answer."""
+
+INDEXES_FOLDER = "indexes"
+"""Folder of a workdir with the indexes that its run built (see `stored_retriever`)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,11 +125,16 @@ class Corpus:
 
 
 def load_retriever(
-    passages: Sequence[Passage], config: RetrieverConfig, encoder: TextEncoder | None, seconds: float = 60.0
+    passages: Sequence[Passage],
+    config: RetrieverConfig,
+    encoder: TextEncoder | None,
+    seconds: float = 60.0,
+    workdir: Path | None = None,
 ) -> Retriever | None:
     """The retriever of a config: over passages in memory unless it names an index; None when it is off.
 
-    After `seconds` a search is given up by who asks; a search service is tried `ATTEMPTS` times within them.
+    After `seconds` a search is given up by who asks; a search service is tried `ATTEMPTS` times within them. With a `workdir`,
+    an index that would come out otherwise when built again is stored there, so that a resumed run finds the same passages.
     """
     if config.kind == "off":
         return None
@@ -134,7 +143,9 @@ def load_retriever(
         return open_remote(config.index, config.form, patience)
     if config.index:
         return open_index(config.index, encoder)
-    return make_retriever(passages, config.kind, encoder, config.bm25())
+    if workdir is None:
+        return make_retriever(passages, config.kind, encoder, config.bm25())
+    return stored_retriever(passages, config.kind, encoder, workdir / INDEXES_FOLDER, config.bm25())
 
 
 def encoder_folder(config: RetrieverConfig, where: str = "retriever") -> str:
@@ -164,11 +175,12 @@ def load_corpora(
     retriever: RetrieverConfig,
     say: Callable[[str], None] = lambda text: None,
     search_seconds: float = 60.0,
+    workdir: Path | None = None,
 ) -> tuple[Corpus, Corpus]:
     """The training corpus and the held-out one.
 
     In the built-in world they share no entity. A folder has one corpus; its test (or dev) questions are held out, and
-    with one question file only, every fifth question of it. `search_seconds` as in `load_retriever`.
+    with one question file only, every fifth question of it. `search_seconds` and `workdir` as in `load_retriever`.
     """
     encoder = load_encoder_of(retriever)
     if data.path == "miniwiki":
@@ -187,13 +199,13 @@ def load_corpora(
             say(
                 f"miniwiki {split}: {worlds} worlds, {len(wiki.passages)} passages, {len(items)} questions; indexing"
             )
-            search = load_retriever(wiki.passages, retriever, encoder)
+            search = load_retriever(wiki.passages, retriever, encoder, workdir=workdir)
             corpora.append(Corpus([item.question for item in items], search, wiki.passages))
         return corpora[0], corpora[1]
     folder = load_folder(data.path, data.on_error, corpus=not retriever.index)
     doing = f"searching {retriever.index}" if retriever.index else f"indexing with {retriever.kind}"
     say(f"{data.path}: {len(folder.passages)} passages; {doing}")
-    search = load_retriever(folder.passages, retriever, encoder, search_seconds)
+    search = load_retriever(folder.passages, retriever, encoder, search_seconds, workdir)
     train, held_out = split_questions(folder.splits)
     say(f"{data.path}: {len(train)} training questions, {len(held_out[: data.held_out])} held out")
     return Corpus(train, search, folder.passages), Corpus(held_out[: data.held_out], search, folder.passages)

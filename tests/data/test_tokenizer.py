@@ -1,14 +1,15 @@
 """Tokenizers keep every byte, and the bytes of each id are known exactly, whatever the tokenizer's family."""
 
 import json
+import logging
 from pathlib import Path
 
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast, Qwen2Tokenizer
 
 from rrl.data.miniwiki import generate
-from rrl.data.tokenizer import END, PAD, START, load_tokenizer, token_bytes, train_tokenizer
+from rrl.data.tokenizer import END, PAD, QWEN_END, START, load_tokenizer, token_bytes, train_tokenizer
 from rrl.errors import UserError
 
 SHIPPED = Path(__file__).parents[2] / "assets" / "miniwiki-tokenizer"
@@ -163,3 +164,48 @@ def test_a_model_beside_it_does_not_change_the_tokenizer(tmp_path: Path, model_t
     (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
     loaded = load_tokenizer(tmp_path)
     assert loaded.backend_tokenizer.to_str() == tokenizer.backend_tokenizer.to_str()
+
+
+def of_qwen(folder: Path, normalizer: normalizers.Normalizer | None, declared: str) -> Path:
+    """A folder whose tokenizer has the end of text of Qwen's vocabulary, and some letters."""
+    letters = pre_tokenizers.ByteLevel.alphabet()
+    vocab = {letter: number for number, letter in enumerate(letters)} | dict([QWEN_END])
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    if normalizer is not None:
+        tokenizer.normalizer = normalizer
+    folder.mkdir()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    wanted = {"tokenizer_class": declared, "eos_token": QWEN_END[0]}
+    (folder / "tokenizer_config.json").write_text(json.dumps(wanted))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("normalizer", "declared", "words"),
+    [
+        (None, "TokenizersBackend", "become other tokens than the model was trained on"),
+        (None, "Qwen2Tokenizer", "transformers' Qwen2Tokenizer applies it all the same"),
+        (normalizers.NFC(), "TokenizersBackend", ""),
+        (normalizers.NFC(), "Qwen2Tokenizer", ""),
+    ],
+)
+def test_a_qwen_tokenizer_whose_file_lost_its_normalizer_is_named_once(
+    normalizer, declared: str, words: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = of_qwen(tmp_path / "converted", normalizer, declared)
+    with caplog.at_level(logging.WARNING):
+        loaded = load_tokenizer(folder)
+        load_tokenizer(folder)
+    assert isinstance(loaded, Qwen2Tokenizer) == (declared == "Qwen2Tokenizer")
+    said = [record.getMessage() for record in caplog.records if "NFC" in record.getMessage()]
+    assert len(said) == bool(words) and words in "".join(said)
+    composed = loaded.encode("e\u0301") == loaded.encode("\u00e9")
+    assert composed == (words != "become other tokens than the model was trained on")
+
+
+def test_a_tokenizer_of_ours_has_no_normalizer_and_no_warning(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        assert load_tokenizer(SHIPPED).backend_tokenizer.normalizer is None
+    assert not caplog.records

@@ -11,6 +11,7 @@ from rrl.data.questions import Question
 from rrl.errors import UserError
 from rrl.retrieval.build import build_index
 from rrl.train.tasks import DataConfig, RetrieverConfig, load_corpora, split_questions
+from tests.retrieval.fakes import WordEncoder
 
 BM25 = RetrieverConfig(kind="bm25")
 
@@ -98,3 +99,22 @@ def test_an_encoder_that_nothing_would_use_is_refused_by_name(tmp_path):
             get_config("retriever=bm25,encoder=e5")
         get_config("retriever=bm25")
         get_config("encoder=e5")
+
+
+def test_a_run_over_a_large_corpus_opens_its_index_again(tmp_path, monkeypatch):
+    monkeypatch.setattr("rrl.retrieval.index.SMALL", 4)
+    monkeypatch.setattr("rrl.train.tasks.load_encoder_of", lambda config: WordEncoder())
+    data, workdir = tmp_path / "data", tmp_path / "run"
+    data.mkdir()
+    passages = [{"id": str(i), "title": f"T{i}", "text": f"text {i}"} for i in range(4)]
+    (data / "corpus.jsonl").write_text("\n".join(map(json.dumps, passages)))
+    lines = [json.dumps({"id": f"q{i}", "question": "q?", "golden_answers": ["a"]}) for i in range(5)]
+    (data / "questions.jsonl").write_text("\n".join(lines))
+
+    def best() -> str:
+        train, _ = load_corpora(DataConfig(path=str(data)), RetrieverConfig("exact"), workdir=workdir)
+        return train.retriever.search(["T3"], 1)[0][0].passage.id
+
+    assert best() == "3" and len(list(workdir.glob("indexes/*/manifest.json"))) == 1
+    monkeypatch.setattr("rrl.retrieval.index.build_index", None)
+    assert best() == "3"

@@ -1,6 +1,7 @@
 """The judge's cases: what it is trained on is what it will be asked, with the oracle's verdict, in worlds of their own."""
 
 import os
+import pathlib
 import re
 import subprocess
 import sys
@@ -95,7 +96,7 @@ def test_held_out_cases_share_no_name_with_training(monkeypatch):
     settings = SFTConfig(steps=1, optim=OptimConfig(total_steps=1), rows=2, row_length=768)
     data = {"worlds": 1, "steps_per_block": 2, "probes": 5, "options": {}}
     tokenizer = load_tokenizer("assets/miniwiki-tokenizer")
-    source, probes = stages.STAGES["verdicts"](data, settings, tokenizer)
+    source, probes = stages.STAGES["verdicts"](data, settings, tokenizer, pathlib.Path("unused"))
     assert {split for split, _ in made} == {"dev"}
     assert set(probes) == {kind.__name__.lower() for kind in KINDS} and all(probes.values())
     made.clear()

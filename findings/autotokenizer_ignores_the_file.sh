@@ -1,0 +1,51 @@
+#!/usr/bin/env bash
+# One would guess: `AutoTokenizer.from_pretrained(FOLDER)` gives the tokenizer of FOLDER/tokenizer.json, all the more where
+#   tokenizer_config.json names the generic class that does so.
+# What happens (transformers 5.24.0 with tokenizers 0.23.3, November 2026): beside a config.json of model_type qwen2 it takes
+#   Qwen2Tokenizer, which keeps vocabulary and merges of the file and puts Qwen's own pre-tokenizer and NFC normalizer in place of
+#   the file's. Saved and loaded, the same text becomes other tokens, without a warning. Without the config.json it does not.
+# Why it matters to search-agent RL: a policy with a tokenizer of its own (a small one, a cut or extended vocabulary) is trained
+#   with one tokenizer and served with another. It also hides that a tokenizer.json lacks its normalizer, as conversions from GGUF
+#   leave it: transformers puts NFC back, programs that read the file alone do not.
+# What rrl does: rrl/data/tokenizer.py (`_declared_class`) loads a folder that declares the generic class with the generic class,
+#   and warns where Qwen's vocabulary comes with a tokenizer.json without a normalizer.
+# Exits with 0 while this is so, with 1 otherwise.
+set -euo pipefail
+folder="$(mktemp -d)"
+trap 'rm -rf "$folder"' EXIT
+"${PYTHON:-python3}" -m venv "$folder/venv"
+"$folder/venv/bin/pip" install -q 'transformers==5.24.0' 'tokenizers==0.23.3'
+cd "$folder"
+HF_HUB_OFFLINE=1 TRANSFORMERS_NO_ADVISORY_WARNINGS=1 "$folder/venv/bin/python" - <<'END'
+import json
+import pathlib
+import sys
+
+import tokenizers
+import transformers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+print("transformers", transformers.__version__, "tokenizers", tokenizers.__version__)
+made = Tokenizer(models.BPE())
+made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+made.decoder = decoders.ByteLevel()
+alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=["<end>"], initial_alphabet=alphabet, show_progress=False)
+made.train_from_iterator(["born in 1931, 1942, 1953 and 1964"] * 9, trainer)
+saved = transformers.PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<end>")
+saved.save_pretrained("folder")
+print("declared:", json.loads(pathlib.Path("folder/tokenizer_config.json").read_text())["tokenizer_class"])
+
+TEXTS = ("born in 1931", "cafe\u0301")
+before = transformers.AutoTokenizer.from_pretrained("folder")
+pathlib.Path("folder/config.json").write_text('{"model_type": "qwen2"}')
+after = transformers.AutoTokenizer.from_pretrained("folder")
+changed = []
+for name, loaded in (("without config.json", before), ("beside a config.json of qwen2", after)):
+    same = [loaded.encode(text) == saved.encode(text) for text in TEXTS]
+    changed.append(not all(same))
+    print(f"{name}: {type(loaded).__name__}, normalizer {loaded.backend_tokenizer.normalizer}")
+    for text, equal in zip(TEXTS, same):
+        print(f"    {text!r}: {loaded.convert_ids_to_tokens(loaded.encode(text))} {'as saved' if equal else 'NOT AS SAVED'}")
+sys.exit(changed != [False, True])
+END
