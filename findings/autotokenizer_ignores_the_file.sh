@@ -11,6 +11,7 @@
 #   and warns where Qwen's vocabulary comes with a tokenizer.json without a normalizer.
 # Exits with 0 while this is so, with 1 otherwise.
 set -euo pipefail
+unset PYTHONPATH
 folder="$(mktemp -d)"
 trap 'rm -rf "$folder"' EXIT
 "${PYTHON:-python3}" -m venv "$folder/venv"

@@ -9,6 +9,7 @@
 # What rrl does: rrl/rl/optim.py (`matrix_dimensions`) names the axes of each kind of parameter and hands them to Muon.
 # Exits with 0 while this is so, with 1 otherwise.
 set -euo pipefail
+unset PYTHONPATH
 folder="$(mktemp -d)"
 trap 'rm -rf "$folder"' EXIT
 "${PYTHON:-python3}" -m venv "$folder/venv"

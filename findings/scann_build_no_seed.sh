@@ -9,6 +9,7 @@
 #   opens it at every later start.
 # Exits with 0 while this is so, with 1 where two builds agree.
 set -euo pipefail
+unset PYTHONPATH
 folder="$(mktemp -d)"
 trap 'rm -rf "$folder"' EXIT
 "${PYTHON:-python3}" -m venv "$folder/venv"
