@@ -187,12 +187,12 @@ class Programs:
         """Tokens that a decode step computes, with those that are guessed; 0: nothing is guessed."""
         self.alone = (1,) if self.one_cpu else ()
         """The same of prefilled pieces."""
-        self._options = compiler_options(self.loops) if self.one_cpu else {}
+        self.options = compiler_options(self.loops) if self.one_cpu else {}
         self._jitted: weakref.WeakSet = weakref.WeakSet()
 
-    def jit(self, function: Callable, **options: Any) -> Callable:
+    def jit(self, function: Callable, **options: Any) -> Any:
         """`jax.jit` with this mesh's compiler options; `close` lets go of what is compiled."""
-        jitted = jax.jit(function, compiler_options=self._options, **options)
+        jitted = jax.jit(function, compiler_options=self.options, **options)
         self._jitted.add(jitted)
         return jitted
 

@@ -51,7 +51,7 @@ def key_of(programs: "Programs", params: PyTree) -> str:
         programs.reads_compiled(dtype),
     )
     engine = config, programs.limits, programs.loops, programs.shards, programs.step_tokens, len(programs.eos)
-    compiler = programs.jit.keywords, [(name, getattr(jax.config, name)) for name in OPTIONS]
+    compiler = programs.options, [(name, getattr(jax.config, name)) for name in OPTIONS]
     return _short(model, engine, compiler, _code(), _machine())
 
 
