@@ -114,7 +114,7 @@ def test_an_append_that_fails_leaves_the_file_as_it_was(tmp_path, monkeypatch):
         """A file whose disk has room for three more bytes."""
 
         def __init__(self, *args, **kwargs):
-            self.stream = opened(*args, **kwargs)
+            self.stream = opened(file, *args, **kwargs)
             self.room = 3
 
         def __enter__(self):
