@@ -75,7 +75,7 @@ def cache_folder() -> Path:
 def enable_compilation_cache(folder: str | Path | None = None) -> Path | None:
     """Keeps compiled programs on disk, so that a second start is fast; returns the folder.
 
-    JAX runs what it finds there. Where others may write to it (`rrl.parallel.private`), or it can't be made, nothing is kept, a
+    JAX runs what it finds there. Where others may write to it (`rrl.parallel.private`), or it can't be made, nothing is stored, a
     warning says why, and None is returned.
 
     Args:

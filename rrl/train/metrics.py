@@ -48,7 +48,7 @@ class MetricsWriter:
         Args:
           workdir: folder of the run.
           resume_step: S, the number of completed updates; 0 where there is no checkpoint. Later lines are removed.
-          resume_lines: `lines` as the checkpoint says, 0 where there is none; None (a checkpoint of an older version): all
+          resume_lines: `lines` as the checkpoint says, 0 without a checkpoint; None (a checkpoint of an older version): all
             lines up to S are past. Fewer lines than that were lost, of which the log warns.
           tensorboard: False leaves TensorBoard out.
 

@@ -10,6 +10,7 @@ import types
 import pytest
 
 from rrl.errors import UserError
+from rrl.stopping import Stopped
 from rrl.train.compare import Cell, cells, commands, compare, rows, wait_for, with_arguments
 
 ROOT = pathlib.Path(__file__).parents[2]

@@ -108,7 +108,7 @@ def test_wherever_a_run_dies_its_lines_and_the_trajectories_of_its_report_are_th
 def test_a_guard_that_warned_says_so_after_the_run_died(parts, tmp_path):
     config = dataclasses.replace(CONFIG, guard=GuardConfig("warn", steps=2), checkpoint_every=1)
     with pytest.raises(ConnectionError):
-        run(parts, tmp_path, config, poor_from=2, die_at=5)  # steps 1 and 2 earn nothing
+        run(parts, tmp_path, config, poor_from=1, die_at=5)  # steps 1 to 3 earn nothing
     outcome, _ = run(parts, tmp_path, config)
     assert outcome.reason == "the reward is at most 0 in each step from 1 to 2"
 

@@ -117,6 +117,7 @@ class Stop:
         return self.asked >= self.step
 
 
+@pytest.mark.slow
 def test_stopped_twice_and_killed_in_its_report_a_run_leaves_each_line_once(tmp_path, monkeypatch):
     held_out = {"dev": make_examples(8, seed=99)}
     config = dataclasses.replace(CONFIG, patience=50)
@@ -144,6 +145,7 @@ def test_stopped_twice_and_killed_in_its_report_a_run_leaves_each_line_once(tmp_
     assert results[0] == results[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("patience", [0, 1])
 def test_a_signal_in_the_last_step_does_not_stop_a_run_that_is_over(tmp_path, monkeypatch, patience):
     config = (
