@@ -1,8 +1,12 @@
 """Before jax is imported: threads enough for host callbacks, eight virtual devices, so that sharding is tested, and LLVM's
-quickest code, since tests compile for longer than they compute. Afterwards: a limit to what one process may hold."""
+quickest code, since tests compile for longer than they compute; and what one has compiled the others find. Afterwards: a limit
+to what one process may hold."""
 
+import atexit
 import os
+import shutil
 import sys
+import tempfile
 from collections.abc import Iterator
 
 import pytest
@@ -13,6 +17,11 @@ os.environ.setdefault("NPROC", "32")
 for flag, value in (("--xla_force_host_platform_device_count", 8), ("--xla_backend_optimization_level", 0)):
     if flag not in os.environ.get("XLA_FLAGS", ""):
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}={value}".strip()
+
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:  # the processes that this one starts have it
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="rrl-tests-")
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.3"
+    atexit.register(shutil.rmtree, os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
 
 WORKERS = 4
 """Test processes at most, one a core: each takes up to 4 GB."""
