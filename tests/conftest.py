@@ -28,7 +28,7 @@ WORKERS = 4
 MOST_MAPS = 20_000
 """Memory maps of one process. Linux allows 65,530 (`vm.max_map_count`), and a process that wants more crashes; each compiled
 program has some."""
-MANY_MAPS = 6_000
+MANY_MAPS = 4_000
 """From here on compiled programs are given back between two modules."""
 
 

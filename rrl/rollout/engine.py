@@ -394,8 +394,8 @@ class Engine:
             self._hosts = hosts
         # A single loop has a thread, too: this one hears Ctrl-C, as long as it waits for another.
         with concurrent.futures.ThreadPoolExecutor(loops, "rrl-rollout") as pool:
-            running = [pool.submit(run, loop) for loop in range(loops)]
             try:
+                running = [pool.submit(run, loop) for loop in range(loops)]
                 concurrent.futures.wait(running, return_when=concurrent.futures.FIRST_EXCEPTION)
                 return np.sum([loop.result() for loop in running], axis=0)
             except BaseException:  # Ctrl-C, or a loop that broke: the others shall end too
