@@ -1,5 +1,6 @@
 """Searches run beside the decoding of other rows, on one device or several; a stuck or interrupted rollout ends, or says why."""
 
+import concurrent.futures
 import dataclasses
 import os
 import signal
@@ -127,6 +128,31 @@ def test_an_interrupt_ends_all_loops_before_their_episodes_do(world, loops):
     with pytest.raises(KeyboardInterrupt):
         engine.run(nnx.state(decoder), requests, Slow(turn_tokens=4), KEY, on_finish=finish)
     assert 0 < len(finished) < len(requests)
+
+
+def test_an_interrupt_while_the_loops_start_ends_the_one_that_runs(world, monkeypatch):
+    decoder, tokenizer, _, requests = world
+    engine = Engine(decoder, tokenizer, dataclasses.replace(CONFIG, loops=2))
+    submit, begun, finished = concurrent.futures.ThreadPoolExecutor.submit, [], []
+
+    def interrupted(pool, *arguments):
+        if pool._thread_name_prefix == "rrl-rollout" and begun:
+            raise KeyboardInterrupt
+        begun.append(submit(pool, *arguments))
+        return begun[-1]
+
+    monkeypatch.setattr(concurrent.futures.ThreadPoolExecutor, "submit", interrupted)
+
+    class Slow(SingleTurn):
+        def react(self, episode, text, stop):
+            time.sleep(0.05)
+            return Finish("done")
+
+    with pytest.raises(KeyboardInterrupt):
+        engine.run(
+            nnx.state(decoder), requests, Slow(turn_tokens=4), KEY, on_finish=lambda *a: finished.append(a)
+        )
+    assert len(finished) < len(requests) / 2
 
 
 def test_a_rollout_that_stands_still_names_the_host_and_its_stage(world, caplog):
