@@ -3,21 +3,41 @@ quickest code, since tests compile for longer than they compute; and what one ha
 to what one process may hold."""
 
 import atexit
+import importlib.util
+import mmap
 import os
 import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from tests.memory import collect, memory_maps
 
-os.environ.setdefault("NPROC", "32")
-for flag, value in (("--xla_force_host_platform_device_count", 8), ("--xla_backend_optimization_level", 0)):
-    if flag not in os.environ.get("XLA_FLAGS", ""):
-        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}={value}".strip()
 
+def _knows(flag: str) -> bool:
+    """Whether the XLA that is installed has a flag. One that it has not would end the process."""
+    spec = importlib.util.find_spec("jaxlib")
+    assert spec is not None and spec.submodule_search_locations
+    (folder,) = spec.submodule_search_locations
+    for library in Path(folder).glob("libjax_common.*"):
+        with library.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as content:
+            return content.find(flag.lstrip("-").encode()) >= 0
+    return False
+
+
+os.environ.setdefault("NPROC", "32")
+FLAGS = {
+    "--xla_force_host_platform_device_count": 8,
+    "--xla_backend_optimization_level": 0,
+    # The emitters of users' programs take twice as long to compile; .ci/run has the slow tests use them.
+    "--xla_cpu_use_fusion_emitters": "false",
+}
+for flag, value in FLAGS.items():
+    if flag not in os.environ.get("XLA_FLAGS", "") and _knows(flag):
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}={value}".strip()
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:  # the processes that this one starts have it
     os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="rrl-tests-")
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.3"
