@@ -15,7 +15,7 @@ set -euo pipefail
 folder="$(mktemp -d)"
 trap 'rm -rf "$folder"' EXIT
 unset PYTHONPATH
-python3 -m venv "$folder/venv"
+"${PYTHON:-python3}" -m venv "$folder/venv"
 "$folder/venv/bin/pip" install -q jax==0.10.2 jaxlib==0.10.2
 JAX_PLATFORMS=cpu "$folder/venv/bin/python" - <<'PY'
 import gc

@@ -48,8 +48,8 @@ WORKERS = 4
 MOST_MAPS = 20_000
 """Memory maps of one process. Linux allows 65,530 (`vm.max_map_count`), and a process that wants more crashes; each compiled
 program has some."""
-MANY_MAPS = 4_000
-"""From here on compiled programs are given back between two modules."""
+MANY_MAPS = 10_000
+"""From here on compiled programs are given back between two tests."""
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
@@ -59,9 +59,9 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     return min(cores_here(), WORKERS)
 
 
-@pytest.fixture(scope="module", autouse=True)
+@pytest.fixture(autouse=True)
 def _bounded_maps(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Gives compiled programs back after a module, where there are many; fails where one module alone makes too many."""
+    """Gives compiled programs back after a test, where there are many; fails where one test alone makes too many."""
     yield
     maps = memory_maps()
     if maps > MANY_MAPS and "jax" in sys.modules:
