@@ -11,7 +11,7 @@ import dataclasses
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 Sizes = tuple[int, ...]
+Made = TypeVar("Made")
 
 NARROWED, MULTIPLE, PIECES = 16, 8, 2
 """A loop of so many rows tries steps of half as many, a quarter and so on, each a multiple of the second number, and likewise
@@ -198,21 +199,25 @@ def _writer(
     Half of them need a second block of their past, a quarter a third, and so on. It is given what rows are guessed to write."""
     count, past = programs.rows, min(4 * BLOCK, programs.config.context)
     turn = min(TRIED, past)
-    cache, draw = _made_up(programs, params, past), np.random.default_rng(0)
+    draw = np.random.default_rng(0)
     number = np.arange(count) + 1
     blocks = np.log2(number & -number)
-    rows = Rows.create(count, turn)._replace(
-        status=jnp.where(np.arange(count) < width, RUN, OFF),
-        position=jnp.asarray(
-            np.clip(BLOCK * blocks + draw.integers(0, BLOCK, count), 0, past - turn), jnp.int32
-        ),
-        recent=jnp.asarray(draw.integers(0, programs.decoder_config.vocab_size, (count, RECENT)), jnp.int32),
-        request=jnp.arange(count, dtype=jnp.int32),
-        limit=jnp.full(count, turn, jnp.int32),
-        temperature=jnp.linspace(0.5, 1.5, count, dtype=jnp.float32),
-    )
-    table = jnp.zeros((1, programs.decoder_config.vocab_size), jnp.int32)
-    guesses = jnp.zeros((count, turn), jnp.int32)
+    position = np.clip(BLOCK * blocks + draw.integers(0, BLOCK, count), 0, past - turn).astype(np.int32)
+    recent = draw.integers(0, programs.decoder_config.vocab_size, (count, RECENT)).astype(np.int32)
+
+    def at_work() -> Rows:
+        return Rows.create(count, turn)._replace(
+            status=jnp.where(jnp.arange(count) < width, RUN, OFF),
+            position=jnp.asarray(position),
+            recent=jnp.asarray(recent),
+            request=jnp.arange(count, dtype=jnp.int32),
+            limit=jnp.full(count, turn, jnp.int32),
+            temperature=jnp.linspace(0.5, 1.5, count, dtype=jnp.float32),
+        )
+
+    rows, cache = _at_once(programs, at_work), _made_up(programs, params, past)
+    table = np.zeros((1, programs.decoder_config.vocab_size), np.int32)
+    guesses = np.zeros((count, turn), np.int32)
 
     @programs.jit
     def wrote(
@@ -224,7 +229,7 @@ def _writer(
             rows,
             cache,
             drafts.learn(windows(rows.recent, guesses), guesses, known),
-            programs.sampler(key, table, first_accept=1),
+            programs.sampler(key, jnp.asarray(table), first_accept=1),
             context=past,
             enough=count,
             patience=turn,
@@ -243,7 +248,7 @@ def _writer(
         if guessed is not None:
             there[: len(guessed)] = guessed
         with jax.set_mesh(programs.mesh):
-            done = compiled(params, rows, cache, key, jnp.asarray(there))
+            done = compiled(params, rows, cache, key, there)
         return tuple(np.asarray(part)[:width] for part in done)
 
     return run
@@ -266,7 +271,7 @@ def _read(programs: "Programs", params: PyTree, count: int) -> tuple[np.ndarray,
     words = np.stack(np.broadcast_arrays(*entries), axis=-1)
     tokens = draw.integers(0, programs.decoder_config.vocab_size, (pieces, size))
     feeds = np.concatenate([words, tokens], axis=-1)[None].astype(np.int32)
-    rows, marks = Rows.create(programs.rows, 1), np.zeros(programs.rows, np.int32)
+    rows, marks = _at_once(programs, lambda: Rows.create(programs.rows, 1)), np.zeros(programs.rows, np.int32)
 
     @programs.jit
     def read(params: PyTree, rows: Rows, cache: KVCache, feeds: jax.Array, marks: jax.Array) -> KVCache:
@@ -284,17 +289,23 @@ def _read(programs: "Programs", params: PyTree, count: int) -> tuple[np.ndarray,
         )[1]
 
     with jax.set_mesh(programs.mesh):
-        cache = read(params, rows, _made_up(programs, params, past), jnp.asarray(feeds), jnp.asarray(marks))
+        cache = read(params, rows, _made_up(programs, params, past), feeds, marks)
     return np.asarray(cache.k), np.asarray(cache.v)
 
 
 def _made_up(programs: "Programs", params: PyTree, slots: int) -> KVCache:
     """A cache full of numbers, the same whenever it is asked for."""
     dtype = nnx.merge(programs.graph, params).dtype
-    cache = programs.cache(slots, dtype)
+    cache = _at_once(programs, lambda: programs.cache(slots, dtype))
     draw = np.random.default_rng(0)
-    k, v = (jnp.asarray(draw.standard_normal(part.shape, np.float32), dtype) for part in (cache.k, cache.v))
-    return dataclasses.replace(cache, k=k, v=v)
+    k, v = (draw.standard_normal(part.shape, np.float32).astype(dtype) for part in (cache.k, cache.v))
+    return dataclasses.replace(cache, k=jnp.asarray(k), v=jnp.asarray(v))
+
+
+def _at_once(programs: "Programs", make: Callable[[], Made]) -> Made:
+    """What this makes, by one program that goes with it: JAX would keep one of each operation and shape."""
+    with jax.set_mesh(programs.mesh):
+        return programs.jit(make)()
 
 
 def _alike(made: Sequence[tuple[np.ndarray, ...] | None]) -> list[bool]:
