@@ -151,9 +151,13 @@ def json_lines(file: Path, remedy: str) -> Iterator[tuple[int, dict[str, Any]]]:
 
     A last line without its newline that is not a whole object was cut short by a kill, and is ignored.
 
-    Raises UserError for any other line that is not a JSON object in UTF-8: it names file and line, and ends with `remedy`.
+    Raises UserError for any other line that is not a JSON object in UTF-8: it names file and line, and ends with `remedy`; and for
+    a file that cannot be read.
     """
-    lines = file.read_bytes().split(b"\n")
+    try:
+        lines = file.read_bytes().split(b"\n")
+    except OSError as error:
+        raise UserError(f"{file} cannot be read ({error.strerror}); {remedy}") from error
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue

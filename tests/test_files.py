@@ -54,6 +54,13 @@ def test_a_line_that_is_no_json_object_is_named(tmp_path, line):
         list(json_lines(file, "mend it"))
 
 
+def test_a_file_of_lines_that_cannot_be_read_is_named(tmp_path):
+    with pytest.raises(UserError, match=r"metrics.jsonl cannot be read \(.*\); move it away"):
+        list(json_lines(tmp_path / "metrics.jsonl", "move it away"))
+    with pytest.raises(UserError, match=r"cannot be read \(Is a directory\); move it away"):
+        list(json_lines(tmp_path, "move it away"))
+
+
 @pytest.mark.parametrize(
     ("error", "words"),
     [

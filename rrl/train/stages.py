@@ -178,8 +178,8 @@ def _run(config: Mapping[str, Any], workdir: str | pathlib.Path, stack: contextl
     if out.exists() and not out.is_dir():
         raise UserError(f"out={str(out)!r} is a file; give a folder, or one that is not there yet")
     refuse_other_config(workdir, dataclasses.asdict(settings) | {"run": identity}, MAY_DIFFER)
-    refuse_damaged(workdir)
     refuse_held(workdir)
+    refuse_damaged(workdir)
     mesh = mesh_config.make()
     options: dict[str, Any] = {
         "dtype": jnp.dtype(compute.dtype),
