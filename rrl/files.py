@@ -72,7 +72,10 @@ def _of_the_system(error: Exception) -> bool:
 
 @contextlib.contextmanager
 def replaced(file: Path, beside: str = ".part") -> Iterator[BinaryIO]:
-    """A stream to a file that appears under its name only when it is whole; until then it is one `beside` it, of that ending."""
+    """A stream to a file that appears under its name only when it is whole; until then it is one `beside` it, of that ending.
+
+    Raises OSError that names the file.
+    """
     work = file.with_name(file.name + beside)
     try:
         with work.open("wb") as stream:
@@ -80,7 +83,8 @@ def replaced(file: Path, beside: str = ".part") -> Iterator[BinaryIO]:
             stream.flush()
             os.fsync(stream.fileno())
         work.replace(file)
-    except BaseException:
+    except BaseException as error:
+        _name(file, error)
         # Where the folder is gone, this fails too: the first error says why.
         with contextlib.suppress(OSError):
             work.unlink(missing_ok=True)
@@ -107,9 +111,16 @@ def append(file: Path, data: bytes) -> None:
         try:
             while rest:
                 rest = rest[stream.write(rest) :]
-        except OSError:
+        except OSError as error:
+            _name(file, error)
             stream.truncate(size)
             raise
+
+
+def _name(file: Path, error: BaseException) -> None:
+    """Adds the file to an error that has none, as that of a write to a stream."""
+    if isinstance(error, OSError) and error.errno is not None and error.filename is None:
+        error.filename = os.fspath(file)
 
 
 @contextlib.contextmanager

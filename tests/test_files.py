@@ -8,7 +8,7 @@ import stat
 import pytest
 
 from rrl.errors import UserError
-from rrl.files import SaveError, append, json_lines, saving, write_whole
+from rrl.files import SaveError, append, json_lines, replaced, saving, write_whole
 
 
 def test_a_file_is_replaced_whole_and_others_may_read_it(tmp_path):
@@ -26,6 +26,11 @@ def test_what_cannot_be_written_leaves_the_old_file_and_nothing_beside(tmp_path)
         write_whole(tmp_path / "a.json", "half \udc80")
     assert [file.name for file in tmp_path.iterdir()] == ["a.json"]
     assert (tmp_path / "a.json").read_text(encoding="utf-8") == "old"
+
+
+def test_a_full_disk_while_a_stream_is_written_names_the_file(tmp_path):
+    with pytest.raises(OSError, match="No space left on device: '.*/a.html'"), replaced(tmp_path / "a.html"):
+        raise OSError(errno.ENOSPC, "No space left on device")
 
 
 def test_a_file_that_says_the_same_already_is_left(tmp_path):

@@ -6,6 +6,7 @@ import re
 import textwrap
 from collections.abc import Sequence
 
+from rrl.files import write_whole
 from rrl.retrieval.bm25 import analyse
 from rrl.retrieval.retriever import Hit
 
@@ -47,7 +48,7 @@ def write_page(
 {sections}
 </body></html>
 """
-    pathlib.Path(path).write_bytes(page.encode("utf-8", "replace"))
+    write_whole(pathlib.Path(path), page.encode("utf-8", "replace").decode())
 
 
 def _section(query: str, hits: Sequence[Hit]) -> str:

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 
 from rrl.eval.article import ENDINGS, article, verdict, words
 from rrl.eval.pieces import RSEARCH_TAGS
+from rrl.files import write_whole
 from rrl.rollout.trajectory import Trajectory
 from rrl.text.spans import Tag
 
@@ -54,7 +55,7 @@ script-src 'unsafe-inline'">
 <script>{_resource("page.js")}</script>
 </body></html>
 """
-    pathlib.Path(path).write_text(page, encoding="utf-8")
+    write_whole(pathlib.Path(path), page)
 
 
 def fragment(

@@ -12,6 +12,7 @@ import textwrap
 from collections.abc import Sequence
 
 from rrl.eval.article import verdict
+from rrl.files import write_whole
 from rrl.recipes.r2ag import R2AG, Expansion
 from rrl.rollout.trajectory import Search, Trajectory
 from rrl.text.normalize import title_key
@@ -131,7 +132,7 @@ def write_trees(
 <main>{trees}</main>
 </body></html>
 """
-    pathlib.Path(path).write_bytes(page.encode("utf-8", "replace"))
+    write_whole(pathlib.Path(path), page.encode("utf-8", "replace").decode())
 
 
 def _tree(trajectory: Trajectory, recipe: R2AG) -> str:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rrl.errors import UserError
+from rrl.files import write_whole
 from rrl.models.weights import require_folder
 from rrl.recipes.base import Recipe
 from rrl.recipes.catalogue import RECIPES, make_recipe
@@ -73,7 +74,7 @@ def require_policy(folder: str | pathlib.Path, field: str = "policy") -> None:
 def write_card(folder: str | pathlib.Path, card: Card) -> None:
     """Writes the card into a policy's folder."""
     text = json.dumps(dataclasses.asdict(card), indent=2, ensure_ascii=False)
-    pathlib.Path(folder, FILE).write_text(text + "\n", encoding="utf-8")
+    write_whole(pathlib.Path(folder, FILE), text + "\n")
 
 
 def read_card(folder: str | pathlib.Path) -> Card | None:

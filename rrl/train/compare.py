@@ -126,12 +126,10 @@ def compare(
     }
     panels = {f"eval/{name}": f"held-out {TITLES.get(name, name)}" for name in (metric, "f1")}
     plot_spread(runs, root / "compare.png", panels, x=AXES[over], title=f"{config}: arms over seeds")
-    with (root / "compare.jsonl").open("w", encoding="utf-8") as out:
-        for cell in plan:
-            for line in _curve(cell, plan):
-                out.write(json.dumps({"arm": cell.arm, "seed": cell.seed} | line) + "\n")
+    lines = [{"arm": cell.arm, "seed": cell.seed} | line for cell in plan for line in _curve(cell, plan)]
+    write_whole(root / "compare.jsonl", "".join(f"{json.dumps(line)}\n" for line in lines))
     text = "\n".join([*rows(plan, metric), *(f"* {line}" for line in unlike(plan))])
-    (root / "compare.txt").write_text(text + "\n", encoding="utf-8")
+    write_whole(root / "compare.txt", text + "\n")
     return text
 
 

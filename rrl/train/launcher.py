@@ -15,7 +15,7 @@ from absl import logging as absl_logging
 from ml_collections import config_flags
 
 from rrl.errors import UserError
-from rrl.files import FULL, SaveError
+from rrl.files import FULL, SaveError, save_error
 from rrl.parallel.runtime import prepare_host, use_huge_pages
 from rrl.stopping import Stopped, Unavailable
 
@@ -63,6 +63,8 @@ def run(main: Callable[[Sequence[str]], None], callbacks: bool = True) -> None:
             _fail(error, STOPPED)
         except OSError as error:
             if error.errno in FULL:
+                if error.filename:
+                    _end_at_once(save_error(pathlib.Path(error.filename), error))
                 full = f"the disk, its inodes or the quota are full ({error}). Free space"
                 _end_at_once(SaveError(f"{full}, then give the same command again"))
             # ml_collections reports a config file that it could not read at the first use of the config only.

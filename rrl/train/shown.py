@@ -19,7 +19,7 @@ from jaxtyping import Bool
 from rrl.data.passages import Passage
 from rrl.data.questions import Question
 from rrl.errors import UserError
-from rrl.files import json_lines, replaced
+from rrl.files import json_lines, replaced, saving
 from rrl.rollout.trajectory import Search, Trajectory
 
 EACH = 30
@@ -60,10 +60,12 @@ class Shown:
     def _save(self, name: str, about: dict[str, Any], trajectories: Sequence[Trajectory]) -> None:
         if jax.process_index() != 0:
             return
-        self._folder.mkdir(parents=True, exist_ok=True)
         records = [about, *(as_json(t, tokens=place < EACH) for place, t in enumerate(trajectories))]
-        with replaced(self._folder / f"{name}.jsonl") as stream:
-            stream.writelines(json.dumps(record, default=_scalar).encode() + b"\n" for record in records)
+        file = self._folder / f"{name}.jsonl"
+        with saving(file):
+            self._folder.mkdir(parents=True, exist_ok=True)
+            with replaced(file) as stream:
+                stream.writelines(json.dumps(record, default=_scalar).encode() + b"\n" for record in records)
 
     def _load(self, name: str, step: int) -> tuple[dict[str, Any], list[Trajectory]]:
         file = self._folder / f"{name}.jsonl"
