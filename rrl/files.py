@@ -162,8 +162,8 @@ def json_lines(file: Path, remedy: str) -> Iterator[tuple[int, dict[str, Any]]]:
 
     A last line without its newline that is not a whole object was cut short by a kill, and is ignored.
 
-    Raises UserError for any other line that is not a JSON object in UTF-8: it names file and line, and ends with `remedy`; and for
-    a file that cannot be read.
+    Raises UserError for a file that cannot be read, and for any other line that is not a JSON object in UTF-8: it names file
+    and line, and ends with `remedy`.
     """
     try:
         lines = file.read_bytes().split(b"\n")

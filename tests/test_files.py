@@ -29,7 +29,7 @@ def test_what_cannot_be_written_leaves_the_old_file_and_nothing_beside(tmp_path)
 
 
 def test_a_full_disk_while_a_stream_is_written_names_the_file(tmp_path):
-    with pytest.raises(OSError, match="No space left on device: '.*/a.html'"), replaced(tmp_path / "a.html"):
+    with pytest.raises(OSError, match=r"No space left.*a\.html"), replaced(tmp_path / "a.html"):
         raise OSError(errno.ENOSPC, "No space left on device")
 
 

@@ -14,7 +14,7 @@ from rrl.files import locked, saving
 
 CONFIG = "config.json"
 """What a workdir's run is, as JSON."""
-FOLDERS = ("checkpoints", "model_files", "policy", "tensorboard", "not_finite")
+FOLDERS = ("checkpoints", "model_files", "policy", "tensorboard", "not_finite", "report", "indexes")
 """Folders that a run makes in its workdir."""
 FILES = (
     "metrics.jsonl",
