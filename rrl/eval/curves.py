@@ -1,5 +1,7 @@
 """Curves of a run over its steps (R-Search, Figure 3), and of several arms with their spread over seeds."""
 
+import dataclasses
+import itertools
 import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,6 +12,7 @@ import numpy as np
 
 from rrl.errors import UserError
 from rrl.eval.summary import decoding
+from rrl.recipes.base import Curves
 from rrl.train.metrics import read_metrics
 
 Rows = Sequence[Mapping[str, Any]]
@@ -19,57 +22,85 @@ Source = Rows | str | pathlib.Path
 INK, QUIET, GRID = "#2a2927", "#7a766f", "#e4e0d9"
 COLOURS = ("#2667c9", "#c26a00", "#7a3fc0", "#1c7f4a", "#c0362c", "#5b6570", "#b0912f", "#c2559b")
 
-PANELS: tuple[tuple[str, tuple[tuple[str, str], ...], tuple[str, str] | None], ...] = (
-    (
-        "reward",
-        (
-            ("reward/total", "total"),
-            ("reward/answer", "answer (Eq. 3)"),
-            ("reward/evidence", "evidence (Eq. 4)"),
-            ("reward/format", "format (Eq. 5)"),
+
+@dataclasses.dataclass(frozen=True)
+class _Panel:
+    title: str
+    lines: Mapping[str, str]
+    """Metrics of training, with their labels."""
+    held_out: tuple[str, str] = ("", "")
+    """Metric and label of what evaluations measure: markers, joined by dashes."""
+
+
+def _panels(lines: Rows, curves: Curves, temperature: float) -> list[_Panel]:
+    """What there is to draw of one run."""
+    paid = {name.removeprefix("reward/") for line in lines for name in line if name.startswith("reward/")}
+    components = {name: words for name, words in curves.rewards.items() if name in paid}
+    components |= {name: name for name in sorted(paid - {"total", *components})}
+    how = f"held out, {decoding(temperature)}"
+    panels = [
+        _Panel("reward", {"reward/total": "total"} | {f"reward/{n}": w for n, w in components.items()}),
+        *(
+            _Panel(words, {f"train/{name}": "training, sampled"}, (f"eval/{name}", how))
+            for name, words in curves.metrics.items()
         ),
-        None,
-    ),
-    ("exact match", (("train/em", "training, sampled"),), ("eval/em", "held out, {decoding}")),
-    ("F1", (("train/f1", "training, sampled"),), ("eval/f1", "held out, {decoding}")),
-    ("valid searches a question", (("train/searches", "training"),), ("eval/searches", "held out")),
-    ("entropy (nats a token)", (("train/entropy", "policy"),), None),
-    ("KL to the start (nats a token)", (("train/kl", "policy"),), None),
-)
-"""Title, (metric, label) drawn as lines, (metric, label) drawn as markers; {decoding} says how they were sampled."""
+        _Panel("valid searches a question", {"train/searches": "training"}, ("eval/searches", "held out")),
+        _Panel("entropy (nats a token)", {"train/entropy": "policy"}),
+        _Panel("KL to the start (nats a token)", {"train/kl": "policy"}),
+    ]
+    if any("critic/explained_variance" in line for line in lines):
+        panels.append(
+            _Panel("variance of returns explained by the critic", {"critic/explained_variance": "critic"})
+        )
+    return panels
 
 
 def plot_training(
-    rows: Source, out_png: str | pathlib.Path, title: str = "", temperature: float = 0.0
+    rows: Source,
+    out_png: str | pathlib.Path,
+    title: str = "",
+    temperature: float = 0.0,
+    curves: Curves | None = None,
 ) -> None:
-    """Draws reward, exact match, F1, searches, entropy and KL over the steps of one run.
+    """Draws the reward with its components, the metrics of the recipe, searches, entropy and KL over the steps of one run, and of
+    a critic how much it explains.
 
-    Held-out evaluations, at `temperature`, are markers. A panel without metrics says so. Raises UserError for a run
-    without steps.
+    Held-out evaluations, at `temperature`, are markers. `curves` says what the recipe declares
+    (`rrl.recipes.base.curves_of`). A panel without metrics says so. Raises UserError for a run without steps.
     """
     lines = _rows(rows)
-    figure, axes = new_figure(2, 3, title)
-    for axis, (name, drawn, marked) in zip(axes, PANELS):
-        style_axis(axis, name)
-        for colour, (metric, label) in zip(COLOURS, drawn):
+    panels = _panels(lines, curves or Curves(), temperature)
+    columns = 4 if len(panels) > 6 else 3
+    figure, axes = new_figure(-(-len(panels) // columns), columns, title)
+    smoothed = 0
+    for axis, panel in zip(axes, panels):
+        style_axis(axis, panel.title)
+        for colour, (metric, label) in zip(itertools.cycle(COLOURS), panel.lines.items()):
             steps, values = series(lines, metric)
-            _line(axis, steps, values, label, colour)
-        if marked:
-            steps, values = series(lines, marked[0])
-            if len(steps):
-                label = marked[1].format(decoding=decoding(temperature))
-                axis.plot(steps, values, "D--", color=COLOURS[1], label=label, markersize=6, linewidth=1)
-                for at in {0, len(steps) - 1}:
-                    axis.annotate(
-                        f"{values[at]:.3g}",
-                        (steps[at], values[at]),
-                        textcoords="offset points",
-                        xytext=(0, 7),
-                        ha="center",
-                        fontsize=8,
-                        color=INK,
-                    )
-        _finish(axis, legend=len(drawn) > 1 or marked is not None)
+            smoothed = max(smoothed, _line(axis, steps, values, label, colour))
+        metric, label = panel.held_out
+        steps, values = series(lines, metric)
+        if len(steps):
+            axis.plot(steps, values, "D--", color=COLOURS[1], label=label, markersize=6, linewidth=1)
+            for at in {0, len(steps) - 1}:
+                axis.annotate(
+                    f"{values[at]:.3g}",
+                    (steps[at], values[at]),
+                    textcoords="offset points",
+                    xytext=(0, 7),
+                    ha="center",
+                    fontsize=8,
+                    color=INK,
+                )
+        _finish(axis, legend=len(axis.get_legend_handles_labels()[1]) > 1)
+    for axis in axes[len(panels) :]:
+        axis.remove()
+    if smoothed:
+        figure.supxlabel(
+            f"Bold lines: mean over {smoothed} steps, centred. Pale lines: each step.",
+            fontsize=9,
+            color=QUIET,
+        )
     save_figure(figure, out_png)
 
 
@@ -146,14 +177,16 @@ def smooth(values: np.ndarray, width: int) -> np.ndarray:
     return (sums[high] - sums[low]) / (high - low)
 
 
-def _line(axis: Any, steps: np.ndarray, values: np.ndarray, label: str, colour: str) -> None:
+def _line(axis: Any, steps: np.ndarray, values: np.ndarray, label: str, colour: str) -> int:
+    """Draws a curve, and where it has many steps each of them behind it; returns the steps that a point is the mean of, or 0."""
     if not len(steps):
-        return
+        return 0
     width = len(values) // 12
     if width >= 2:
         axis.plot(steps, values, color=colour, alpha=0.22, linewidth=0.9)
     marker = "." if len(steps) < 10 else ""
     axis.plot(steps, smooth(values, width), marker=marker, color=colour, label=label, linewidth=1.7)
+    return width if width >= 2 else 0
 
 
 def band(axis: Any, seeds: Sequence[Rows], metric: str, x: str, label: str, colour: str) -> None:
@@ -210,11 +243,26 @@ def style_axis(axis: Any, title: str, x: str = "") -> None:
     axis.spines["bottom"].set_color(GRID)
 
 
+def legend_below(axis: Any) -> None:
+    """A legend that covers no line."""
+    labels = axis.get_legend_handles_labels()[1]
+    columns = 2 if len(labels) > 1 and max(map(len, labels)) < 28 else 1
+    axis.legend(
+        loc="upper center",
+        bbox_to_anchor=(0.5, -0.2),
+        ncols=columns,
+        fontsize=7.5,
+        frameon=False,
+        labelcolor=INK,
+        borderaxespad=0.0,
+    )
+
+
 def _finish(axis: Any, legend: bool) -> None:
     if not axis.lines:
         axis.text(0.5, 0.5, "not logged", transform=axis.transAxes, ha="center", color=QUIET, fontsize=9)
     elif legend:
-        axis.legend(fontsize=7.5, frameon=False, labelcolor=INK)
+        legend_below(axis)
 
 
 def save_figure(figure: matplotlib.figure.Figure, out_png: str | pathlib.Path) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 
 from rrl.errors import UserError
 from rrl.eval.comparison import Run, as_csv, as_markdown, load_runs, records
-from rrl.eval.curves import COLOURS, GRID, INK, new_figure, save_figure, style_axis
+from rrl.eval.curves import COLOURS, GRID, legend_below, new_figure, save_figure, style_axis
 from rrl.files import replaced
 
 COSTS = {
@@ -102,7 +102,7 @@ def plot_sweep(
             markersize=4,
             capsize=2,
         )
-    axes[0].legend(fontsize=7.5, frameon=False, labelcolor=INK)
+    legend_below(axes[0])
     for axis, key in zip(axes[1:], costs):
         shown = np.array([row[key] for row in rows]) * (100 if key in RATES else 1)
         axis.plot(places, shown, f"o{line}", color=COLOURS[0], markersize=4)

@@ -1,7 +1,7 @@
 """What a recipe is: everything in which one paper differs from another."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -45,6 +45,16 @@ ALONE = Scoring()
 """Nothing to draw on."""
 
 
+@dataclasses.dataclass(frozen=True)
+class Curves:
+    """What the training curves of a recipe show."""
+
+    rewards: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """The components of its reward beside "total", each in words. Any other that it pays is shown by its name."""
+    metrics: Mapping[str, str] = dataclasses.field(default_factory=lambda: {"em": "exact match", "f1": "F1"})
+    """The metrics of its trajectories that have a panel, each with the title of that."""
+
+
 class Recipe(Protocol):
     """One paper: its prompt, its environment, its rewards, its advantages."""
 
@@ -78,6 +88,15 @@ class Recipe(Protocol):
 
 
 @runtime_checkable
+class Charted(Protocol):
+    """A recipe that declares what its curves show, where others have the default of `Curves`."""
+
+    @property
+    def curves(self) -> Curves:
+        """Its reward's components and its metrics, in words."""
+
+
+@runtime_checkable
 class Planting(Protocol):
     """A recipe that asks what came of its earlier rollouts (R2AG), where others ask each question as it is."""
 
@@ -98,6 +117,11 @@ def curriculum_of(recipe: Recipe, questions: Sequence[Question], size: int, seed
     if isinstance(recipe, Planting):
         return recipe.curriculum(questions, seed)
     return Shuffled(questions, size, seed)
+
+
+def curves_of(recipe: Recipe) -> Curves:
+    """What the training curves of a recipe show."""
+    return recipe.curves if isinstance(recipe, Charted) else Curves()
 
 
 def uses_chat(recipe: Recipe) -> bool:

@@ -6,11 +6,12 @@ A baseline of the papers. "Released" is the authors' code.
 import dataclasses
 import re
 from collections.abc import Sequence
+from typing import ClassVar
 
 from rrl.data.miniwiki.questions import MiniQuestion
 from rrl.data.questions import Question
 from rrl.errors import UserError, at_least, one_of
-from rrl.recipes.base import Retrieve, Scoring, Shown
+from rrl.recipes.base import Curves, Retrieve, Scoring, Shown
 from rrl.recipes.expert import Demonstration, thoughts
 from rrl.recipes.outcome import OutcomeRecipe, answer_metrics, one_search_a_turn
 from rrl.rollout.protocol import Stream
@@ -86,6 +87,10 @@ class R1Searcher(OutcomeRecipe):
         one_of(RULES, self, "answer_rule")
         at_least(0, self, "retrieval_reward", "format_reward", "malformed_penalty")
         at_least(1, self, "longest_answer")
+
+    curves: ClassVar[Curves] = Curves(
+        {"retrieval": "search made (stage 1)", "answer": "answer: F1 (stage 2)", "format": "format"}
+    )
 
     @property
     def tags(self) -> dict[Tag, str]:

@@ -6,12 +6,13 @@ Numbers of sections, equations, figures and tables are the paper's.
 import dataclasses
 import zlib
 from collections.abc import Iterable, Sequence
+from typing import ClassVar
 
 from rrl.data.miniwiki.questions import Hop, MiniQuestion
 from rrl.data.passages import Passage, render
 from rrl.data.questions import Question, asked
 from rrl.errors import UserError, at_least, one_of
-from rrl.recipes.base import Retrieve, Scoring, Shown
+from rrl.recipes.base import Curves, Retrieve, Scoring, Shown
 from rrl.recipes.outcome import OutcomeRecipe, answer_metrics
 from rrl.recipes.rsearch import READER_TEMPLATE
 from rrl.retrieval.gold import hits_of
@@ -195,6 +196,16 @@ class R2AG(OutcomeRecipe):
         at_least(1, self, "top_base", "top_predicted")
         if not 0 <= self.shown_misses <= 1:
             raise UserError(f"shown_misses={self.shown_misses} must lie in 0..1, a share")
+
+    curves: ClassVar[Curves] = Curves(
+        {
+            "multi_hit": "multi-hit (R_MH, Eq. 5)",
+            "joint_hit": "joint hit (R_JH, Eq. 5)",
+            "precision": "average precision (R_AP, Eq. 5)",
+            "written": "format (R_f, Eq. 5)",
+        },
+        {"full_recall": "all gold documents found", "recall": "gold documents found"},
+    )
 
     @property
     def tags(self) -> dict[str, str]:

@@ -6,11 +6,12 @@ followed, and called "released" here. The protocol is in `rrl.recipes.r3rag_step
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from typing import ClassVar
 
 from rrl.data.miniwiki.questions import MiniQuestion
 from rrl.data.questions import Question
 from rrl.errors import UserError, at_least, one_of
-from rrl.recipes.base import Retrieve, Scoring, Shown
+from rrl.recipes.base import Curves, Retrieve, Scoring, Shown
 from rrl.recipes.outcome import OutcomeRecipe, answer_metrics
 from rrl.recipes.r3rag_steps import ANSWER, QUERY, Step, Steps, parse_step
 from rrl.rewards.cases import Case, Correctness, Relevance, ShortAnswer
@@ -68,6 +69,19 @@ class R3Rag(OutcomeRecipe):
         at_least(0, self, "correct_scale", "incorrect_scale", "unanswered_scale")
         if self.malformed_reward > 0:
             raise UserError(f"malformed_reward={self.malformed_reward} must be at most 0")
+
+    curves: ClassVar[Curves] = Curves(
+        {
+            "answer": "answer right (Eq. 2)",
+            "relevance": "relevance of documents (Eq. 3)",
+            "format": "format (Eq. 5)",
+        },
+        {
+            "acc": "right answers",
+            "em": "exact match",
+            "relevance": "relevance of a retrieval step",
+        },
+    )
 
     @property
     def tags(self) -> dict[Tag, str]:

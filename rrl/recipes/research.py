@@ -5,11 +5,12 @@ A baseline of the papers.
 
 import dataclasses
 from collections.abc import Sequence
+from typing import ClassVar
 
 from rrl.data.miniwiki.questions import MiniQuestion
 from rrl.data.questions import Question
 from rrl.errors import at_least, one_of
-from rrl.recipes.base import Retrieve, Scoring, Shown
+from rrl.recipes.base import Curves, Retrieve, Scoring, Shown
 from rrl.recipes.expert import think_and_search
 from rrl.recipes.outcome import OutcomeRecipe, answer_metrics, one_search_a_turn
 from rrl.rollout.protocol import Stream
@@ -70,6 +71,8 @@ class ReSearch(OutcomeRecipe):
         one_of(OPENINGS, self, "opening")
         one_of(RULES, self, "answer_rule")
         at_least(0, self, "format_reward")
+
+    curves: ClassVar[Curves] = Curves({"answer": "answer: F1", "format": "format"})
 
     @property
     def tags(self) -> dict[Tag, str]:

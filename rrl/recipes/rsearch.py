@@ -5,11 +5,12 @@ Numbers of sections, equations and tables are the paper's.
 
 import dataclasses
 from collections.abc import Sequence
+from typing import ClassVar
 
 from rrl.data.miniwiki.questions import MiniQuestion
 from rrl.data.questions import Question
 from rrl.errors import at_least
-from rrl.recipes.base import Answers, Retrieve, Scoring, Shown
+from rrl.recipes.base import Answers, Curves, Retrieve, Scoring, Shown
 from rrl.recipes.expert import Demonstration, thoughts
 from rrl.recipes.outcome import OutcomeRecipe, answer_metrics
 from rrl.rollout.protocol import Stream
@@ -65,6 +66,14 @@ class RSearch(OutcomeRecipe):
     def __post_init__(self) -> None:
         at_least(0, self, "answer_weight", "evidence_weight", "reader_weight")
         super().__post_init__()
+
+    curves: ClassVar[Curves] = Curves(
+        {
+            "answer": "answer: F1 (Eq. 3)",
+            "evidence": "evidence: F1 of the reader (Eq. 4)",
+            "format": "format (Eq. 5)",
+        }
+    )
 
     @property
     def tags(self) -> dict[Tag, str]:

@@ -5,11 +5,12 @@ A baseline of the papers. "Released" is the authors' code.
 
 import dataclasses
 from collections.abc import Sequence
+from typing import ClassVar
 
 from rrl.data.miniwiki.questions import MiniQuestion
 from rrl.data.questions import Question
 from rrl.errors import UserError
-from rrl.recipes.base import Retrieve, Scoring, Shown
+from rrl.recipes.base import Curves, Retrieve, Scoring, Shown
 from rrl.recipes.expert import think_and_search
 from rrl.recipes.outcome import OutcomeRecipe, answer_metrics
 from rrl.rollout.protocol import Stream
@@ -74,6 +75,8 @@ class SearchR1(OutcomeRecipe):
                 raise UserError(
                     f"{field}={getattr(self, field)} must lie in 0..1, a share of what a right answer earns"
                 )
+
+    curves: ClassVar[Curves] = Curves({"answer": "answer: exact match", "format": "format"})
 
     @property
     def tags(self) -> dict[Tag, str]:

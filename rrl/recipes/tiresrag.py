@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import zlib
 from collections.abc import Sequence
+from typing import ClassVar
 
 import numpy as np
 from jaxtyping import Bool, Float
@@ -15,7 +16,7 @@ from jaxtyping import Bool, Float
 from rrl.data.miniwiki.questions import MiniQuestion
 from rrl.data.questions import Question
 from rrl.errors import UserError, at_least, one_of
-from rrl.recipes.base import Retrieve, Scoring, Shown
+from rrl.recipes.base import Curves, Retrieve, Scoring, Shown
 from rrl.recipes.expert import Demonstration, thoughts
 from rrl.recipes.outcome import answer_metrics
 from rrl.rewards.cases import Case, Sufficiency, Thinking, told_of
@@ -142,6 +143,15 @@ class TiresRag:
         one_of(ESTIMATORS, self, "advantage")
         if not 0 <= self.shown_reflections <= 1:
             raise UserError(f"shown_reflections={self.shown_reflections} must lie in 0..1, a share")
+
+    curves: ClassVar[Curves] = Curves(
+        {
+            "answer": "answer (Eq. 1)",
+            "sufficient": "sufficient documents (Eq. 2)",
+            "thinking": "quality of thinking (Eq. 3)",
+            "reflect": "reflection (Eq. 4)",
+        }
+    )
 
     @property
     def tags(self) -> dict[Tag, str]:

@@ -31,7 +31,7 @@ from rrl.models.weights import require_folder
 from rrl.parallel.mesh import data_shards
 from rrl.parallel.rules import shard
 from rrl.parallel.runtime import enable_compilation_cache
-from rrl.recipes.base import Grouping, Recipe, Scoring, uses_chat
+from rrl.recipes.base import Grouping, Recipe, Scoring, curves_of, uses_chat
 from rrl.recipes.card import Card, card_of, require_policy, write_card
 from rrl.recipes.catalogue import make_recipe
 from rrl.rewards.judge import Judge
@@ -399,7 +399,13 @@ def report(settings: Settings, loaded: Loaded, outcome: Outcome, workdir: pathli
         write_card(workdir / "policy", _card(settings))
     rows = read_metrics(workdir / "metrics.jsonl")
     with saving(workdir / "curves.png"):
-        plot_training(rows, workdir / "curves.png", settings.name, settings.train.eval_temperature)
+        plot_training(
+            rows,
+            workdir / "curves.png",
+            f"Training of {settings.name}",
+            settings.train.eval_temperature,
+            curves_of(settings.recipe),
+        )
     shown = shown_with_sources(outcome)
     if outcome.evaluated:
         with saving(workdir / "trajectories.jsonl"):

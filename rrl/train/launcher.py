@@ -46,6 +46,9 @@ def run(main: Callable[[Sequence[str]], None], callbacks: bool = True) -> None:
             return _parsed(argv, flags.FLAGS)
         except UserError as error:
             _fail(error)
+        except SystemExit:
+            # absl's flags of help exit with 1.
+            sys.exit(0 if any(re.fullmatch(r"--?(help\w*|\?|h)", arg) for arg in argv) else 1)
 
     def guarded(argv: Sequence[str]) -> None:
         absl_logging.set_verbosity(absl_logging.WARNING)  # checkpointing tells every file it touches at INFO

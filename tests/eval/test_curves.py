@@ -7,6 +7,8 @@ import pytest
 
 from rrl.errors import UserError
 from rrl.eval.curves import plot_spread, plot_training, series, smooth
+from rrl.recipes.base import curves_of
+from rrl.recipes.catalogue import RECIPES
 
 
 def run(steps=40, seed=0, slope=1.0):
@@ -55,6 +57,58 @@ def test_held_out_labels_say_how_tokens_were_chosen(tmp_path, monkeypatch, tempe
     plot_training(run(), tmp_path / "x.png", temperature=temperature)
     labels = [line.get_label() for axis in drawn[0].axes for line in axis.lines]
     assert labels.count(f"held out, {words}") == 2
+
+
+def figure_of(monkeypatch, rows, **options):
+    drawn = []
+    monkeypatch.setattr("rrl.eval.curves.save_figure", lambda figure, _: drawn.append(figure))
+    plot_training(rows, "x.png", **options)
+    return drawn[0]
+
+
+def words_in(figure):
+    """The labels of each panel's legend, by the panel's title."""
+    return {axis.get_title("left"): axis.get_legend_handles_labels()[1] for axis in figure.axes}
+
+
+class Own:
+    """A recipe that declares no curves."""
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_each_recipe_has_its_own_rewards_and_metrics_in_words(monkeypatch, name):
+    recipe = RECIPES[name]()
+    curves = curves_of(recipe)
+    paid = {f"reward/{name}": 0.5 for name in ("total", *curves.rewards)}
+    measured = {f"train/{name}": 0.5 for name in curves.metrics}
+    words = words_in(figure_of(monkeypatch, [{"step": 1} | paid | measured], curves=curves))
+    assert words["reward"] == ["total", *curves.rewards.values()]
+    assert set(curves.metrics.values()) < set(words)
+
+
+def test_rewards_that_no_recipe_declares_are_drawn_by_name_and_equations_are_not_made_up(monkeypatch):
+    rows = [{"step": 1, "reward/total": 1.0, "reward/brief": 0.5, "reward/answer": 0.5}]
+    assert words_in(figure_of(monkeypatch, rows, curves=curves_of(Own())))["reward"] == [
+        "total",
+        "answer",
+        "brief",
+    ]
+
+
+def test_a_critic_has_a_panel_where_there_is_one(monkeypatch):
+    without, critic = run(2), [line | {"critic/explained_variance": 0.5} for line in run(2)]
+    assert not any("critic" in title for title in words_in(figure_of(monkeypatch, without)))
+    assert any("critic" in title for title in words_in(figure_of(monkeypatch, critic)))
+
+
+def test_legends_cover_no_line_and_pale_lines_are_explained(monkeypatch):
+    figure = figure_of(monkeypatch, run())
+    figure.draw_without_rendering()
+    for axis in figure.axes:
+        if legend := axis.get_legend():
+            assert not legend.get_window_extent().overlaps(axis.get_window_extent())
+    assert "mean over 3 steps" in figure.get_supxlabel()
+    assert not figure_of(monkeypatch, run(5)).get_supxlabel()
 
 
 def test_a_short_run_has_no_ticks_between_steps(tmp_path, monkeypatch):

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from rrl.eval.curves import COLOURS, INK, band, new_figure, save_figure, style_axis
+from rrl.eval.curves import COLOURS, band, legend_below, new_figure, save_figure, style_axis
 from rrl.eval.sweep import COSTS, RATES
 from rrl.train.analyses.listing import Analysis
 from rrl.train.analyses.table import Row
@@ -52,7 +52,7 @@ def draw(
         style_axis(axis, analysis.curves[name])
         for arm, seeds in logs.items():
             band(axis, seeds, name, "step", arm, _colours(rows)[arm])
-        axis.legend(fontsize=7, frameon=False, labelcolor=INK)
+        legend_below(axis)
     for axis in panels:
         axis.set_axis_off()
     save_figure(figure, png)
@@ -89,7 +89,7 @@ def _points(axis: Any, analysis: Analysis, rows: Sequence[Row], title: str, told
             x, mean, (low, high), fmt=f"o{line}", color=colour, label=system, markersize=4, capsize=2
         )
     if analysis.varies and len(systems) > 1:
-        axis.legend(fontsize=7, frameon=False, labelcolor=INK)
+        legend_below(axis)
 
 
 def _colours(rows: Sequence[Row]) -> dict[str, str]:
