@@ -8,6 +8,7 @@ Shapes, in every einsum and shape comment:
 """
 
 import importlib
+import os
 from typing import Any
 
 from rrl.parallel.runtime import prepare_host
@@ -16,6 +17,8 @@ __version__ = "0.1.0"
 
 # Before anything here can import jax; see there for why.
 prepare_host()
+# Before transformers is imported, which would say that PyTorch is missing.
+os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
 
 _EXPORTS = {"Agent": "rrl.tool.agent", "UserError": "rrl.errors"}
 

@@ -39,7 +39,7 @@ def run(main: Callable[[Sequence[str]], None], callbacks: bool = True) -> None:
     """
     use_huge_pages()
     prepare_host(callbacks)
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # it would tell that PyTorch is missing
+    sys.path.append(str(pathlib.Path(sys.argv[0]).resolve().parents[1]))  # a config of another folder may import `configs`
 
     def parse(argv: Sequence[str]) -> list[str]:
         try:
@@ -48,7 +48,7 @@ def run(main: Callable[[Sequence[str]], None], callbacks: bool = True) -> None:
             _fail(error)
         except SystemExit:
             # absl's flags of help exit with 1.
-            sys.exit(0 if any(re.fullmatch(r"--?(help\w*|\?|h)", arg) for arg in argv) else 1)
+            sys.exit(0 if any(re.fullmatch(r"--?(help\w*|\?)", arg) for arg in argv) else 1)
 
     def guarded(argv: Sequence[str]) -> None:
         absl_logging.set_verbosity(absl_logging.WARNING)  # checkpointing tells every file it touches at INFO

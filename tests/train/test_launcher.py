@@ -139,3 +139,23 @@ def test_an_export_that_cannot_be_is_one_line_and_writes_nothing(tmp_path, flags
     assert done.returncode == 2 and message in done.stderr, done.stderr
     assert len(done.stderr.splitlines()) == 1 and done.stderr.startswith("error: "), done.stderr
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("flag", ["--help", "--helpshort", "--helpfull", "-?"])
+def test_help_is_no_failure(flag):
+    done = subprocess.run(
+        [sys.executable, "launch/score.py", flag], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0
+    assert "--predictions" in done.stdout
+
+
+def test_a_config_of_another_folder_may_build_on_one_of_ours(tmp_path):
+    (tmp_path / "own.py").write_text(
+        "from configs import rsearch_grpo\n\n\ndef get_config(arg=''):\n    return rsearch_grpo.get_config('steps=nonsense')\n"
+    )
+    command = [sys.executable, str(ROOT / "launch/train.py"), f"--config={tmp_path / 'own.py'}"]
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert "steps" in done.stderr and "No module" not in done.stderr
