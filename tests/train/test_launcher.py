@@ -144,7 +144,11 @@ def test_an_export_that_cannot_be_is_one_line_and_writes_nothing(tmp_path, flags
 @pytest.mark.parametrize("flag", ["--help", "--helpshort", "--helpfull", "-?"])
 def test_help_is_no_failure(flag):
     done = subprocess.run(
-        [sys.executable, "launch/score.py", flag], cwd=ROOT, capture_output=True, text=True, timeout=60
+        [sys.executable, "launch/score.py", flag],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0
     assert "--predictions" in done.stdout
@@ -156,6 +160,6 @@ def test_a_config_of_another_folder_may_build_on_one_of_ours(tmp_path):
     )
     command = [sys.executable, str(ROOT / "launch/train.py"), f"--config={tmp_path / 'own.py'}"]
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 2
     assert "steps" in done.stderr and "No module" not in done.stderr
