@@ -145,10 +145,12 @@ def _overlap(ours: list[str], theirs: list[str]) -> int:
 
 
 def _cover(raw: str, text: str, gold: str, wanted: str, rule: Rule) -> float:
-    if not wanted:
-        return _bare(raw, gold) if rule.empty == "written" else float(text == wanted)
+    if not wanted and rule.empty == "written":
+        return _bare(raw, gold)
     if rule.cover == "substring":
-        return float(wanted in text)
+        return float(wanted in text)  # nothing stands in every text, as in FlashRAG's and Search-R1's scripts
+    if not wanted:
+        return float(text == wanted)
     if rule.cover == "words":
         return float(set(text.split()).issuperset(wanted.split()))
     return float(f" {wanted} " in f" {text} ")

@@ -105,6 +105,10 @@ def test_agrees_with_a_second_implementation_on_real_answers(name: str) -> None:
         ("rrl", "a party", "art", 0, 0, 0),
         ("search-r1", "a party", "art", 0, 0, 1),
         ("flashrag", "a party", "art", 0, 0, 1),
+        # A gold answer that normalises to nothing stands in every text.
+        ("flashrag", "a party", "The The", 0, 0, 1),
+        ("search-r1", "a party", "!!!", 0, 0, 1),
+        ("squad", "a party", "The The", 0, 0, 0),
         ("rrl", "England, in London", "London, England", 0, 4 / 5, 0),
         ("tiresrag-r1", "England, in London", "London, England", 0, 4 / 5, 1),
         ("r3-rag", "A-Team", "team", 0, 0, 0),
