@@ -7,6 +7,7 @@ All text of policies and passages is escaped: it may hold anything.
 import html
 import importlib.resources
 import pathlib
+import re
 from collections.abc import Mapping, Sequence
 
 from rrl.eval.article import ENDINGS, article, verdict, words
@@ -64,9 +65,33 @@ def fragment(
     tags: Mapping[Tag, str] = RSEARCH_TAGS,
     token_bytes: Sequence[bytes] | None = None,
 ) -> str:
-    """One trajectory with its style, as HTML to put inside another page or a notebook."""
+    """One trajectory with its style, as HTML to put inside another page or a notebook, whose own styles do not reach it."""
     inner = article(trajectory, tags=tags, token_bytes=token_bytes)
-    return f'<div class="rrl"><style>{_resource("page.css")}</style>{_legend(token_bytes)}{inner}</div>'
+    return f'<div class="rrl"><style>{_isolated(_resource("page.css"))}</style>{_legend(token_bytes)}{inner}</div>'
+
+
+INSIDE = ".rrl" * 4
+"""More specific than what notebooks have for tables, lists and headings (JupyterLab's `.jp-RenderedHTMLCommon tbody
+tr:nth-child(odd)`). A shadow root would need a script, which notebooks run in outputs that they trust only."""
+DARK = (
+    '[data-jp-theme-light="false"]',  # JupyterLab and Notebook 7
+    ".vscode-dark",
+    '[theme="dark"]',  # Colab
+)
+"""Pages with a dark theme of their own, whatever the system has."""
+LIGHT = ('[data-jp-theme-light="true"]', ".vscode-light", '[theme="light"]')
+
+
+def _isolated(css: str) -> str:
+    """The style of a page for one trajectory inside another: all that the other page sets is taken back first."""
+    themes = re.findall(r"\.rrl \{(\s*--paper[^}]*)\}", css)
+    assert len(themes) == 2, "light, dark"
+    css = re.sub(r"\.rrl\b", INSIDE, css)
+    chosen = "".join(
+        f"{', '.join(f'{page} {INSIDE}' for page in pages)} {{{theme}}}\n"
+        for pages, theme in zip((LIGHT, DARK), themes, strict=True)
+    )
+    return f"{'.rrl' * 3} * {{ all: revert; }}\n{css}\n{chosen}"
 
 
 def _filter_data(trajectory: Trajectory, source: str) -> str:

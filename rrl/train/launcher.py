@@ -39,7 +39,9 @@ def run(main: Callable[[Sequence[str]], None], callbacks: bool = True) -> None:
     """
     use_huge_pages()
     prepare_host(callbacks)
-    sys.path.append(str(pathlib.Path(sys.argv[0]).resolve().parents[1]))  # a config of another folder may import `configs`
+    sys.path.append(
+        str(pathlib.Path(sys.argv[0]).resolve().parents[1])
+    )  # a config of another folder may import `configs`
 
     def parse(argv: Sequence[str]) -> list[str]:
         try:

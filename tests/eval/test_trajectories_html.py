@@ -2,6 +2,8 @@
 
 import dataclasses
 import re
+import shutil
+import subprocess
 import time
 from html.parser import HTMLParser
 
@@ -170,3 +172,64 @@ def test_verdicts():
 def test_fragment_is_one_styled_trajectory_without_script():
     tags = [tag for tag, _ in parse(fragment(direct())).tags]
     assert tags.count("article") == 1 and "style" in tags and "script" not in tags
+
+
+def rules(css):
+    """(selector, declarations) of each rule, those of media too."""
+    return [(selector.strip(), body) for selector, body in re.findall(r"([^{}]+)\{([^{}]*)\}", css)]
+
+
+def test_a_card_inside_another_page_takes_back_its_styles_and_is_more_specific_than_they():
+    css = re.search(r"<style>(.*?)</style>", fragment(winter()), re.DOTALL)[1]
+    (first, body), *others = rules(css)
+    assert first == ".rrl.rrl.rrl *" and body.strip() == "all: revert;"
+    selectors = [part for selector, _ in others for part in selector.split(",")]
+    assert all(".rrl.rrl.rrl.rrl" in part for part in selectors), selectors
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_a_card_follows_the_theme_of_the_notebook_it_is_in(theme):
+    css = re.search(r"<style>(.*?)</style>", fragment(winter()), re.DOTALL)[1]
+    paper = {"light": "#fbfaf8", "dark": "#17181a"}[theme]
+    mark = f'[data-jp-theme-light="{str(theme == "light").lower()}"]'
+    assert any(mark in selector and paper in body for selector, body in rules(css))
+
+
+BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
+NOTEBOOK = """<body data-jp-theme-light="%s"><style>
+.jp-RenderedHTMLCommon { color: red; line-height: 3; }
+.jp-RenderedHTMLCommon dt { float: left; clear: left; width: 1em; }
+.jp-RenderedHTMLCommon table { table-layout: fixed; width: 4em; border: 9px solid red; }
+.jp-RenderedHTMLCommon tbody tr:nth-child(odd) { background: red; }
+.jp-RenderedHTMLCommon td { text-align: right; max-width: 1em; padding: 2em; }
+.jp-RenderedHTMLCommon h2 { margin: 4em; font-size: 60px; }
+</style><div class="%s">%s</div><script>
+document.title = JSON.stringify([...document.querySelectorAll(".rrl *")].map(part => {
+  const style = getComputedStyle(part), box = part.getBoundingClientRect();
+  return [part.tagName, style.color, style.backgroundColor, Math.round(box.width), Math.round(box.height)];
+}));
+</script></body>"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium here")
+@pytest.mark.parametrize("light", ["true", "false"])
+def test_a_card_looks_the_same_in_a_notebook_as_alone(tmp_path, light):
+    looks = []
+    for name in ("jp-RenderedHTMLCommon", "plain"):
+        (tmp_path / "page.html").write_text(NOTEBOOK % (light, name, fragment(winter())))
+        options = [
+            "--headless",
+            "--no-sandbox",
+            "--disable-gpu",
+            "--no-first-run",
+            "--disable-background-networking",
+        ]
+        options += ["--disable-component-update", "--disable-sync", f"--user-data-dir={tmp_path / name}"]
+        done = subprocess.run(
+            [BROWSER, *options, "--dump-dom", (tmp_path / "page.html").as_uri()],
+            capture_output=True,
+            text=True,
+        )
+        looks.append(re.search(r"<title>(.*?)</title>", done.stdout, re.DOTALL)[1])
+    assert looks[0] == looks[1]
