@@ -5,6 +5,7 @@ The same command continues a build that was stopped.
 
 import json
 import sys
+import threading
 import time
 from collections.abc import Sequence
 
@@ -44,16 +45,31 @@ _ONLY = (
 
 
 class Stages:
-    """A progress line for each stage, with passages/s and the time left."""
+    """A progress line for each stage, with passages/s and the time left, every five seconds at least."""
 
     def __init__(self) -> None:
         self._stage = ""
         self._first = self._began = 0.0
+        self._done, self._total = 0, 0
+        self._lock = threading.Lock()
+        threading.Thread(target=self._repeat, name="progress", daemon=True).start()
 
     def __call__(self, stage: str, done: int, total: int) -> None:
         """As `rrl.retrieval.build.Progress`."""
+        with self._lock:
+            self._show(stage, done, total)
+
+    def _repeat(self) -> None:
+        while True:
+            time.sleep(5)
+            with self._lock:
+                if self._total and self._done < self._total:
+                    self._show(self._stage, self._done, self._total)
+
+    def _show(self, stage: str, done: int, total: int) -> None:
         from rrl.train.progress import Progress
 
+        self._done, self._total = done, total
         if stage != self._stage:
             self._stage, self._first, self._began = stage, done, time.monotonic()
             self._line = Progress(total, start=done, label=stage, seconds=2)

@@ -10,6 +10,7 @@ import json
 import math
 import shutil
 import time
+import zipfile
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -36,7 +37,11 @@ if TYPE_CHECKING:  # BM25 needs no JAX, so building it does not import any.
 BLOCK = 8192
 """Passages between two marks on the disk: what a kill costs at most."""
 
-STATE = ("wanted.json", "corpus.json", "cut.txt", LOCK)
+SAVE_SECONDS = 60.0
+"""What is embedded of a block that is not whole is on disk after so long."""
+
+BEGUN = "begun.npz"
+STATE = ("wanted.json", "corpus.json", "cut.txt", BEGUN, LOCK)
 """Files of an unfinished folder that say how far it is, and that somebody works on it."""
 
 SAMPLE = 400
@@ -224,7 +229,11 @@ def _embed(
     if len(kept) * block < file.rows:
         raise UserError(f"index {work}: damaged, cut.txt is too short. Remove that folder and build again.")
     cuts.write_text("".join(f"{line}\n" for line in kept))
-    progress("embed", file.rows, len(passages))
+
+    def told(done: int) -> None:
+        progress("embed", file.rows + done, len(passages))
+
+    told(0)
     starts = range(file.rows, len(passages), block)
     with ThreadPoolExecutor(1) as pool:
         # The next block is read and tokenised while the device works on this one.
@@ -233,13 +242,56 @@ def _embed(
             ids, cut = ahead.pop().result()
             if start + block < len(passages):
                 ahead.append(pool.submit(_tokens, passages, text_encoder, start + block, block))
-            vectors = text_encoder.embed_tokens(ids)
+            vectors = _embed_block(work / BEGUN, start, ids, text_encoder, told)
             with cuts.open("a") as stream:
                 stream.write(f"{cut}\n")
             file.append(vectors)
-            progress("embed", file.rows, len(passages))
+            (work / BEGUN).unlink(missing_ok=True)
+            told(0)
     cut = sum(map(int, cuts.read_text().split()))
     return np.load(work / "embeddings.npy", mmap_mode="r"), cut
+
+
+def _embed_block(
+    begun: Path,
+    start: int,
+    ids: list[list[int]],
+    text_encoder: "TextEncoder",
+    told: Callable[[int], None],
+) -> np.ndarray:
+    """Embeddings of the block that begins with the passage `start`. Those that a killed build left in the file `begun` are not
+    made again: the others fall into the same batches as before, so that all come out as in a build that was not killed."""
+    vectors = np.empty((len(ids), text_encoder.dim), np.float32)
+    done = np.zeros(len(ids), bool)
+    left = _begun(begun, start, vectors.shape)
+    if left is not None:
+        done[left[0]], vectors[left[0]] = True, left[1]
+    missing, saved = np.flatnonzero(~done), time.monotonic()
+
+    def embedded(rows: np.ndarray, found: np.ndarray) -> None:
+        nonlocal saved
+        done[missing[rows]], vectors[missing[rows]] = True, found
+        if done.all():
+            return
+        told(int(done.sum()))
+        if time.monotonic() - saved >= SAVE_SECONDS:
+            with replaced(begun) as stream:
+                np.savez(stream, start=start, rows=np.flatnonzero(done), vectors=vectors[done])
+            saved = time.monotonic()
+
+    text_encoder.embed_tokens([ids[row] for row in missing], embedded=embedded)
+    return vectors
+
+
+def _begun(file: Path, start: int, shape: tuple[int, int]) -> tuple[np.ndarray, np.ndarray] | None:
+    """Rows and vectors that a killed build left of this block; None where it left none."""
+    try:
+        with np.load(file) as left:
+            rows, vectors = left["rows"], left["vectors"]
+            fits = left["start"] == start and rows.max() < shape[0] and vectors.shape == (len(rows), shape[1])
+    except (OSError, EOFError, ValueError, KeyError, TypeError, zipfile.BadZipFile):
+        return None
+    return (rows, vectors) if fits else None
 
 
 def _tokens(passages: PassageFile, text_encoder: "TextEncoder", start: int, block: int) -> tuple[list, int]:

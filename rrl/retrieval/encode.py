@@ -6,6 +6,7 @@ import functools
 import hashlib
 import json
 import logging
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,12 @@ FEW = 16
 
 AHEAD = 2
 """Batches that are handed to the device before the first is taken back."""
+
+Embedded = Callable[[Int[np.ndarray, "n"], Float[np.ndarray, "n E"]], None]
+"""Is called with the rows of each batch that is embedded, and their embeddings."""
+
+SECONDS = 5.0
+"""After so long, how far the embedding of passages is stands in the log."""
 
 Cutter = Callable[[Iterable[str], int], tuple[list[list[int]], int]]
 
@@ -100,7 +107,7 @@ class TextEncoder:
         if cut:
             limit = self.settings.passage_tokens
             logging.getLogger(__name__).info("%d of %d passages cut at %d tokens", cut, len(ids), limit)
-        return self.embed_tokens(ids, batch)
+        return self.embed_tokens(ids, batch, _logged(len(ids)))
 
     def tokenize_passages(self, passages: Sequence[Passage]) -> tuple[list[list[int]], int]:
         """Token ids of "prefix title text", cut at `passage_tokens`; and how many were cut. NumPy only, thread-safe."""
@@ -108,7 +115,7 @@ class TextEncoder:
         return self._encode_ids(texts, self.settings.passage_tokens)
 
     def embed_tokens(
-        self, ids: Sequence[Sequence[int]], batch: int | None = None
+        self, ids: Sequence[Sequence[int]], batch: int | None = None, embedded: Embedded = lambda *_: None
     ) -> Float[np.ndarray, "N E"]:
         """Embeddings float32 of token ids, in their order.
 
@@ -118,13 +125,19 @@ class TextEncoder:
         batch = batch or (CPU_BATCH if jax.default_backend() == "cpu" else BATCH)
         embeddings = np.empty((len(ids), self.dim), np.float32)
         waiting: collections.deque[tuple[np.ndarray, jax.Array]] = collections.deque()
+
+        def take() -> None:
+            rows, found = waiting.popleft()
+            embeddings[rows] = np.asarray(found, np.float32)[: len(rows)]
+            embedded(rows, embeddings[rows])
+
         for width, rows in length_batches([len(row) for row in ids], self.settings.passage_tokens, batch):
             tokens = pad([ids[row] for row in rows], width, self.tokenizer.pad_token_id)
             waiting.append((rows, self._embed(tokens, min(batch, _bucket(len(rows))))))
             if len(waiting) > AHEAD:
-                _take(embeddings, *waiting.popleft())
+                take()
         while waiting:
-            _take(embeddings, *waiting.popleft())
+            take()
         return embeddings
 
     def _embed(self, tokens: Int[np.ndarray, "B T"], rows: int) -> jax.Array:
@@ -143,8 +156,18 @@ def _bucket(rows: int) -> int:
     return max(SMALLEST_BUCKET, 1 << max(0, rows - 1).bit_length())
 
 
-def _take(embeddings: np.ndarray, rows: np.ndarray, found: jax.Array) -> None:
-    embeddings[rows] = np.asarray(found, np.float32)[: len(rows)]
+def _logged(count: int) -> Embedded:
+    """Logs every `SECONDS` how many of `count` passages are embedded."""
+    done, last = 0, time.monotonic()
+
+    def embedded(rows: Int[np.ndarray, "n"], _: Float[np.ndarray, "n E"]) -> None:
+        nonlocal done, last
+        done += len(rows)
+        if time.monotonic() - last >= SECONDS and done < count:
+            last = time.monotonic()
+            logging.getLogger(__name__).info("embedded %d of %d passages", done, count)
+
+    return embedded
 
 
 @functools.partial(jax.jit, static_argnums=0)

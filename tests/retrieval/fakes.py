@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from rrl.data.passages import Passage
+from rrl.retrieval.encode import Embedded
 
 DIM = 32
 
@@ -42,6 +43,14 @@ class WordEncoder:
         texts = [f"{passage.title} {passage.text}" for passage in passages]
         return texts, sum(len(text.split()) > 50 for text in texts)
 
-    def embed_tokens(self, texts: Sequence[str]) -> np.ndarray:
-        """As `TextEncoder.embed_tokens`."""
-        return self.embed(texts)
+    batch = 4
+
+    def embed_tokens(
+        self, texts: Sequence[str], batch: int | None = None, embedded: Embedded = lambda *_: None
+    ) -> np.ndarray:
+        """As `TextEncoder.embed_tokens`, the last texts first."""
+        vectors = self.embed(texts)
+        for end in range(len(texts), 0, -self.batch):
+            rows = np.arange(max(0, end - self.batch), end)
+            embedded(rows, vectors[rows])
+        return vectors

@@ -78,12 +78,59 @@ def test_killed_at_60_percent_it_continues_to_the_same_index(tmp_path: Path, kin
     assert contents(out) == contents(tmp_path / "whole")
 
 
+@pytest.mark.parametrize("after", [0.0, 60.0])
+def test_a_build_that_is_killed_within_a_block_keeps_what_is_older_than_a_minute(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: float
+) -> None:
+    monkeypatch.setattr("rrl.retrieval.build.SAVE_SECONDS", after)
+    asked: list[str] = []
+
+    class Counting(WordEncoder):
+        def embed_tokens(self, texts, **options):
+            asked.extend(texts)
+            return super().embed_tokens(texts, **options)
+
+    def killed(stage: str, done: int, total: int) -> None:
+        if stage == "embed" and done >= 60:
+            raise KeyboardInterrupt
+
+    out = tmp_path / "index"
+    with pytest.raises(KeyboardInterrupt):
+        build_index(corpus(tmp_path), out, "exact", WordEncoder(), progress=killed)  # type: ignore[arg-type]
+    build_index(corpus(tmp_path), out, "exact", Counting(), progress=lambda *_: None)  # type: ignore[arg-type]
+    assert len(asked) == (44 if after == 0.0 else 100)  # 14 batches of 4 were on the disk
+    build_index(corpus(tmp_path), tmp_path / "whole", "exact", WordEncoder())  # type: ignore[arg-type]
+    assert contents(out) == contents(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("damage", [b"", b"PK nonsense", None])
+def test_what_a_killed_build_left_of_a_block_is_not_believed_where_it_is_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: bytes | None
+) -> None:
+    monkeypatch.setattr("rrl.retrieval.build.SAVE_SECONDS", 0.0)
+    out, begun = tmp_path / "index", tmp_path / "index.unfinished" / "begun.npz"
+
+    def killed(stage: str, done: int, total: int) -> None:
+        if stage == "embed" and done >= 60:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        build_index(corpus(tmp_path), out, "exact", WordEncoder(), progress=killed)  # type: ignore[arg-type]
+    if damage is None:
+        np.savez(begun, start=0, rows=np.arange(3), vectors=np.zeros((3, 1), np.float32))
+    else:
+        begun.write_bytes(damage)
+    build_index(corpus(tmp_path), out, "exact", WordEncoder())  # type: ignore[arg-type]
+    build_index(corpus(tmp_path), tmp_path / "whole", "exact", WordEncoder())  # type: ignore[arg-type]
+    assert contents(out) == contents(tmp_path / "whole")
+
+
 def test_a_changed_corpus_is_embedded_anew(tmp_path: Path) -> None:
     class Failing(WordEncoder):
-        def embed_tokens(self, texts):
+        def embed_tokens(self, texts, **options):
             if "Name 50" in " ".join(texts):
                 raise RuntimeError
-            return super().embed_tokens(texts)
+            return super().embed_tokens(texts, **options)
 
     file, out = corpus(tmp_path), tmp_path / "index"
     with pytest.raises(RuntimeError):

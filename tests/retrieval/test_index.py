@@ -141,7 +141,7 @@ def test_an_unfinished_or_existing_folder_is_refused(tmp_path: Path) -> None:
 
 def test_a_failed_build_leaves_no_index(tmp_path: Path) -> None:
     class Failing(WordEncoder):
-        def embed_tokens(self, texts):
+        def embed_tokens(self, texts, **_):
             raise RuntimeError("out of memory")
 
     with pytest.raises(RuntimeError):
