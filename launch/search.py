@@ -1,4 +1,7 @@
-"""Search an index: `python launch/search.py --index=FOLDER [--encoder=FOLDER] [--k=5] [--html=FILE] "query" …`."""
+"""Search an index: `python launch/search.py --index=FOLDER [--encoder=FOLDER] [--k=5] [--html=FILE] "query" …`.
+
+With `--questions=FILE --k=1,5,20 [--by=hops]` in place of queries it prints how well the index finds what the questions need.
+"""
 
 import sys
 from collections.abc import Sequence
@@ -13,9 +16,19 @@ _INDEX = flags.DEFINE_string(
 )
 _ENCODER = flags.DEFINE_string("encoder", None, "Folder of the encoder it was built with.")
 _FORM = flags.DEFINE_enum("form", "search-r1", ["search-r1", "flashrag"], "What a service speaks.")
-_K = flags.DEFINE_integer("k", 5, "Passages for each query.")
+_K = flags.DEFINE_list("k", ["5"], "Passages for each query; with --questions, ranks at which to measure.")
+_QUESTIONS = flags.DEFINE_string(
+    "questions", None, "File of questions with gold passages or answers, to measure on."
+)
+_BY = flags.DEFINE_enum("by", None, ["kind", "hops"], "With --questions: groups in the table.")
 _HTML = flags.DEFINE_string("html", None, "File of a page to write in place of printing.")
 flags.mark_flags_as_required(["index"])
+
+
+def _cuts(texts: Sequence[str]) -> list[int]:
+    if not texts or not all(text.strip().isdecimal() and int(text) > 0 for text in texts):
+        raise UserError(f"--k={','.join(texts)} must be whole numbers from 1 on, such as 5 or 1,5,20")
+    return list(map(int, texts))
 
 
 def main(argv: Sequence[str]) -> None:
@@ -24,8 +37,12 @@ def main(argv: Sequence[str]) -> None:
     from rrl.retrieval.index import open_with_encoder
     from rrl.retrieval.remote import open_remote
 
-    queries = list(argv[1:])
-    if not queries:
+    queries, cuts = list(argv[1:]), _cuts(_K.value or [])
+    if _QUESTIONS.value and (queries or _HTML.value):
+        raise UserError("--questions takes the queries from a file: leave out queries and --html")
+    if _BY.value and not _QUESTIONS.value:
+        raise UserError("--by groups the questions of --questions: give that too")
+    if not queries and not _QUESTIONS.value:
         raise UserError('no query: give at least one after the flags, such as "capital of Norway"')
     index = _INDEX.value or ""
     remote = index.startswith("http")
@@ -33,7 +50,16 @@ def main(argv: Sequence[str]) -> None:
         if flag.present:
             raise UserError(f"--{flag.name} has no meaning with --index={index}; leave it out")
     retriever = open_remote(index, _FORM.value) if remote else open_with_encoder(index, _ENCODER.value)
-    found = retriever.search(queries, _K.value)
+    if _QUESTIONS.value:
+        from rrl.data.questions import load_questions
+        from rrl.eval.retrieval_report import retrieval_report
+
+        questions = load_questions(_QUESTIONS.value)
+        print(retrieval_report(retriever, questions, cuts, _BY.value or "").as_text())
+        return
+    if len(cuts) > 1:
+        raise UserError(f"--k={','.join(_K.value or [])}: several go with --questions; give one")
+    found = retriever.search(queries, cuts[0])
     if _HTML.value:
         try:
             write_page(_HTML.value, queries, found, f"{retriever.kind} index {index}")

@@ -1,0 +1,94 @@
+"""How well a retriever finds what questions need, each asked as it is: without a language model."""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+
+from rrl.data.questions import Question
+from rrl.errors import UserError
+from rrl.retrieval.gold import Hits, hits_by_answer, hits_of
+from rrl.retrieval.retriever import Retriever
+from rrl.text.normalize import RULES
+
+GROUPS: Mapping[str, Callable[[Question], str]] = {
+    "kind": lambda question: question.kind or "no kind",
+    "hops": lambda question: f"{len(question.gold)} gold",
+}
+"""What questions may be grouped by: their kind, or how many gold passages they have."""
+METRICS = {"recall": "recall", "full_recall": "full", "hits": "hit", "mrr": "MRR", "map": "mAP"}
+"""As `Hits.metrics` has them, and in the head of the table."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RetrievalReport:
+    """Means over the questions of a file, and over groups of them."""
+
+    cuts: tuple[int, ...]
+    by: str
+    """"gold titles", or "answers in the text" where no question has gold passages."""
+    left_out: int
+    """Questions without gold passages, where others have some."""
+    groups: Mapping[str, Mapping[str, float]]
+    """Group -> metric@cut -> mean in [0, 1], and "questions"; the first is "all"."""
+
+    def as_text(self) -> str:
+        """A table in percent."""
+        width = max(len("questions"), *map(len, self.groups))
+        lines = [f"{'questions':{width}}        k  " + "  ".join(f"{head:>6}" for head in METRICS.values())]
+        for name, found in self.groups.items():
+            for k in self.cuts:
+                values = (100 * found[f"{metric}@{k}"] for metric in METRICS)
+                first = (
+                    f"{name:{width}} {found['questions']:5.0f}" if k == self.cuts[0] else " " * (width + 6)
+                )
+                lines.append(f"{first} {k:4d}  " + "  ".join(f"{value:6.1f}" for value in values))
+        lines.append(
+            f"Percent. recall: share of the gold passages among the first k; full: all of them are there. By {self.by}."
+        )
+        if self.left_out:
+            lines.append(f"{self.left_out} questions without gold passages are left out.")
+        return "\n".join(lines)
+
+
+def retrieval_report(
+    retriever: Retriever, questions: Sequence[Question], cuts: Sequence[int], by: str = ""
+) -> RetrievalReport:
+    """Searches for each question's own text, and compares with its gold titles; where no question has any, a passage counts that
+    holds a gold answer (FlashRAG's rule).
+
+    Args:
+      retriever: what is measured.
+      questions: at least one.
+      cuts: ranks k at which metrics are taken, each at least 1.
+      by: a name of `GROUPS`, or "" for all together.
+
+    Raises UserError for no questions, a cut below 1, and another name; SearchFailed as `Retriever.search`.
+    """
+    if not questions:
+        raise UserError("no question to search for: give a file with at least one")
+    if not cuts or min(cuts) < 1:
+        raise UserError(f"k={list(cuts)}: give ranks of 1 or more, such as 1,5,20")
+    if by and by not in GROUPS:
+        raise UserError(f"by={by!r} is unknown; choose one of {', '.join(GROUPS)}, or leave it out")
+    cuts = tuple(sorted(set(cuts)))
+    asked = [question for question in questions if question.gold] or list(questions)
+    found = retriever.search([question.text for question in asked], cuts[-1])
+    if asked[0].gold:
+        titles = [[hit.passage.title for hit in hits] for hits in found]
+        hits, way = hits_of(titles, [question.gold for question in asked]), "gold titles"
+    else:
+        texts = [[f"{hit.passage.title} {hit.passage.text}" for hit in hits] for hits in found]
+        hits = hits_by_answer(texts, [question.answers for question in asked], RULES["flashrag"])
+        way = "answers in title and text"
+    names = np.array([GROUPS[by](question) for question in asked]) if by else np.array([], str)
+    chosen = {"all": np.ones(len(asked), bool)} | {str(n): names == n for n in sorted(set(names.tolist()))}
+    groups = {name: _means(hits, cuts, rows) for name, rows in chosen.items()}
+    return RetrievalReport(cuts, way, len(questions) - len(asked), groups)
+
+
+def _means(hits: Hits, cuts: Sequence[int], rows: np.ndarray) -> dict[str, float]:
+    means = {
+        f"{name}@{k}": float(np.mean(values[rows])) for k in cuts for name, values in hits.metrics(k).items()
+    }
+    return means | {"questions": float(rows.sum())}
