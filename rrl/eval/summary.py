@@ -3,6 +3,10 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from scipy.stats import binomtest
+
+FEW = 100
+"""Held-out questions below which a table shows its interval."""
 ANSWERS = (("EM", "em", True), ("F1", "f1", True), ("searches", "searches", False))
 """Columns: title, metric, and whether it is a share."""
 PASSAGES = (
@@ -23,13 +27,16 @@ def summary(
     reference: tuple[str, float] | None = None,
     temperature: float = 0.0,
     files: Sequence[str] = (),
+    questions: int = 0,
+    note: str = "",
 ) -> str:
     """The table printed at the end of a run.
 
     `before` and `after` hold "eval/em", "eval/f1", "eval/searches" and the same with "/<kind>" as fractions (searches
     as a count); where "eval/full_recall" is among them, `PASSAGES` are shown too. `run` holds facts to list ("steps",
     "minutes", "tokens/s" ...). `reference` is (what it is, exact match as a fraction) to print beside the result,
-    `temperature` that of the evaluation. Metrics that are missing are shown as "–".
+    `temperature` that of the evaluation. Metrics that are missing are shown as "–". Of fewer than `FEW` held-out `questions` the
+    interval is printed, too (0: their number is not known), and a `note` below the table.
     """
     lines = [f"Held-out questions, {decoding(temperature)} (percent)", *_compared(ANSWERS, before, after)]
     if "eval/full_recall" in {*before, *after}:
@@ -38,6 +45,11 @@ def summary(
             "Passages found (percent; @K and iterations: numbers)",
             *_compared(PASSAGES, before, after),
         ]
+    shares = [found["eval/em"] for found in (before, after) if "eval/em" in found]
+    if 0 < questions < FEW and shares:
+        lines.append(_uncertain(questions, shares))
+    if note:
+        lines.append(f"{note[:1].upper()}{note[1:]}.")
     if reference:
         lines.append(f"{reference[0]}: EM {_percent(reference[1])}")
     if run:
@@ -45,6 +57,15 @@ def summary(
     if files:
         lines += ["", *files]
     return "\n".join(lines)
+
+
+def _uncertain(questions: int, shares: Sequence[float]) -> str:
+    """Wilson's interval of a share of so few questions, before and after."""
+    intervals = [
+        binomtest(round(share * questions), questions).proportion_ci(method="wilson") for share in shares
+    ]
+    words = " before, ".join(f"{_percent(found.low)} to {_percent(found.high)}" for found in intervals)
+    return f"Only {questions} questions. 95% interval of EM: {words}{' after' if len(intervals) > 1 else ''}."
 
 
 def _compared(

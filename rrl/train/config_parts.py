@@ -152,3 +152,7 @@ def shorten(config: ConfigDict) -> None:
     config.train.questions = 16
     config.objective.lengths = config.objective.lengths[-1:]
     config.train.eval_every = config.train.steps
+    config.note = (
+        f"smoke run (steps={config.train.steps}; 1 to 5 are for a look): 16 questions an update, 8 held-out questions of each "
+        "kind, rows of one length. Its numbers are not those of a longer run's first steps"
+    )

@@ -110,6 +110,8 @@ class Settings:
     """What the recipe's rewards ask, where they ask a judge."""
     reference: tuple[str, float] | None = None
     """What the result is printed beside, and its exact match."""
+    note: str = ""
+    """What else a reader of the result must know: it stands in the log and below the table."""
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> "Settings":
@@ -134,7 +136,9 @@ class Settings:
         """Checks a config's fields alone."""
         values = config.to_dict() if hasattr(config, "to_dict") else dict(config)
         only(
-            [*SECTIONS, *CRITIC, *JUDGE, "recipe", "name", "policy", "reader", "reference"], values, "config"
+            [*SECTIONS, *CRITIC, *JUDGE, "recipe", "name", "policy", "reader", "reference", "note"],
+            values,
+            "config",
         )
         steps = values["train"]["steps"]
         objective = build(ObjectiveConfig, values["objective"], "objective")
@@ -192,6 +196,7 @@ class Settings:
             compute=build(ComputeConfig, values["compute"], "compute"),
             judge=judge,
             reference=values.get("reference"),
+            note=values.get("note", ""),
         )
 
 
@@ -323,6 +328,8 @@ def _run(config: Mapping[str, Any], workdir: str | pathlib.Path, stack: contextl
                 workdir, loaded.decoder.config, loaded.tokenizer, _card(settings), settings.policy
             )
 
+    if settings.note:
+        say(settings.note)
     say(f"compiling on first use (the update stays in the compilation cache): {programs_of(settings)}")
     outcome = train(
         settings.train,
@@ -437,6 +444,8 @@ def report(settings: Settings, loaded: Loaded, outcome: Outcome, workdir: pathli
         reference=settings.reference,
         temperature=settings.train.eval_temperature,
         files=files,
+        questions=len(loaded.task.held_out),
+        note=settings.note,
     )
     if outcome.stopped != "signal":
         with saving(workdir / "summary.txt"):

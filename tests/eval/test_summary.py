@@ -32,6 +32,23 @@ def test_gain_and_kinds_are_shown():
     assert lines[-1] == "curves.png"
 
 
+def test_few_questions_have_their_interval_and_many_have_none():
+    # Wilson's interval of 40 of 80.
+    text = summary({"eval/em": 0.5}, {"eval/em": 0.5}, questions=80)
+    assert "Only 80 questions. 95% interval of EM: 39.3 to 60.7 before, 39.3 to 60.7 after." in text
+    assert "interval of EM: 39.3 to 60.7." in summary({}, {"eval/em": 0.5}, questions=80)
+    for quiet in (
+        summary(BEFORE, AFTER, questions=100),
+        summary(BEFORE, AFTER),
+        summary({}, {}, questions=80),
+    ):
+        assert "interval" not in quiet
+
+
+def test_a_note_stands_below_the_table():
+    assert "Smoke run: few questions." in summary(BEFORE, AFTER, note="smoke run: few questions").splitlines()
+
+
 def test_what_was_found_has_a_table_of_its_own_where_it_was_measured():
     assert "full recall" not in summary(BEFORE, AFTER)
     found = {"eval/full_recall": 0.5, "eval/recall": 0.75, "eval/passages": 3.25, "eval/iterations": 2.5}

@@ -375,4 +375,6 @@ def test_a_smoke_run_compiles_one_update_and_a_longer_run_has_its_rows_of_every_
     made.save_random_policy(tmp_path / "policy")
     for steps, lengths in ((2, 1), (6, 3)):
         arg = f"steps={steps},policy={tmp_path / 'policy'}"
-        assert len(made.config("rsearch_grpo", arg).objective.lengths) == lengths
+        config = made.config("rsearch_grpo", arg)
+        assert len(config.objective.lengths) == lengths
+        assert ("smoke run (steps=2" in config.get("note", "")) == (steps == 2)
