@@ -56,8 +56,11 @@ class Progress:
             if self._bar is not None:
                 self._bar.unpause()
 
-    def update(self, step: int, metrics: Mapping[str, Any], tokens: int = 0) -> None:
-        """Tells that `step` updates are done; `tokens` is what the steps since the last call processed."""
+    def update(
+        self, step: int, metrics: Mapping[str, Any], tokens: int = 0, seconds: float | None = None
+    ) -> None:
+        """Tells that `step` updates are done; `tokens` is what the steps since the last call processed. After so many `seconds`
+        more the run ends, whatever its steps."""
         advance, self.step = step - self.step, step
         self._tokens += tokens
         now = time.monotonic()
@@ -69,17 +72,18 @@ class Progress:
             self._bar.update(advance)
         elif now - self._last >= self.seconds or step >= self.total or advance == step - self._start:
             self._last = now
-            self._line(f"{self.label}: {step}/{self.total} {shown} left={self._left(step, now)}")
+            self._line(f"{self.label}: {step}/{self.total} {shown} left={self._left(step, now, seconds)}")
         if self._first is None:
             self._first = step, now
 
-    def _left(self, step: int, now: float) -> str:
+    def _left(self, step: int, now: float, most: float | None) -> str:
         if step >= self.total:
             return _clock(0)
         if self._first is None or step <= self._first[0]:
-            return "?"
+            return "?" if most is None else _clock(max(0.0, most))
         done, since = self._first
-        return _clock((now - since) / (step - done) * (self.total - step))
+        left = (now - since) / (step - done) * (self.total - step)
+        return _clock(left if most is None else max(0.0, min(left, most)))
 
     def note(self, text: str) -> None:
         """Prints a line of its own above the bar."""

@@ -119,6 +119,9 @@ def train(
         if step and task.held_out and not record.before:
             record.before, _ = measure(0)
         last = measure(step) if evaluates(step) else None
+        if step:
+            words = "finished already," if step == config.steps else "continues"
+            record.progress.note(f"{words} after step {step} of {config.steps}")
         record.progress.begin()
         curriculum_state = curriculum.state
         try:

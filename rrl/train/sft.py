@@ -59,7 +59,7 @@ class SFTConfig:
     checkpoint_every: int = 0
     """Steps between checkpoints; 0: at the end only (and when SIGTERM comes)."""
     minutes: float = 0.0
-    """Stop at the first evaluation after so much training time (without evaluations); 0: never. Such a run is not
+    """Stop at the first step after so much training time (without evaluations); 0: never. Such a run is not
     reproducible to the bit."""
 
     def __post_init__(self) -> None:
@@ -240,6 +240,9 @@ def train(
             MetricsWriter(workdir, start, best.get("lines")) as writer,
             Progress(config.steps, start, "sft") as progress,
         ):
+            if start:
+                words = "finished already," if stopped else "continues"
+                progress.note(f"{words} after step {start} of {config.steps}")
             began, tokens, step = time.monotonic(), 0, start
             spent = best["seconds"]
             while step < config.steps and not stopped:
@@ -248,14 +251,21 @@ def train(
                 step += 1
                 checkpoints.check()
                 last = step == config.steps
+                best["seconds"] = spent + time.monotonic() - began
+                if config.minutes and best["seconds"] > 60 * config.minutes:
+                    stopped = "minutes"
                 if step % config.log_every == 0 or last:
                     host = {k: v.item() for k, v in jax.device_get(metrics).items()} | {
                         "lr": float(rate(step - 1))
                     }
                     tokens = host["tokens"] * (step - start if not tokens else config.log_every)
                     writer.write(step, host)
-                    progress.update(step, {"loss": host["loss"], "lr": host["lr"]}, tokens)
-                best["seconds"] = spent + time.monotonic() - began
+                    shown = {"loss": host["loss"], "lr": host["lr"]}
+                    if config.minutes:
+                        shown["minutes"] = f"{best['seconds'] / 60:.1f}/{config.minutes:g}"
+                    progress.update(
+                        step, shown, tokens, 60 * config.minutes - best["seconds"] if config.minutes else None
+                    )
                 if evaluate and config.eval_every and step % config.eval_every == 0 and not last:
                     paused = time.monotonic()
                     with progress.paused():
@@ -273,8 +283,6 @@ def train(
                             best["bad"] += 1
                         if best["bad"] >= config.patience:
                             stopped = "patience"
-                    if config.minutes and best["seconds"] > 60 * config.minutes:
-                        stopped = "minutes"
                 if stop and not stopped and not last:  # else it is over anyway
                     stopped = "signal"
                     break
@@ -287,7 +295,7 @@ def train(
                     checkpoints.save(step, (state, best_params), best | {"lines": writer.lines})
             if stopped != "signal":
                 best["stopped"] = stopped = stopped or "done"
-            if config.patience and best["loss"] is not None and evaluate and stopped == "done":
+            if config.patience and best["loss"] is not None and evaluate and stopped in ("done", "minutes"):
                 now = evaluate(nnx.merge(graph, state.params, fixed))
                 if now["loss"] < best["loss"]:
                     best["loss"], best_params = now["loss"], state.params

@@ -3,6 +3,8 @@
 import contextlib
 import dataclasses
 import json
+import re
+import types
 
 import jax
 import jax.numpy as jnp
@@ -164,6 +166,32 @@ def test_a_signal_in_the_last_step_does_not_stop_a_run_that_is_over(tmp_path, mo
     monkeypatch.setattr(sft, "stop_requested", lambda: contextlib.nullcontext(Stop(whole.step)))
     assert life("stopped") == whole and whole.stopped == ("patience" if patience else "done")
     assert written(tmp_path / "stopped") == written(tmp_path / "whole")
+
+
+def test_minutes_end_a_run_at_the_next_step_and_are_shown(tmp_path, monkeypatch, capsys):
+    now = 0.0
+
+    def clock():
+        nonlocal now
+        now += 1.0
+        return now
+
+    monkeypatch.setattr("rrl.train.sft.time", types.SimpleNamespace(monotonic=clock))
+    config = dataclasses.replace(CONFIG, steps=100_000, minutes=0.5, log_every=1, eval_every=1000, patience=1)
+    result = train(
+        config,
+        FixedSource(make_examples(6), 2, 32, 0),
+        make_decoder(),
+        tmp_path,
+        held_out={"dev": make_examples(6, seed=5)},
+    )
+    assert result.stopped == "minutes" and result.step == 31
+    assert result.evaluation["loss"] > 0
+    first = next(line for line in capsys.readouterr().err.splitlines() if line.startswith("sft: 1/"))
+    assert re.search(r"minutes=0\.\d/0\.5 .*left=0:[0-3]\d$", first), first
+    again = train(config, FixedSource(make_examples(6), 2, 32, 0), make_decoder(), tmp_path)
+    assert (again.step, again.stopped) == (result.step, "minutes")
+    assert f"finished already, after step {result.step} of 100000" in capsys.readouterr().err
 
 
 def test_patience_stops_and_keeps_the_best(tmp_path):
