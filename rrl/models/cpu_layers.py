@@ -237,14 +237,32 @@ def _library(folder: Path) -> Path:
             except subprocess.CalledProcessError:  # a compiler that does not know the machine
                 subprocess.run(command, check=True, capture_output=True, text=True)
             made.chmod(0o700)  # whatever the umask
+            content = made.read_bytes()
+            seal = Path(apart) / _seal(library).name
+            for file, data in ((made, content), (seal, hashlib.sha256(content).hexdigest().encode())):
+                with file.open("wb") as stream:
+                    stream.write(data)
+                    stream.flush()
+                    os.fsync(stream.fileno())
+            seal.chmod(0o600)
+            os.replace(seal, _seal(library))
             os.replace(made, library)  # whole, for whoever else starts
     return library
 
 
+def _seal(library: Path) -> Path:
+    """The file with the SHA-256 of a compiled kernel: to load one that a power failure left in part would end the process."""
+    return library.with_suffix(".sha256")
+
+
 def _is_ours(library: Path) -> bool:
-    """Whether it is there, and nobody else may have written it."""
+    """Whether it is there as it was compiled, and nobody else may have written it."""
     try:
         refuse_shared(library)
+        refuse_shared(_seal(library))
+        if hashlib.sha256(library.read_bytes()).hexdigest() != _seal(library).read_text():
+            log.warning("%s is not what was compiled there: it is compiled again", library)
+            return False
     except FileNotFoundError:
         return False
     except PermissionError as error:

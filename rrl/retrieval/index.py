@@ -2,6 +2,7 @@
 
 import hashlib
 import logging
+import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -67,7 +68,7 @@ def stored_retriever(
     index = folder / key[:16]
     folder.mkdir(parents=True, exist_ok=True)
     with in_turn(folder):
-        if index.exists():
+        if os.path.lexists(index):
             try:
                 return open_index(index, text_encoder)
             except UserError as error:
@@ -75,7 +76,10 @@ def stored_retriever(
                     "%s It is built again; a run that goes on may find other passages for a few queries of a hundred.",
                     error,
                 )
-                shutil.rmtree(index)
+                if index.is_dir() and not index.is_symlink():
+                    shutil.rmtree(index)
+                else:
+                    index.unlink()
         build_index(passages, index, kind, text_encoder)
         return open_index(index, text_encoder)
 
@@ -89,6 +93,15 @@ def open_index(
     none where one is given.
     """
     folder = Path(folder)
+    try:
+        return _opened(folder, text_encoder, patience)
+    except UserError:
+        raise
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise damaged(folder, f"it cannot be opened ({error!r})") from error
+
+
+def _opened(folder: Path, text_encoder: "TextEncoder | None", patience: Patience | None) -> Retriever:
     manifest = read_manifest(folder)
     index: Index
     if manifest["kind"] == "bm25":

@@ -7,12 +7,13 @@ drives the same jitted steps from Python: it is what the loop is tested against.
 
 import collections
 import concurrent.futures
+import contextlib
 import functools
 import logging
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -104,15 +105,23 @@ class Engine:
         self._told: set[type] = set()
         self._stops = collections.deque[StopSets](maxlen=KEPT_STOPS)
         self._built: dict[Any, Callable] = {}
-        self._closed = False
+        self._closed = self._at_work = False
+        self._lock = threading.Lock()  # of the two
 
     # -- public ------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Gives back the compiled programs and the memory they map; `run` raises UserError from here on. Also done by `with`."""
+        """Gives back the compiled programs and the memory they map; `run` raises UserError from here on. Also done by `with`.
+
+        A run of another thread goes on to its end, and gives them back then.
+        """
+        with self._lock:
+            self._closed = True
+            if self._at_work:
+                return
         self.programs.close()
         self._built.clear()
-        self._hosts, self.encoder_state, self._closed = [], None, True
+        self._hosts, self.encoder_state = [], None
 
     def __enter__(self) -> "Engine":
         return self
@@ -314,8 +323,35 @@ class Engine:
         """
         if reference and jax.process_count() > 1:
             raise UserError("the reference loop runs in one process only; leave reference=True out")
-        if self._closed:
-            raise UserError("this engine is closed; make another one")
+        with self._working():
+            return self._driven(hosts, found, params, environment, key, reference, starts)
+
+    @contextlib.contextmanager
+    def _working(self) -> Iterator[None]:
+        """The engine is not closed within the block, but at its end."""
+        with self._lock:
+            if self._closed:
+                raise UserError("this engine is closed; make another one")
+            self._at_work = True
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._at_work = False
+            if self._closed:
+                self.close()
+
+    def _driven(
+        self,
+        hosts: list[Host],
+        found: dict[int, Any],
+        params: PyTree,
+        environment: Environment,
+        key: Key,
+        reference: bool,
+        starts: Sequence[tuple[Host, Callable[[], None]]],
+    ) -> dict[int, Any]:
+        """As `_drive`."""
         began, over = time.perf_counter(), threading.Event()
         self._hosts = hosts
         for host in hosts:

@@ -7,7 +7,7 @@ import logging
 import os
 import pathlib
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from types import TracebackType
 from typing import Any
 
@@ -126,8 +126,10 @@ class Checkpoints:
         with saving(self._saving):
             self._manager.wait_until_finished()
 
-    def restore(self, template: Any, step: int | None = None) -> tuple[Any, dict[str, Any]]:
-        """The state as saved, with the template's structure, dtypes and shardings, and its metadata.
+    def restore(
+        self, template: Any, step: int | None = None, fields: Iterable[str] = ()
+    ) -> tuple[Any, dict[str, Any]]:
+        """The state as saved, with the template's structure, dtypes and shardings, and its metadata, which has these `fields`.
 
         Raises:
             UserError: there is no checkpoint (of that step), its arrays are not the template's, or it is damaged.
@@ -146,6 +148,11 @@ class Checkpoints:
                 args=ocp.args.Composite(
                     state=ocp.args.StandardRestore(abstract), metadata=ocp.args.JsonRestore()
                 ),
+            )
+        if missing := [field for field in fields if field not in found["metadata"]]:
+            raise UserError(
+                f"{self._folder / str(step)}: damaged, its metadata lacks {', '.join(missing)}. Delete that checkpoint, and the "
+                "one before is used"
             )
         leaves = jax.tree.leaves(found["state"])
         return jax.tree.unflatten(jax.tree.structure(template), leaves), dict(found["metadata"])

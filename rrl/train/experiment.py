@@ -436,7 +436,8 @@ def report(settings: Settings, loaded: Loaded, outcome: Outcome, workdir: pathli
         "versions": ", ".join(f"{n} {importlib.metadata.version(n)}" for n in ("jax", "flax", "optax")),
         "command": shlex.join(["python", *sys.argv]),
     }
-    files = [str(workdir / name) for name in ("curves.png", "trajectories.html", "metrics.jsonl", "policy")]
+    written = [workdir / name for name in ("curves.png", "trajectories.html", "metrics.jsonl", "policy")]
+    files = [str(file) for file in written if file.exists()]
     text = summary(
         outcome.before,
         outcome.after,

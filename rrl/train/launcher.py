@@ -73,9 +73,11 @@ def run(main: Callable[[Sequence[str]], None], callbacks: bool = True) -> None:
                 full = f"the disk, its inodes or the quota are full ({error}). Free space"
                 _end_at_once(SaveError(f"{full}, then give the same command again"))
             # ml_collections reports a config file that it could not read at the first use of the config only.
-            if not str(error).startswith("Configuration is not available"):
+            if str(error).startswith("Configuration is not available"):
+                _fail(" ".join(str(error.__cause__ or error).split()))
+            if not error.filename:
                 raise
-            _fail(" ".join(str(error.__cause__ or error).split()))
+            _fail(f"{error.filename}: {error.strerror}. Make it what the command needs, or give another path")
 
     app.run(guarded, flags_parser=parse)
 

@@ -17,6 +17,8 @@ from rrl.train.tensorboard import EventFile
 
 FILE = "metrics.jsonl"
 
+MEASURED = ("reward", "train", "eval", "critic", "tokens", "ended", "cut", "rollout", "time", "memory")
+"""What stands before the / of a name whose value is a number."""
 _REMEDY = "remove that line, or move the file away: a run goes on without them"
 
 log = logging.getLogger(__name__)
@@ -57,13 +59,22 @@ class MetricsWriter:
         folder = pathlib.Path(workdir)
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / FILE
-        known = [line for line in _lines_of(path) if line["step"] <= resume_step] if path.exists() else []
+        there = _lines_of(path) if path.exists() else []
+        # A line that was copied must not push another out.
+        once = list({json.dumps(line): line for line in there}.values())
+        known = [line for line in once if line["step"] <= resume_step]
         end = len(known) if resume_lines is None else resume_lines
         self.past, self.repeated = known[:end], known[end:]
         self.lines = len(self.past)
         self._file: pathlib.Path | None = None
         self._board: EventFile | None = None
         if jax.process_index() == 0:
+            if there and resume_lines == 0 and resume_step == 0:
+                log.warning(
+                    "%s holds %d lines of a run, but there is no checkpoint: training begins anew, and they are dropped",
+                    path,
+                    len(there),
+                )
             _warn_of_loss(path, resume_step, len(self.past), resume_lines)
             # A kill between two writes must not lose the past.
             with saving(path), replaced(path) as stream:
@@ -125,6 +136,11 @@ def _lines_of(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
         step = line["step"]
         if isinstance(step, bool) or not isinstance(step, int | float) or not abs(step) < math.inf:
             raise UserError(f"{path}, line {number}: step={step!r} must be a number; {_REMEDY}")
+        for name, value in line.items():
+            if not isinstance(value, int | float | None) and name.partition("/")[0] in MEASURED:
+                raise UserError(
+                    f"{path}, line {number}: {name}={value!r} must be a number or null; {_REMEDY}"
+                )
         lines.append(line)
     return lines
 

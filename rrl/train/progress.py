@@ -1,6 +1,7 @@
 """A progress line: a bar on a terminal, a plain line every so often elsewhere."""
 
 import contextlib
+import math
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -111,6 +112,8 @@ def _short(value: Any) -> str:
     if isinstance(value, str):
         return value
     value = float(value)
+    if not math.isfinite(value):
+        return str(value)
     if abs(value) >= 10_000:
         return f"{value / 1000:.0f}k"
     return f"{value:.0f}" if value == int(value) and abs(value) >= 1 else f"{value:.3g}"

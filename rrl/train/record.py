@@ -88,7 +88,9 @@ class Record:
     def restore(self) -> tuple[int, int | None]:
         """Goes back to the last checkpoint; returns its step, and how many lines of metrics there were (None: it is of a
         version that did not say)."""
-        self._learner.state, about = self._checkpoints.restore(self._learner.state)
+        self._learner.state, about = self._checkpoints.restore(
+            self._learner.state, fields=("before", "seconds", "curriculum", "step")
+        )
         self.before, self.seconds = about["before"], about["seconds"]
         self._curriculum.restore(about["curriculum"])
         return int(about["step"]), about.get("lines")

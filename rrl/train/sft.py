@@ -233,7 +233,9 @@ def train(
     with Checkpoints(workdir, settings, may_differ=MAY_DIFFER) as checkpoints, stop_requested() as stop:
         best_params = jax.tree.map(jnp.copy, params) if config.patience else None
         if checkpoints.latest is not None:
-            (state, best_params), best = checkpoints.restore((state, best_params))
+            (state, best_params), best = checkpoints.restore(
+                (state, best_params), fields=("loss", "bad", "seconds")
+            )
         start = int(state.step)
         stopped = best.get("stopped") or ""
         with (
@@ -255,6 +257,7 @@ def train(
                 if config.minutes and best["seconds"] > 60 * config.minutes:
                     stopped = "minutes"
                 if step % config.log_every == 0 or last:
+                    _refuse_divergence(step, metrics, checkpoints.latest)
                     host = {k: v.item() for k, v in jax.device_get(metrics).items()} | {
                         "lr": float(rate(step - 1))
                     }
@@ -292,6 +295,7 @@ def train(
                     and not stopped
                     and not last
                 ):
+                    _refuse_divergence(step, metrics, checkpoints.latest)
                     checkpoints.save(step, (state, best_params), best | {"lines": writer.lines})
             if stopped != "signal":
                 best["stopped"] = stopped = stopped or "done"
@@ -313,6 +317,19 @@ def train(
         with saving(file):
             write_whole(file, json.dumps({"step": step, "stopped": stopped, "evaluation": found}, indent=2))
     return Result(step, found, stopped)
+
+
+def _refuse_divergence(step: int, metrics: Mapping[str, jax.Array], saved: int | None) -> None:
+    """Raises UserError where the loss is not finite, before such parameters are saved."""
+    if not np.isfinite(loss := metrics["loss"].item()):
+        kept = (
+            f"the checkpoint of step {saved} is the last"
+            if saved is not None
+            else "there is no checkpoint yet"
+        )
+        raise UserError(
+            f"step {step}: the loss is {loss}. Lower optim.lr, or look at the weights that training starts from; {kept}"
+        )
 
 
 def _table(metrics: Mapping[str, float]) -> str:

@@ -2,7 +2,9 @@
 
 import ctypes
 import dataclasses
+import hashlib
 import logging
+import os
 import shutil
 import stat
 import subprocess
@@ -446,7 +448,7 @@ def test_it_is_compiled_once(compiled, tmp_path, monkeypatch):
         return run(command, **how)
 
     monkeypatch.setattr(subprocess, "run", only_asked)
-    assert kernel._library(tmp_path) == first and [*tmp_path.iterdir()] == [first]
+    assert kernel._library(tmp_path) == first and {*tmp_path.iterdir()} == {first, kernel._seal(first)}
 
 
 def test_it_runs_where_vectors_are_short(compiled, tmp_path, monkeypatch):
@@ -534,11 +536,20 @@ def harmless(compiled, tmp_path, monkeypatch):
     compiler = next(name for name in ("c++", "g++", "clang++") if shutil.which(name))
     subprocess.run([compiler, "-shared", "-fPIC", str(planted), "-o", str(library)], check=True)
     library.chmod(0o755)
+    kernel._seal(library).write_text(hashlib.sha256(library.read_bytes()).hexdigest())
     return library
 
 
 def test_a_kernel_that_this_user_alone_may_write_is_loaded(harmless, caplog):
     assert hasattr(kernel._loaded(), "theirs") and not caplog.messages
+
+
+@pytest.mark.parametrize("size", [0, 2000])
+def test_a_kernel_that_is_there_in_part_is_compiled_anew(harmless, caplog, size):
+    os.truncate(harmless, size)
+    assert hasattr(kernel._loaded(), "ours") and f"{harmless} is not what was compiled there" in caplog.text
+    caplog.clear()
+    assert hasattr(kernel._loaded(), "ours") and not caplog.messages
 
 
 def test_a_kernel_in_a_folder_that_others_may_write_to_is_compiled_apart(harmless, caplog):

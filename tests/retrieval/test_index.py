@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import shutil
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -212,6 +213,45 @@ def test_a_damaged_stored_index_is_built_again_with_a_warning(
         "embeddings.npy is not the file that was written. Build it again. It is built again;" in caplog.text
     )
     assert found(again) == found(first)
+
+
+def _as_file(index: Path) -> None:
+    shutil.rmtree(index)
+    index.write_text("x")
+
+
+def _as_lost_link(index: Path) -> None:
+    shutil.rmtree(index)
+    index.symlink_to("nowhere")
+
+
+def _without(field: str):
+    def damage(index: Path) -> None:
+        manifest = json.loads((index / "manifest.json").read_text())
+        del manifest[field]
+        (index / "manifest.json").write_text(json.dumps(manifest))
+
+    return damage
+
+
+def _files(value: object):
+    def damage(index: Path) -> None:
+        manifest = json.loads((index / "manifest.json").read_text())
+        (index / "manifest.json").write_text(json.dumps(manifest | {"files": value}))
+        (index / "embeddings.npy").unlink()
+
+    return damage
+
+
+@pytest.mark.usefixtures("a_tree_for_few")
+@pytest.mark.parametrize(
+    "damage", [_as_file, _as_lost_link, _without("passages"), _without("encoder"), _files([1]), _files({})]
+)
+def test_a_stored_index_is_built_again_whatever_is_in_its_place(tmp_path: Path, damage) -> None:
+    first = stored(tmp_path, "exact")
+    (index,) = (path for path in tmp_path.iterdir() if path.is_dir())
+    damage(index)
+    assert found(stored(tmp_path, "exact")) == found(first)
 
 
 def test_an_index_that_always_comes_out_the_same_is_not_stored(tmp_path: Path) -> None:

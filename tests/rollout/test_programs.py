@@ -55,6 +55,21 @@ def test_with_closes_an_engine(world):
         engine.run(nnx.state(decoder), requests, SingleTurn(turn_tokens=4), KEY)
 
 
+def test_an_engine_that_is_closed_during_a_run_ends_the_run_first(world):
+    decoder, tokenizer, requests = world
+    engine = Engine(decoder, tokenizer, EngineConfig(rows=1, context=64, loops=1))
+    seen = []
+
+    def close(_, trajectory):
+        engine.close()
+        seen.append(trajectory)
+
+    found = engine.run(nnx.state(decoder), requests, SingleTurn(turn_tokens=4), KEY, on_finish=close)
+    assert found == seen and not engine._built
+    with pytest.raises(UserError, match="this engine is closed"):
+        engine.run(nnx.state(decoder), requests, SingleTurn(turn_tokens=4), KEY)
+
+
 def test_an_engine_that_nobody_holds_is_collected(world):
     collected = weakref.ref(used(world, rows=1))
     collect()

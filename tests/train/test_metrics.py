@@ -110,9 +110,29 @@ def test_lost_lines_are_named_in_the_log(tmp_path, caplog, left, lines):
     assert not caplog.records
 
 
+def test_copied_lines_push_no_others_out(tmp_path):
+    with MetricsWriter(tmp_path, tensorboard=False) as writer:
+        for step in (1, 2, 3):
+            writer.write(step, {"loss": 1.0})
+    file = tmp_path / "metrics.jsonl"
+    lines = file.read_text().splitlines(keepends=True)
+    file.write_text("".join([*lines[:1], *lines[:1], *lines]))
+    MetricsWriter(tmp_path, 3, 3, tensorboard=False).close()
+    assert file.read_text() == "".join(lines)
+
+
+def test_lines_without_a_checkpoint_are_named_before_they_are_dropped(tmp_path, caplog):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n')
+    with caplog.at_level(logging.WARNING):
+        MetricsWriter(tmp_path, 0, 0, tensorboard=False).close()
+    assert "metrics.jsonl holds 2 lines of a run, but there is no checkpoint" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("line", "words"),
     [
+        (b'{"step": 2, "eval/em": "a"}', "eval/em='a' must be a number or null"),
+        (b'{"step": 2, "reward/total": [1]}', "must be a number or null"),
         (b'{"step": 2, "why": "\xff"}', "'utf-8' codec can't decode byte 0xff"),
         (b'{"loss": 1.0}', "there is no step"),
         (b"5", "5 is no JSON object"),

@@ -46,6 +46,13 @@ def test_the_time_left_leaves_out_the_first_step_which_compiles_and_what_is_paus
     assert told == ["?", "0:30", "0:25", "0:20", "0:00"]
 
 
+def test_values_that_are_not_finite_are_shown():
+    stream = io.StringIO()
+    with Progress(1, stream=stream) as progress:
+        progress.update(1, {"a": float("nan"), "b": float("inf"), "c": -float("inf")})
+    assert "a=nan b=inf c=-inf" in stream.getvalue()
+
+
 def test_a_terminal_gets_a_bar():
     stream = Terminal()
     with Progress(3, stream=stream) as progress:

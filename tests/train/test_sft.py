@@ -168,6 +168,19 @@ def test_a_signal_in_the_last_step_does_not_stop_a_run_that_is_over(tmp_path, mo
     assert written(tmp_path / "stopped") == written(tmp_path / "whole")
 
 
+@pytest.mark.parametrize("log_every", [1, 50])
+def test_a_loss_that_is_not_finite_ends_the_run_before_it_is_saved(tmp_path, log_every):
+    config = dataclasses.replace(
+        CONFIG,
+        steps=50,
+        log_every=log_every,
+        checkpoint_every=1,
+        optim=OptimConfig(name="adamw", lr=1e30, total_steps=50),
+    )
+    with pytest.raises(UserError, match=r"step \d+: the loss is (nan|inf). Lower optim.lr"):
+        train(config, FixedSource(make_examples(6), 2, 32, 0), make_decoder(), tmp_path)
+
+
 def test_minutes_end_a_run_at_the_next_step_and_are_shown(tmp_path, monkeypatch, capsys):
     now = 0.0
 
