@@ -97,6 +97,19 @@ def load_questions(
     return load_records(path, parse, ALLOWED, on_error, skipped)
 
 
+def has_answers(path: str | Path) -> bool:
+    """Whether a question file has any gold answer. True also for one that cannot be read, whose fault `load_questions` names."""
+    empty = True
+    for position, (_, record) in enumerate(read_records(path)):
+        empty = False
+        try:
+            if isinstance(record, Broken) or question_of(position, record, unanswered=True).answers:
+                return True
+        except ValueError:
+            return True
+    return empty
+
+
 def _truth(path: str | Path) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     for position, (place, record) in enumerate(read_records(path)):

@@ -157,12 +157,19 @@ def _read(config: DatasetConfig, corpus: bool) -> tuple[str, list[Question], str
     path = Path(config.path)
     if path.is_dir():
         folder = load_folder(path, config.on_error, corpus=corpus)
-        split = config.split or next(name for name in HELD_OUT if name in folder.splits)
-        if split not in folder.splits:
+        if config.split and config.split not in folder.files:
             raise UserError(
-                f"data folder {path}: no file of the split {split!r}; it has {', '.join(folder.splits)}"
+                f"data folder {path}: no file of the split {config.split!r}; it has {', '.join(folder.files)}"
             )
-        questions = _drawn(folder.splits[split], config, folder.files[split])
+        found = (
+            folder.first_answered(HELD_OUT)
+            if not config.split
+            else (config.split, folder.questions(config.split))
+        )
+        if found is None:
+            raise UserError(f"data folder {path}: none of its question files has gold answers; give one")
+        split, questions = found
+        questions = _drawn(questions, config, folder.file(split))
         return f"{path.name} {split}", questions, path.name, folder.passages
     questions = _drawn(load_questions(path, config.on_error, truth=config.truth or None), config, path)
     if not corpus:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from rrl.data.folder import load_folder
+from rrl.data.folder import DataFolder, load_folder
 from rrl.data.miniwiki import KINDS, generate, mixed_questions
 from rrl.data.miniwiki.names import SPLITS
 from rrl.data.passages import Passage
@@ -206,22 +206,29 @@ def load_corpora(
     doing = f"searching {retriever.index}" if retriever.index else f"indexing with {retriever.kind}"
     say(f"{data.path}: {len(folder.passages)} passages; {doing}")
     search = load_retriever(folder.passages, retriever, encoder, search_seconds, workdir)
-    train, held_out = split_questions(folder.splits)
+    train, held_out = split_questions(folder)
     say(f"{data.path}: {len(train)} training questions, {len(held_out[: data.held_out])} held out")
     return Corpus(train, search, folder.passages), Corpus(held_out[: data.held_out], search, folder.passages)
 
 
-def split_questions(splits: dict[str, list[Question]]) -> tuple[list[Question], list[Question]]:
-    """Training and held-out questions of a folder's files."""
-    if len(splits) == 1:
-        (questions,) = splits.values()
-        held_out = questions[::5]
-        train = [question for place, question in enumerate(questions) if place % 5]
-        if not train:
-            raise UserError(
-                f"{len(questions)} questions are too few to hold one out and train on the rest; give at least 2"
-            )
-        return train, held_out
-    held = next(name for name in ("test", "dev", "questions", "train") if name in splits)
-    rest = next(name for name in ("train", "questions", "dev") if name in splits and name != held)
-    return splits[rest], splits[held]
+def split_questions(folder: DataFolder) -> tuple[list[Question], list[Question]]:
+    """Training and held-out questions of a folder: of two files with gold answers, or of the only one.
+
+    Held out is the test file, else the dev file, ...; files without gold answers are not used.
+    """
+    held = folder.first_answered(("test", "dev", "questions", "train"))
+    if held is None:
+        raise UserError(f"data folder {folder.path}: none of its question files has gold answers; give one")
+    split, questions = held
+    rest = folder.first_answered(("train", "questions", "dev"), but=split)
+    return (rest[1], questions) if rest else hold_out(questions)
+
+
+def hold_out(questions: list[Question]) -> tuple[list[Question], list[Question]]:
+    """Training and held-out questions of one file: every fifth is held out."""
+    train = [question for place, question in enumerate(questions) if place % 5]
+    if not train:
+        raise UserError(
+            f"{len(questions)} questions are too few to hold one out and train on the rest; give at least 2"
+        )
+    return train, questions[::5]

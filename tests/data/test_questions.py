@@ -307,7 +307,7 @@ def test_real_questions_are_read_whole(name: str, count: int, with_gold: bool) -
 def test_gold_titles_of_real_folders_are_in_their_corpus(name: str) -> None:
     folder = load_folder(shared(name))
     titles = {passage.title for passage in folder.passages}
-    questions = folder.splits["dev" if "dev" in folder.splits else "train"]
+    questions = folder.questions("dev" if "dev" in folder.files else "train")
     found = [title in titles for question in questions for title in question.gold]
     assert sum(found) / len(found) > 0.98
 
@@ -318,8 +318,10 @@ def test_a_folder_without_what_is_needed_says_what_it_found(tmp_path: Path) -> N
     (tmp_path / "notes.txt").write_text("x")
     (tmp_path / "train_a.json").write_text("[]")
     (tmp_path / "train_b.json").write_text("[]")
-    with pytest.raises(UserError, match=r"2 files for the split 'train'.*Found: notes.txt, train_a.json"):
+    with pytest.raises(UserError, match=r"0 corpus files.*Found: notes.txt, train_a.json"):
         load_folder(tmp_path)
+    with pytest.raises(UserError, match=r"2 files for the split 'train' \(train_a.json, train_b.json\)"):
+        load_folder(tmp_path, corpus=False).first_answered(["train"])
     with pytest.raises(UserError, match="not a folder"):
         load_folder(tmp_path / "none")
 
@@ -330,7 +332,7 @@ def test_a_folder_is_read_by_file_names(tmp_path: Path) -> None:
     (tmp_path / "dev.json").write_text('[{"question": "Who?", "answer": "B"}]')
     folder = load_folder(tmp_path)
     assert [passage.title for passage in folder.passages] == ["T"]
-    assert {split: questions[0].answers for split, questions in folder.splits.items()} == {
+    assert {split: folder.questions(split)[0].answers for split in folder.files} == {
         "questions": ("A",),
         "dev": ("B",),
     }
@@ -431,3 +433,31 @@ def test_squads_own_file_is_read(tmp_path: Path) -> None:
     file = tmp_path / "dev-v2.0.json"
     file.write_text(json.dumps({"data": [{"title": "T", "paragraphs": [{"context": "x", "qas": asked}]}]}))
     assert load_questions(file) == [Question("1", "Who?", ("A",))]
+
+
+def test_a_folder_may_hold_tables_and_a_file_that_is_not_used_is_not_read(tmp_path: Path) -> None:
+    (tmp_path / "corpus.csv").write_text('id,title,text\n1,T,"x\ny"\n')
+    (tmp_path / "dev.tsv").write_text("question\tanswer\nWho?\tB\n")
+    (tmp_path / "train.json").write_text("broken")
+    folder = load_folder(tmp_path)
+    assert folder.passages[0].text == "x\ny"
+    assert folder.questions("dev") == [Question("0", "Who?", ("B",))]
+    with pytest.raises(UserError, match=r"train\.json: not JSON"):
+        folder.questions("train")
+
+
+def test_a_split_without_gold_answers_is_passed_over_and_one_with_a_fault_is_not(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    asked = {"question": "Who?", "answer": ""}
+    test, dev = tmp_path / "test.json", tmp_path / "dev.json"
+    test.write_text(json.dumps([asked, {"question": "Why?"}]))
+    dev.write_text(json.dumps([asked | {"answer": "A"}]))
+    folder = load_folder(tmp_path, corpus=False)
+    assert folder.first_answered(("test", "dev")) == ("dev", [Question("0", "Who?", ("A",))])
+    assert "test.json has no gold answers and is not used" in caplog.text
+    assert folder.first_answered(("test", "dev"), but="dev") is None
+    for faulty in ([asked, asked | {"answer": "A"}], [{"title": "T", "text": "x"}], []):
+        test.write_text(json.dumps(faulty))
+        with pytest.raises(UserError, match=r"test\.json"):
+            folder.first_answered(("test", "dev"))
