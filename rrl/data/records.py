@@ -24,6 +24,9 @@ from rrl.errors import UserError
 from rrl.text.characters import whole_characters
 
 OnError = Literal["refuse", "skip"]
+OnFault = Literal["refuse", "skip", "stop"]
+"""What a run does on a fault of its data. Broken records refuse the file ("refuse", "stop") or are skipped. A question that is
+too long for the context ends as "context_limit"; with "stop" the run does not begin."""
 T = TypeVar("T")
 
 LISTS = ("Data", "data", "queries", "questions", "examples")
@@ -34,6 +37,11 @@ TABLES = (".tsv", ".csv")
 
 MAX_NAMED_LINES = 5
 """How many broken places a log line names; the rest is counted."""
+
+
+def on_broken(on_fault: OnFault) -> OnError:
+    """What a broken record does."""
+    return "skip" if on_fault == "skip" else "refuse"
 
 
 class LeftOut(ValueError):

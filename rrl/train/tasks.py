@@ -11,7 +11,7 @@ from rrl.data.miniwiki import KINDS, generate, mixed_questions
 from rrl.data.miniwiki.names import SPLITS
 from rrl.data.passages import Passage
 from rrl.data.questions import Question
-from rrl.data.records import OnError
+from rrl.data.records import OnFault, on_broken
 from rrl.errors import UserError, at_least, one_of
 from rrl.models.weights import require_folder
 from rrl.retrieval.bm25 import Bm25Config
@@ -101,8 +101,9 @@ class DataConfig:
     kinds: tuple[str, ...] = KINDS
     held_out: int = 500
     """Questions of a folder that are held out at most."""
-    on_error: OnError = "refuse"
-    """What a broken line of a file does: refuse, or skip (with line numbers, counted)."""
+    on_error: OnFault = "refuse"
+    """What a fault does. refuse: a broken record refuses its file; skip: broken records are skipped and counted. With both, a
+    question that is too long for the context ends as context_limit. stop: as refuse, and such a question stops the run."""
 
     def __post_init__(self) -> None:
         at_least(0, self, "seed", "held_out")
@@ -110,7 +111,7 @@ class DataConfig:
             1, self, "train_worlds", "held_out_worlds", "world_size", "train_per_kind", "held_out_per_kind"
         )
         one_of(HELD_OUT_SPLITS, self, "held_out_split")
-        one_of(typing.get_args(OnError), self, "on_error")
+        one_of(typing.get_args(OnFault), self, "on_error")
         if not self.kinds or not set(self.kinds) <= set(KINDS):
             raise UserError(f"kinds={self.kinds} must be some of {', '.join(KINDS)}")
 
@@ -202,7 +203,7 @@ def load_corpora(
             search = load_retriever(wiki.passages, retriever, encoder, workdir=workdir)
             corpora.append(Corpus([item.question for item in items], search, wiki.passages))
         return corpora[0], corpora[1]
-    folder = load_folder(data.path, data.on_error, corpus=not retriever.index)
+    folder = load_folder(data.path, on_broken(data.on_error), corpus=not retriever.index)
     doing = f"searching {retriever.index}" if retriever.index else f"indexing with {retriever.kind}"
     say(f"{data.path}: {len(folder.passages)} passages; {doing}")
     search = load_retriever(folder.passages, retriever, encoder, search_seconds, workdir)

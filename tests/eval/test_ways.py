@@ -97,8 +97,9 @@ def test_a_recipe_shows_the_choices_of_a_question() -> None:
 
     class Engine:
         tokenizer = None
+        fits = staticmethod(lambda prompt: True)
 
-        def run(self, params, requests, environment, key, *, on_finish):
+        def run(self, params, requests, environment, key, **_):
             asked.extend(requests)
 
     way = make_way({"name": "rsearch"}, {"instruction": ""}, None)
@@ -117,8 +118,9 @@ def test_a_recipe_whose_reader_answers_is_kept_when_it_has() -> None:
 
     class Engine:
         tokenizer = None
+        fits = staticmethod(lambda prompt: True)
 
-        def run(self, params, requests, environment, key):
+        def run(self, params, requests, environment, key, **_):
             (request,) = requests
             trajectory = spouse()
             trajectory.question = request.question
