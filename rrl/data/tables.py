@@ -6,13 +6,12 @@ has all its columns is a record by itself, even if a cell begins with a quotatio
 
 import collections
 import csv
-import dataclasses
 import itertools
 import logging
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 from rrl.data.decoding import Broken, decode
 from rrl.errors import UserError
@@ -65,8 +64,7 @@ COLUMNS = ("id", "title", "text", "-")
 """What a caller may name columns; "-" is not read."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Row:
+class _Row(NamedTuple):
     """A record of a table before its columns have names."""
 
     line: int
@@ -176,29 +174,35 @@ class _Rows:
             return _Row(line, _cells(text, self._delimiter))
         except csv.Error as error:
             if not _is_open(error):
-                return self._unquoted(line, text, error)
-        lines, group, size, faults = 0, [text], self._width or self._count(text), [""]
-        while (ahead := self._peek(lines)) is not None and lines < CELL_LINES:
+                return self._unquoted(line, text, str(error))
+        return self._joined(line, text) or self._unquoted(line, text, "a quoted cell is not closed")
+
+    def _joined(self, line: int, text: str) -> _Row | None:
+        """The record that begins with a line whose last cell is open, with the lines that it goes on in; None if those do not
+        close it."""
+        size, group, faults = self._width or self._count(text), [text], [""]
+        quotes = text.count('"')
+        while (ahead := self._peek(len(group) - 1)) is not None and len(group) < CELL_LINES:
             _, more, broken = ahead
             if self._delimiter == "\t" and self._count(text) == size == self._count(more):
-                break  # both are whole records
-            lines += 1
+                return None  # both are whole records
             group.append(more)
             faults.append(broken)
-            if '"' not in more:
-                continue
+            quotes += more.count('"')
+            if quotes % 2:
+                continue  # the cell is still open
             try:
                 cells = _cells("\n".join(group), self._delimiter)
-            except csv.Error as error:
-                if _is_open(error):
-                    continue
-                break
-            for _ in range(lines):
+            except csv.Error:
+                return None
+            if self._width and len(cells) != self._width:
+                return None
+            for _ in group[1:]:
                 self._ahead.popleft()
             return _Row(line, cells, next(filter(None, faults), ""))
-        return self._unquoted(line, text, csv.Error("a quoted cell is not closed"))
+        return None
 
-    def _unquoted(self, line: int, text: str, error: csv.Error) -> _Row:
+    def _unquoted(self, line: int, text: str, error: str) -> _Row:
         """The line as it stands, where the file is not quoted; UserError where that is not sure.
 
         A guess could cut a passage, or take a part of one for a record.
@@ -220,8 +224,7 @@ def _cells(text: str, delimiter: str) -> list[str]:
     """The cells of one record; csv.Error if it is none."""
     if len(text) > csv.field_size_limit():
         csv.field_size_limit(len(text))  # of the whole process; it is never lowered
-    lines = text.split("\n")
-    records = csv.reader([*(line + "\n" for line in lines[:-1]), lines[-1]], delimiter=delimiter, strict=True)
+    records = csv.reader([line + "\n" for line in text.split("\n")], delimiter=delimiter, strict=True)
     cells = next(records)
     if next(records, None) is not None:
         raise csv.Error("a line break outside of quotes")

@@ -351,6 +351,10 @@ def _without_too_long(settings: Settings, loaded: Loaded, say: Clock) -> Task:
     questions = [*task.train, *task.held_out]
     long = too_long(loaded.engine, settings.recipe, questions, settings.data.on_error, say)
     train = [question for place, question in enumerate(task.train) if place not in long]
+    if len(train) < len(task.train):
+        say(
+            f"left out: {len(task.train) - len(train)} of {len(task.train)} training questions, for that reason"
+        )
     if not train:
         raise UserError(
             f"none of the {len(task.train)} training questions fits rollout.context={settings.rollout.context}; raise it"

@@ -5,6 +5,7 @@ import csv
 import gzip
 import io
 import logging
+import time
 from pathlib import Path
 
 import pytest
@@ -97,6 +98,8 @@ def test_a_file_that_is_not_quoted_is_read_line_by_line(tmp_path: Path) -> None:
         ("a.csv", 'id,text\n1,a b\n2,"He said "hi", and left"\n3,c d\n', 3),
         ("a.tsv", 'id\ttext\n1\t"He said "hi"\nand left"\n2\ta b\n', 2),
         ("a.tsv", 'id\ttext\n1\ta b\n2\t"never closed\nat all\n', 3),
+        ("a.tsv", 'id\ttitle\ttext\n1\t"open\n2\tT\ta b\n3\tT\t5"\n', 2),
+        ("a.csv", 'id,title,text\n1,"open\n2,T,a b\n3,T,5"\n4,T,c d\n', 2),
     ],
 )
 def test_quotes_that_hide_where_a_record_ends_are_refused_even_where_broken_records_are_skipped(
@@ -122,6 +125,15 @@ def test_bytes_that_are_not_utf8_break_their_record_alone(tmp_path: Path) -> Non
     skipped: list[str] = []
     assert [passage.id for passage in load_passages(file, "skip", skipped)] == ["1", "4"]
     assert [place[:16] for place in skipped] == ["line 3: not UTF-", "line 5: not UTF-"]
+
+
+def test_a_cell_of_many_quoted_lines_is_read_in_one_pass(tmp_path: Path) -> None:
+    text = '<a href="x">\n' * 20_000
+    quoted = text.replace('"', '""')
+    file = written(tmp_path, "a.csv", f'id,text\n1,"{quoted}end"\n2,a b\n')
+    began = time.process_time()
+    assert [passage.text for passage in load_passages(file)] == [text + "end", "a b"]
+    assert time.process_time() - began < 2
 
 
 def test_a_large_table_is_read_record_by_record(tmp_path: Path) -> None:
