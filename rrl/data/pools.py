@@ -5,7 +5,8 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from rrl.data.records import fields_of, list_field, list_in_text
+from rrl.data.records import fields_of, list_field
+from rrl.data.tables import TEXTS
 
 PASSAGE_WORDS = 100
 """Words of the passages that a long text is cut into (DPR's and FlashRAG's Wikipedia)."""
@@ -36,17 +37,21 @@ def pool_of(record: dict[str, Any]) -> Iterator[tuple[str, str]]:
     for name in LISTED:
         for paragraph in list_field(record, name):
             fields = fields_of(paragraph)
-            text = next((fields[key] for key in ("paragraph_text", "text") if fields.get(key)), "")
+            if not fields.keys() & set(TEXTS):
+                raise ValueError(
+                    f"{name}: a passage without a text; found the fields {', '.join(list(fields)[:8])}"
+                )
+            text = next((fields[key] for key in TEXTS if fields.get(key)), "")
             if not isinstance(text, str):
                 raise ValueError(f"{name}: got {text!r:.60}, not a text")
             yield from _some(_title(fields.get("title")), text)
     context = record.get("context")
     if isinstance(context, str):
-        listed = list_in_text(context)
-        if listed is None:
+        text = context.strip()
+        if not (text.startswith("[") and text.endswith("]")) or {"choice_A", "input"} & record.keys():
             yield from _long(record, context)
             return
-        context = listed
+        context = list_field(record, "context")
     if isinstance(context, dict):
         # The form of the datasets library: two lists side by side; FlashRAG's 2Wiki calls the second one content.
         texts = "content" if "content" in context else "sentences"

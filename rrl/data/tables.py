@@ -54,6 +54,9 @@ KNOWN = {
 ALONE = ("text", "question")
 """A first line with one of these names is a header; otherwise it takes two known names."""
 
+NAME_LENGTH = 40
+"""Characters of a column's name at most."""
+
 SAMPLE = 100
 """Records without a header from which the meaning of the columns is inferred."""
 
@@ -296,6 +299,9 @@ def _taken(names: Sequence[str], shown: Sequence[str]) -> Iterator[str]:
 
 
 def _is_header(cells: Sequence[str]) -> bool:
+    """Whether a row is the names of columns; numbers and sentences are none, whatever word stands beside them."""
+    if any(len(cell) > NAME_LENGTH or cell.isdigit() for cell in cells):
+        return False
     known = [KNOWN[cell.lower()] for cell in cells if cell.lower() in KNOWN]
     return len(known) > 1 or any(name in ALONE for name in known)
 

@@ -153,7 +153,7 @@ def _answers(fields: dict[str, Any], field: str) -> tuple[str, ...]:
     raise ValueError(f"{field or 'prediction'}: missing; found the fields {', '.join(list(fields)[:8])}")
 
 
-_EXACT_ANSWER = re.compile(r"Exact Answer:[ \t]*(.*)")
+_EXACT_ANSWER = re.compile(r"Exact Answer\**:[ \t*]*(.*)")
 """The line that BrowseComp's prompt asks for beside an explanation."""
 
 
@@ -168,11 +168,11 @@ def _said(name: str, value: Any) -> list[str]:
         if isinstance(answer, dict) and answer.get("type") == "output_text":
             text = answer_text(name, answer.get("output", answer.get("text")))
             exact = _EXACT_ANSWER.findall(text)
-            found = [exact[-1] if exact else text]
+            found = [exact[-1].rstrip("* ") if exact else text]
         elif isinstance(answer, dict) and "type" in answer:
             continue  # a tool call, or reasoning
         elif isinstance(answer, dict) and "answer" in answer:
-            found.append(answer_text(name, answer["answer"]))
+            found = found or [answer_text(name, answer["answer"])]  # KILT scores the first
         else:
             found.append(answer_text(name, answer))
             if isinstance(answer, bool):

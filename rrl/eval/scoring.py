@@ -94,7 +94,9 @@ def own_questions(predictions: Sequence[Prediction], name: str) -> list[Question
     questions = []
     for position, prediction in enumerate(predictions):
         try:
-            questions.append(question_of(position, prediction.record, unanswerable="empty"))
+            # KILT's gold answers stand under "output" too, which holds the predictions here.
+            fields = {name: value for name, value in prediction.record.items() if name != "output"}
+            questions.append(question_of(position, fields, unanswerable="empty"))
         except ValueError as error:
             raise UserError(
                 f"{name}, {prediction.place}: {error}. The file holds no gold answers of its own: give the questions with --data."

@@ -88,6 +88,7 @@ def test_the_passages_of_questions_come_once_each(tmp_path: Path, form: str) -> 
         ({"title": ["Oslo"], "sentences": []}, "1 titles for 0 texts"),
         ([[7, ["x"]]], "title: got 7"),
         ("Oslo", "context: got 'Oslo', not a list"),
+        ("['Oslo' 'x']", "context: got .* not a list in JSON or Python"),
     ],
 )
 def test_a_broken_context_is_refused(tmp_path: Path, context: object, reason: str) -> None:
@@ -322,3 +323,9 @@ def test_squads_own_file_is_a_corpus_of_its_paragraphs(tmp_path: Path) -> None:
     article = {"title": "Oslo", "paragraphs": [{"context": "A city.", "qas": asked}]}
     file.write_text(json.dumps({"version": "v2.0", "data": [article]}))
     assert load_passages(file) == [PAIR[0]]
+
+
+def test_a_passage_of_a_question_whose_text_has_an_unknown_name_is_refused(tmp_path: Path) -> None:
+    file = written(tmp_path, {"question": "?", "ctxs": [{"title": "Oslo", "words": "A city."}]})
+    with pytest.raises(UserError, match="ctxs: a passage without a text; found the fields title, words"):
+        load_passages(file)

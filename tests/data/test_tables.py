@@ -223,6 +223,14 @@ def test_question_tables_are_read_as_their_publishers_have_them(tmp_path: Path) 
     }
 
 
+def test_a_passage_about_a_word_that_names_columns_is_no_header(tmp_path: Path) -> None:
+    text = "1\tQuestion\tA question is an utterance that asks for information.\n2\tText\tA text is what can be read by anyone.\n"
+    assert [passage.title for passage in load_passages(written(tmp_path, "a.tsv", text))] == [
+        "Question",
+        "Text",
+    ]
+
+
 def test_an_empty_table_is_refused(tmp_path: Path) -> None:
     for text in ("", "id\ttext\n"):
         with pytest.raises(UserError, match="the file is empty"):

@@ -146,9 +146,9 @@ def test_predictions_of_kilt_and_browsecomp_plus_are_read(tmp_path: Path) -> Non
     result = [
         {"type": "reasoning", "output": ["x"]},
         {"type": "tool_call", "output": "y"},
-        {"type": "output_text", "output": "Explanation: z\nExact Answer: Marta Quell\nConfidence: 90%"},
+        {"type": "output_text", "output": "Explanation: z\n**Exact Answer:** Marta Quell\nConfidence: 90%"},
     ]
-    kilt = {"id": "1", "output": [{"answer": "Marta Quell", "provenance": [{"wikipedia_id": "1"}]}]}
+    kilt = {"id": "1", "input": "Who?", "output": [{"answer": "Marta Quell"}, {"answer": "another guess"}]}
     (found,) = load_predictions(written(tmp_path, {"query_id": "1", "status": "completed", "result": result}))
     (other,) = load_predictions(written(tmp_path, kilt))
     assert (found.id, found.answers) == (other.id, other.answers) == ("1", ("Marta Quell",))

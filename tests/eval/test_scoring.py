@@ -244,3 +244,10 @@ def test_of_a_pair_with_one_id_the_answerable_question_counts() -> None:
     assert scorable(pair, RULES["squad2"]) == [True, False]
     prediction = Prediction("line 1", "a", "", ("A",))
     assert without([prediction], pair, [True, False]) == [prediction]
+
+
+def test_kilts_predictions_are_not_their_own_gold_answers(tmp_path: Path) -> None:
+    file = tmp_path / "kilt.jsonl"
+    file.write_text('{"id": "1", "input": "Who?", "output": [{"answer": "A"}]}\n')
+    with pytest.raises(UserError, match="line 1: no gold answer"):
+        own_questions(load_predictions(file), str(file))
