@@ -39,7 +39,15 @@ Unanswerable = Literal["leave_out", "empty"]
 UNANSWERABLE = ("",)
 """The gold answers of a question whose right answer is none."""
 KIND_FIELDS = ("kind", "type", "question_type", "domain")
-METADATA = (*KIND_FIELDS, "supporting_facts", "paragraphs", "question_decomposition", "evidence_list")
+METADATA = (
+    *KIND_FIELDS,
+    "supporting_facts",
+    "paragraphs",
+    "question_decomposition",
+    "evidence_list",
+    "answerable",
+    "is_impossible",
+)
 """What FlashRAG keeps in `metadata`; it counts where the record itself does not have it."""
 
 
