@@ -132,6 +132,8 @@ class _Rows:
         self._lines = enumerate(stream, 1)
         self._ahead: collections.deque[tuple[int, str, str]] = collections.deque()
         self._delimiter = self._guess_delimiter()
+        self._quoted = self._delimiter == ","
+        """Whether quotation marks enclose cells; of tabs that is not sure before a record shows it."""
 
     def rows(self) -> Iterator[_Row]:
         """Every record; empty lines are passed over."""
@@ -174,7 +176,9 @@ class _Rows:
         if '"' not in text:
             return _Row(line, text.split(self._delimiter))
         try:
-            return _Row(line, _cells(text, self._delimiter))
+            cells = _cells(text, self._delimiter)
+            self._quoted = self._quoted or self._shows_quoting(text, cells)
+            return _Row(line, cells)
         except csv.Error as error:
             if not _is_open(error):
                 return self._unquoted(line, text, str(error))
@@ -184,14 +188,12 @@ class _Rows:
         """The record that begins with a line whose last cell is open, with the lines that it goes on in; None if those do not
         close it."""
         size, group, faults = self._width or self._count(text), [text], [""]
-        quotes = text.count('"')
+        quotes = _marks(text)
         while (ahead := self._peek(len(group) - 1)) is not None and len(group) < CELL_LINES:
             _, more, broken = ahead
-            if self._delimiter == "\t" and self._count(text) == size == self._count(more):
-                return None  # both are whole records
             group.append(more)
             faults.append(broken)
-            quotes += more.count('"')
+            quotes += _marks(more)
             if quotes % 2:
                 continue  # the cell is still open
             try:
@@ -200,8 +202,12 @@ class _Rows:
                 return None
             if self._width and len(cells) != self._width:
                 return None
+            removed = sum(map(_marks, group)) - sum(map(_marks, cells))
+            if not self._quoted and removed <= 2 and all(self._count(one) == size for one in group):
+                return None  # each line is a whole record, and no other quotation marks say that it is not
             for _ in group[1:]:
                 self._ahead.popleft()
+            self._quoted = True
             return _Row(line, cells, next(filter(None, faults), ""))
         return None
 
@@ -211,7 +217,7 @@ class _Rows:
         A guess could cut a passage, or take a part of one for a record.
         """
         size, after = self._width or self._count(text), self._peek(0)
-        whole = self._delimiter == "\t" and self._count(text) == size > 1
+        whole = not self._quoted and self._count(text) == size > 1
         if whole and (after is None or not after[1].strip() or self._count(after[1]) == size):
             return _Row(line, text.split(self._delimiter))
         raise UserError(
@@ -219,8 +225,18 @@ class _Rows:
             'inside a quoted cell as "", and close every quoted cell.'
         )
 
+    def _shows_quoting(self, text: str, cells: Sequence[str]) -> bool:
+        """Whether a record has a quoted cell that a file without quoting is unlikely to have: with a tab or doubled quotation
+        marks in it, or beside another."""
+        removed = _marks(text) - sum(map(_marks, cells))
+        return removed > 2 or (removed > 0 and any(self._delimiter in cell for cell in cells))
+
     def _count(self, text: str) -> int:
         return text.count(self._delimiter) + 1
+
+
+def _marks(text: str) -> int:
+    return text.count('"')
 
 
 def _cells(text: str, delimiter: str) -> list[str]:

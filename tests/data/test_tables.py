@@ -61,6 +61,14 @@ def test_a_cell_longer_than_the_csv_modules_limit_is_read_whole(tmp_path: Path) 
         csv.field_size_limit(limit)
 
 
+def test_tabs_and_line_breaks_in_one_quoted_cell_of_a_tsv_file(tmp_path: Path) -> None:
+    text = 'a\tb\nc\td "e"\nf'
+    quoted = text.replace('"', '""')
+    for body in (f'"1"\t"{quoted}"\n', f'0\t"x\ty"\n1\t"{quoted}"\n', f'1\t"{quoted}"\n'):
+        passages = load_passages(written(tmp_path, "a.tsv", "id\ttext\n" + body + "2\tthe next\n"))
+        assert [passage.text for passage in passages[-2:]] == [text, "the next"]
+
+
 @pytest.mark.parametrize("pack", [gzip.compress, bz2.compress])
 def test_tables_and_json_may_be_compressed(tmp_path: Path, pack) -> None:
     ending = {gzip.compress: ".gz", bz2.compress: ".bz2"}[pack]
