@@ -14,7 +14,9 @@ from absl import flags
 from rrl.errors import UserError
 from rrl.train import launcher
 
-_CORPUS = flags.DEFINE_string("corpus", None, "JSONL, JSON or TSV, gzipped or not; see docs/retrieval.md.")
+_CORPUS = flags.DEFINE_string(
+    "corpus", None, "JSONL, JSON, TSV or CSV, plain, gzip or bzip2; see docs/retrieval.md."
+)
 _OUT = flags.DEFINE_string("out", None, "Folder to write, which must not be there yet.")
 _RETRIEVER = flags.DEFINE_enum("retriever", "scann", ["scann", "bm25", "exact"], "Kind of index.")
 _ENCODER = flags.DEFINE_string("encoder", None, "Hugging Face folder of the encoder, for scann and exact.")
@@ -30,6 +32,11 @@ _TITLE = flags.DEFINE_integer("title_weight", 1, "BM25: how often the title coun
 _STEM = flags.DEFINE_bool("stem", True, "BM25: whether words are reduced to their stems.")
 _SKIP = flags.DEFINE_bool(
     "skip_broken", False, "Leave broken records out, and count them, in place of refusing the file."
+)
+_COLUMNS = flags.DEFINE_list(
+    "columns",
+    [],
+    "What each column of a TSV or CSV is, such as id,text,title (- for one to pass over), where no header says it.",
 )
 _SHARD = flags.DEFINE_string(
     "shard", "0/1", "i/n: every n-th passage from the i-th, for a corpus on n hosts."
@@ -125,6 +132,7 @@ def main(_: Sequence[str]) -> None:
         bm25,
         memory_gb=_MEMORY.value,
         on_error="skip" if _SKIP.value else "refuse",
+        columns=_COLUMNS.value,
         shard=_shard(_SHARD.value),
         progress=Stages(),
     )

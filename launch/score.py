@@ -41,9 +41,20 @@ def main(_: Sequence[str]) -> None:
 
     from rrl.data.questions import load_questions
     from rrl.errors import UserError
-    from rrl.eval.predictions import load_predictions
+    from rrl.eval.predictions import Prediction, load_predictions
     from rrl.eval.result_card import differences, load_card, questions_fingerprint
-    from rrl.eval.scoring import Scores, against, as_text, matched, own_questions, report, score, write_report
+    from rrl.eval.scoring import (
+        Scores,
+        against,
+        as_text,
+        matched,
+        own_questions,
+        report,
+        scorable,
+        score,
+        without,
+        write_report,
+    )
     from rrl.text.normalize import rule_named
 
     assert _PREDICTIONS.value is not None  # a required flag
@@ -58,9 +69,17 @@ def main(_: Sequence[str]) -> None:
     predictions = load_predictions(name, _FIELD.value, _JUDGE.value)
     data = _DATA.value or name
     if _DATA.value:
-        questions = load_questions(_DATA.value, truth=_TRUTH.value)
+        everything = load_questions(_DATA.value, truth=_TRUTH.value, unanswerable="empty")
     else:
-        questions = own_questions(predictions, name)
+        everything = own_questions(predictions, name)
+    counts = scorable(everything, rule)
+    questions = [question for question, count in zip(everything, counts, strict=True) if count]
+    if not questions:
+        raise UserError(
+            f"{data}: all {len(everything)} questions are unanswerable; --normalization=squad2 scores such"
+        )
+    if not all(counts):
+        print(f"left out: {counts.count(False)} questions that {data} marks as unanswerable")
     if card and questions_fingerprint(questions) != card.questions_sha256:
         raise UserError(
             f"{data}: its {len(questions)} questions are not the {card.questions} of the card {_CARD.value}, or in another "
@@ -74,7 +93,10 @@ def main(_: Sequence[str]) -> None:
         mine = predictions if file == name else load_predictions(file, _FIELD.value, _JUDGE.value)
         # Questions that stand beside the predictions are theirs, in their order.
         own = file == name and not _DATA.value
-        pairs = mine if own else matched(mine, questions, file, data, missing, by)
+        if own:
+            pairs: list[Prediction | None] = [p for p, count in zip(mine, counts, strict=True) if count]
+        else:
+            pairs = matched(without(mine, everything, counts), questions, file, data, missing, by)
         return score(pairs, questions, rule, judged=bool(_JUDGE.value))
 
     scores = scored(name)

@@ -20,25 +20,25 @@ class Leak:
 
     @property
     def same_answer(self) -> bool:
-        """Whether the two share a gold answer, normalised."""
-        return not set(map(_normal, self.train.answers)).isdisjoint(map(_normal, self.held_out.answers))
+        """Whether the two share a gold answer, normalised, or neither has one."""
+        ours, theirs = (set(map(_normal, question.answers)) for question in (self.train, self.held_out))
+        return not ours.isdisjoint(theirs) or ours == theirs
 
 
 def shared_questions(train: Sequence[Question], held_out: Sequence[Question]) -> list[Leak]:
     """Each held-out question whose text is also a training question's, in the order of `held_out`: with the first of these that
     has the same answer, or else with the first.
 
-    Texts that normalise to nothing are compared with nothing.
+    Texts that normalise to nothing are compared as they are.
     """
     by_text: dict[str, list[Question]] = {}
     for question in train:
-        if text := _normal(question.text):
-            by_text.setdefault(text, []).append(question)
+        by_text.setdefault(_normal(question.text), []).append(question)
     leaks = ([Leak(known, q) for known in by_text.get(_normal(q.text), ())] for q in held_out)
     return [next((leak for leak in of if leak.same_answer), of[0]) for of in leaks if of]
 
 
 def _normal(text: str) -> str:
     """Words without case and articles, whatever stands between them: "Well-known" is "well known", “it’s” is "it s"."""
-    words = _WORD.findall(unicodedata.normalize("NFKC", text).casefold())
-    return " ".join(word for word in words if word not in _ARTICLES)
+    plain = unicodedata.normalize("NFKC", text).casefold()
+    return " ".join(word for word in _WORD.findall(plain) if word not in _ARTICLES) or plain.strip()

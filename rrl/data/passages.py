@@ -7,14 +7,15 @@ from pathlib import Path
 from typing import Any
 
 from rrl.data.pools import is_pool, join_sentences, pool_of
-from rrl.data.records import OnError, fields_of, id_field, parse_records, text_field
+from rrl.data.records import LeftOut, OnError, fields_of, id_field, parse_records
+from rrl.data.tables import PASSAGE_IDS, TEXTS
 
 ALLOWED = (
-    "{id, contents} whose first line is the quoted title, {id or _id, title, text}, {title, text or body}, "
-    "one object of {title: [sentences]}, questions with their context or paragraphs, or TSV or CSV with the columns id, text, "
-    "title"
+    "{id, contents} whose first line is the title where no title is beside it, {id, title, text}, "
+    "one object of {title: [sentences]}, questions with their context, paragraphs or ctxs, or TSV or CSV with columns of these "
+    f"names; an id is one of {', '.join(PASSAGE_IDS)}, a text one of {', '.join(TEXTS)}"
 )
-"""The corpus forms that are understood; JSON lines or one JSON list, gzipped or not."""
+"""The corpus forms that are understood; JSON lines or one JSON list, plain, gzip or bzip2."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -36,18 +37,24 @@ def load_passages(
 
 
 def iter_passages(
-    path: str | Path, on_error: OnError = "refuse", skipped: list[str] | None = None
+    path: str | Path,
+    on_error: OnError = "refuse",
+    skipped: list[str] | None = None,
+    left_out: list[str] | None = None,
+    columns: Sequence[str] = (),
 ) -> Iterator[Passage]:
-    """Stream a corpus file: FlashRAG / Search-R1, BEIR / HippoRAG, HotpotQA pools and DPR TSV (see `ALLOWED`).
+    """Stream a corpus file: FlashRAG / Search-R1, BEIR / HippoRAG, HotpotQA pools, DPR and MS MARCO TSV (see `ALLOWED`).
 
     Of questions with contexts, each passage comes once, under a number as its id. A file of lines is read line by line;
-    one JSON document is read whole.
+    one JSON document is read whole. A document with neither title nor text is left out, and logged.
 
     Args:
-      path: the file; gzip is recognised by content.
+      path: the file; gzip and bzip2 are recognised by content.
       on_error: "refuse" raises UserError at the first broken record or repeated id; "skip" leaves them out and
         logs how many and where.
-      skipped: if given, receives one "line 7: reason" for each record left out.
+      skipped: if given, receives one "line 7: reason" for each broken record.
+      left_out: if given, receives the same for each document without title and text.
+      columns: of a table, what each column is (id, title, text, or - for none), where its header does not say it.
     """
     seen, pooled = SeenIds(), set[bytes]()
 
@@ -65,7 +72,7 @@ def iter_passages(
                 yield Passage(str(len(pooled)), title, text)
                 pooled.add(key)
 
-    return parse_records(path, parse, ALLOWED, on_error, skipped)
+    return parse_records(path, parse, ALLOWED, on_error, skipped, left_out, columns)
 
 
 class SeenIds:
@@ -100,25 +107,58 @@ def _digest(*parts: str) -> bytes:
     return digest.digest()
 
 
+_BESIDE = ("title", "metadata", "url", "score")
+"""What a document may have beside its id where it has no text; a field of another name may be its text."""
+
+
 def passage_of(position: int, record: Any) -> Passage:
-    """The passage that a record holds (see `ALLOWED`); ValueError says what is wrong with it."""
+    """The passage that a record holds (see `ALLOWED`); ValueError says what is wrong with it, and LeftOut that it has neither
+    title nor text."""
     if isinstance(record, tuple):
         title, sentences = record
-        return Passage(str(position), title, text_field({"text": join_sentences(title, sentences)}, "text"))
+        return _passage(str(position), title, join_sentences(title, sentences))
     fields = fields_of(record)
-    identity = id_field(fields, position)
-    if "contents" in fields and "text" not in fields:
-        first, _, text = text_field(fields, "contents").partition("\n")
-        # Corpora without titles put the text in the first line.
-        return (
-            Passage(identity, _unquoted(first), text.strip())
-            if text.strip()
-            else Passage(identity, "", first)
-        )
-    title = fields.get("title") or ""
-    if not isinstance(title, str):
+    identity = id_field(fields, position, PASSAGE_IDS)
+    title = fields.get("title")
+    if title is not None and not isinstance(title, str):
         raise ValueError(f"title: got {title!r}, not a string")
-    return Passage(identity, title.strip(), text_field(fields, "text", "body"))
+    title = (title or "").strip()
+    name = next((name for name in (*TEXTS, "contents") if fields.get(name)), "")
+    known = "title" in fields and not fields.keys() - {*PASSAGE_IDS, *_BESIDE}
+    if not known and not {*TEXTS, "contents"} & fields.keys():
+        found = ", ".join(list(fields)[:8]) + (", ..." if len(fields) > 8 else "")
+        raise ValueError(f"{' or '.join(TEXTS)}: missing; found the fields {found or '(none)'}")
+    text = fields.get(name, "")
+    if isinstance(text, list):
+        text = join_sentences(title, [part for entry in text for part in _flat(entry)])
+    if not isinstance(text, str):
+        raise ValueError(f"{name}: got {text!r:.60}, not a string or a list of sentences")
+    return _passage(identity, *(_contents(title, text) if name == "contents" else (title, text)))
+
+
+def _passage(identity: str, title: str, text: str) -> Passage:
+    if not title.strip() and not text.strip():
+        raise LeftOut("neither a title nor a text")
+    return Passage(identity, title.strip(), text.strip())
+
+
+def _flat(entry: Any) -> list[Any]:
+    """The sentences of a paragraph, where a text is a list of paragraphs."""
+    return entry if isinstance(entry, list) else [entry]
+
+
+def _contents(title: str, contents: str) -> tuple[str, str]:
+    """Title and text of FlashRAG's contents: their first line is the title, if none stands beside them or that one is it."""
+    first, _, rest = contents.strip().partition("\n")
+    if title:
+        return title, rest if _unquoted(first) == title else contents
+    if rest.strip():
+        return _unquoted(first), rest
+    alone = (
+        contents.rstrip(" ").endswith("\n") and first.startswith('"') and _unquoted(first) != first.strip()
+    )
+    # Corpora without titles put the text in the first line.
+    return (_unquoted(first), "") if alone else ("", first)
 
 
 def _unquoted(title: str) -> str:

@@ -1,40 +1,57 @@
-"""The passages that come with a question: HotpotQA's and 2WikiMultiHopQA's `context`, MuSiQue's `paragraphs`, the long
-`context` of LongBench-v2; in FlashRAG's form they are inside `metadata`."""
+"""The passages that come with a question: HotpotQA's and 2WikiMultiHopQA's `context`, MuSiQue's `paragraphs`, DPR's `ctxs`,
+SQuAD's paragraph, the long `context` of LongBench; in FlashRAG's form they are inside `metadata`."""
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
-from rrl.data.records import fields_of, list_field, text_field
+from rrl.data.records import fields_of, list_field
+from rrl.data.tables import TEXTS
 
 PASSAGE_WORDS = 100
 """Words of the passages that a long text is cut into (DPR's and FlashRAG's Wikipedia)."""
+
+LISTED = ("paragraphs", "ctxs", "contexts", "positive_ctxs", "hard_negative_ctxs", "negative_ctxs")
+"""Fields with lists of {title, text}: MuSiQue's, what DPR's readers take, HippoRAG's, what DPR trains on."""
+
+_NUMBERED = re.compile(r"^Passage \d+:\n", re.M)
+"""What stands before each passage in LongBench's multi-document contexts."""
 
 
 def is_pool(record: dict[str, Any]) -> bool:
     """Whether the record is a question that brings its passages."""
     record = _inside(record)
-    return "question" in record and ("context" in record or "paragraphs" in record)
+    return bool({"question", "input"} & record.keys() and {"context", *LISTED} & record.keys())
 
 
 def _inside(record: dict[str, Any]) -> dict[str, Any]:
     metadata = record.get("metadata")
     if not isinstance(metadata, dict):
         return record
-    return {name: metadata[name] for name in ("context", "paragraphs") if name in metadata} | record
+    return {name: metadata[name] for name in ("context", *LISTED) if name in metadata} | record
 
 
 def pool_of(record: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield (title, text) of each passage; passages without text are left out. ValueError for another form."""
+    """Yield (title, text) of each passage; passages with neither are left out. ValueError for another form."""
     record = _inside(record)
-    for paragraph in list_field(record, "paragraphs"):
-        fields = fields_of(paragraph)
-        yield _title(fields.get("title", "")), text_field(fields, "paragraph_text", "text")
+    for name in LISTED:
+        for paragraph in list_field(record, name):
+            fields = fields_of(paragraph)
+            if not fields.keys() & set(TEXTS):
+                raise ValueError(
+                    f"{name}: a passage without a text; found the fields {', '.join(list(fields)[:8])}"
+                )
+            text = next((fields[key] for key in TEXTS if fields.get(key)), "")
+            if not isinstance(text, str):
+                raise ValueError(f"{name}: got {text!r:.60}, not a text")
+            yield from _some(_title(fields.get("title")), text)
     context = record.get("context")
-    if isinstance(context, str) and "choice_A" in record:
-        words, title = context.split(), str(record.get("_id", record.get("id", "")))
-        for start in range(0, len(words), PASSAGE_WORDS):
-            yield title, " ".join(words[start : start + PASSAGE_WORDS])
-        return
+    if isinstance(context, str):
+        text = context.strip()
+        if not (text.startswith("[") and text.endswith("]")) or {"choice_A", "input"} & record.keys():
+            yield from _long(record, context)
+            return
+        context = list_field(record, "context")
     if isinstance(context, dict):
         # The form of the datasets library: two lists side by side; FlashRAG's 2Wiki calls the second one content.
         texts = "content" if "content" in context else "sentences"
@@ -45,9 +62,30 @@ def pool_of(record: dict[str, Any]) -> Iterator[tuple[str, str]]:
     for entry in list_field({"context": context}, "context"):
         if not isinstance(entry, list | tuple) or len(entry) != 2:
             raise ValueError("context: not a list of [title, [sentences]]")
-        title, text = _title(entry[0]), join_sentences(*entry)
-        if text:
-            yield title, text
+        yield from _some(_title(entry[0]), join_sentences(*entry))
+
+
+def _long(record: dict[str, Any], context: str) -> Iterator[tuple[str, str]]:
+    """The passages of a context that is one text: LongBench's numbered ones, SQuAD's paragraph with its title beside it, or
+    windows of `PASSAGE_WORDS` of LongBench's long documents."""
+    title = record.get("title")
+    if _NUMBERED.match(context.lstrip()):
+        for part in _NUMBERED.split(context)[1:]:
+            first, _, rest = part.strip().partition("\n")
+            yield from _some(first, rest) if rest.strip() else _some("", first)
+    elif isinstance(title, str):
+        yield from _some(title.strip(), context)
+    elif "choice_A" in record or "input" in record:
+        words, title = context.split(), str(record.get("_id", record.get("id", "")))
+        for start in range(0, len(words), PASSAGE_WORDS):
+            yield title, " ".join(words[start : start + PASSAGE_WORDS])
+    elif context.strip():
+        raise ValueError(f"context: got {context!r:.60}, not a list")
+
+
+def _some(title: str, text: str) -> Iterator[tuple[str, str]]:
+    if title or text.strip():
+        yield title, text.strip()
 
 
 def join_sentences(title: Any, sentences: Any) -> str:
@@ -58,6 +96,7 @@ def join_sentences(title: Any, sentences: Any) -> str:
 
 
 def _title(title: Any) -> str:
+    title = "" if title is None else title
     if not isinstance(title, str):
         raise ValueError(f"title: got {title!r}, not a string")
     return title.strip()

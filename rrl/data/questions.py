@@ -2,35 +2,52 @@
 
 import dataclasses
 import json
+import math
 import re
 import string
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+from rrl.data.decoding import Broken
 from rrl.data.records import (
-    Broken,
+    LeftOut,
     OnError,
     fields_of,
     id_field,
     list_field,
+    list_in_text,
     load_records,
     read_records,
     text_field,
 )
+from rrl.data.tables import ANSWERS, QUESTIONS
 from rrl.errors import UserError
 
 ALLOWED = (
-    "{question, and answer (a string or a list), golden_answers or answers} with id, answer_aliases, type or kind, "
-    "supporting_facts, evidence_list, paragraphs or gold where known, in metadata or beside it; choices or choice_A, choice_B, "
-    "...; columns of these names in TSV or CSV"
+    f"a question (one of {', '.join(QUESTIONS)}) and answers (one of {', '.join(ANSWERS)}, or KILT's output) with id, type or "
+    "kind, supporting_facts, evidence_list, paragraphs or gold where known, in metadata or beside it; choices or choice_A, "
+    "choice_B, ...; columns of these names in TSV or CSV"
 )
-"""The question forms that are understood; JSON lines, one JSON list or a table, gzipped or not."""
+"""The question forms that are understood; JSON lines, one JSON list or a table; plain, gzip or bzip2."""
 
-QUESTION_FIELDS = ("question", "text", "query", "Question")
-ANSWER_FIELDS = ("answers", "golden_answers", "answer", "answer_aliases", "possible_answers", "Answer")
+QUESTION_FIELDS = QUESTIONS
+ANSWER_FIELDS = ANSWERS
+LISTED_AS_TEXT = ("answers", "golden_answers", "answer_aliases", "possible_answers", "reference")
+"""Fields of `ANSWER_FIELDS` that a table holds as the text of a list."""
+Unanswerable = Literal["leave_out", "empty"]
+UNANSWERABLE = ("",)
+"""The gold answers of a question whose right answer is none."""
 KIND_FIELDS = ("kind", "type", "question_type", "domain")
-METADATA = (*KIND_FIELDS, "supporting_facts", "paragraphs", "question_decomposition", "evidence_list")
+METADATA = (
+    *KIND_FIELDS,
+    "supporting_facts",
+    "paragraphs",
+    "question_decomposition",
+    "evidence_list",
+    "answerable",
+    "is_impossible",
+)
 """What FlashRAG keeps in `metadata`; it counts where the record itself does not have it."""
 
 
@@ -58,17 +75,22 @@ def load_questions(
     skipped: list[str] | None = None,
     truth: str | Path | None = None,
     unanswered: bool = False,
+    unanswerable: Unanswerable = "leave_out",
 ) -> list[Question]:
-    """Read a question file: FlashRAG, NQ-open, HotpotQA / 2Wiki, MuSiQue, TriviaQA, PopQA, Bamboogle, MultiHop-RAG,
-    LongBench-v2 or our own form (see `ALLOWED`).
+    """Read a question file: FlashRAG, NQ-open, HotpotQA / 2Wiki, MuSiQue, TriviaQA, PopQA, Bamboogle, MultiHop-RAG, SQuAD, KILT,
+    LongBench, DPR, StrategyQA, SimpleQA, FRAMES, BrowseComp-Plus or our own form (see `ALLOWED`).
+
 
     Args:
-      path: the file; gzip is recognised by content.
+      path: the file; gzip and bzip2 are recognised by content.
       on_error: "refuse" raises UserError at the first broken record; "skip" leaves them out and logs how many
         and where.
       skipped: if given, receives one "line 7: reason" for each record left out.
       truth: a file with the answers of questions that come without, {id: {answer, evidence_list}} (MultiHop-RAG's form).
       unanswered: a question without a gold answer is read too, and has none; otherwise it is a broken record.
+      unanswerable: what becomes of a question that its publisher marks so (`answerable` false, `is_impossible` true, SQuAD's
+        empty list of answers): "leave_out" logs their number, "empty" reads an empty text as the right answer. With `unanswered`
+        it is read and has no answer.
     """
     answers = _truth(truth) if truth is not None else {}
 
@@ -78,9 +100,22 @@ def load_questions(
             if identity not in answers:
                 raise ValueError(f"id: {identity!r} has no answer in {truth}")
             record = answers[identity] | record
-        return question_of(position, record, unanswered)
+        return question_of(position, record, unanswered, unanswerable)
 
     return load_records(path, parse, ALLOWED, on_error, skipped)
+
+
+def has_answers(path: str | Path) -> bool:
+    """Whether a question file has any gold answer. True also for one that cannot be read, whose fault `load_questions` names."""
+    empty = True
+    for position, (_, record) in enumerate(read_records(path)):
+        empty = False
+        try:
+            if isinstance(record, Broken) or question_of(position, record, unanswered=True).answers:
+                return True
+        except ValueError:
+            return True
+    return empty
 
 
 def _truth(path: str | Path) -> dict[str, dict[str, Any]]:
@@ -115,20 +150,24 @@ def save_questions(path: str | Path, questions: Iterable[Question]) -> None:
             stream.write(json.dumps(dataclasses.asdict(question), ensure_ascii=False) + "\n")
 
 
-def question_of(position: int, record: Any, unanswered: bool = False) -> Question:
-    """The question that a record holds (see `ALLOWED`); ValueError says what is wrong with it, such as no gold answer, unless
-    it may be `unanswered`."""
+def question_of(
+    position: int, record: Any, unanswered: bool = False, unanswerable: Unanswerable = "leave_out"
+) -> Question:
+    """The question that a record holds (see `ALLOWED`); `unanswered` and `unanswerable` as in `load_questions`.
+
+    ValueError says what is wrong with the record, such as no gold answer; LeftOut that its publisher marks it as unanswerable.
+    """
     fields = fields_of(record)
     metadata = fields.get("metadata")
     if isinstance(metadata, dict):
         fields = {name: metadata[name] for name in METADATA if name in metadata} | fields
     identity, choices = id_field(fields, position), _choices(fields)
-    if "title" in fields and not {"question", "query", "Question", *ANSWER_FIELDS} & fields.keys():
+    if "title" in fields and not {*QUESTION_FIELDS, *ANSWER_FIELDS} - {"text"} & fields.keys():
         raise ValueError("text: stands beside a title and no answer: a passage, not a question")
     return Question(
         id=identity,
         text=text_field(fields, *QUESTION_FIELDS),
-        answers=_answers(fields, choices, unanswered),
+        answers=_answers(fields, choices, unanswered, unanswerable),
         kind=next((str(fields[name]) for name in KIND_FIELDS if fields.get(name)), ""),
         gold=tuple(dict.fromkeys(_gold(fields))),
         hops=_hops(fields, identity),
@@ -136,19 +175,51 @@ def question_of(position: int, record: Any, unanswered: bool = False) -> Questio
     )
 
 
-def _answers(fields: dict[str, Any], choices: tuple[str, ...], unanswered: bool) -> tuple[str, ...]:
+def _answers(
+    fields: dict[str, Any], choices: tuple[str, ...], unanswered: bool, unanswerable: Unanswerable
+) -> tuple[str, ...]:
+    if _unanswerable(fields):
+        if unanswered or unanswerable == "empty":
+            return () if unanswered else UNANSWERABLE
+        raise LeftOut("its publisher marks it as unanswerable")
     found: dict[str, None] = {}
-    for name in ANSWER_FIELDS:
+    for name in (*ANSWER_FIELDS, "output"):
         for answer in _listed(fields, name):
-            if choices and isinstance(answer, int) and 0 <= answer < len(choices):
+            if choices and type(answer) is int and 0 <= answer < len(choices):
                 answer = string.ascii_uppercase[answer]  # FlashRAG's golden_answers are places in the choices
-            if not isinstance(answer, str):
-                raise ValueError(f"{name}: got {answer!r}, not a string or a list of strings")
-            if answer.strip():
-                found.setdefault(_letter(name, answer.strip(), choices) if choices else answer.strip())
+            text = answer_text(name, answer)
+            if text.strip():
+                found.setdefault(_letter(name, text.strip(), choices) if choices else text.strip())
     if not found and not unanswered:
-        raise ValueError(f"no gold answer in any of the fields {', '.join(ANSWER_FIELDS)}")
+        raise ValueError(
+            f"no gold answer in any of the fields {', '.join(ANSWER_FIELDS)}; found the fields {', '.join(list(fields)[:8])}"
+        )
     return tuple(found)
+
+
+def answer_text(name: str, answer: Any) -> str:
+    """An answer as text: a number as it is written, true and false as yes and no. ValueError for anything else."""
+    if isinstance(answer, bool):
+        return "yes" if answer else "no"
+    if isinstance(answer, float) and math.isfinite(answer):
+        return str(int(answer)) if answer.is_integer() else repr(answer)
+    if isinstance(answer, int):
+        return str(answer)
+    if not isinstance(answer, str):
+        raise ValueError(f"{name}: got {answer!r:.60}, not a string, a number, true, false or a list of them")
+    return answer
+
+
+def _unanswerable(fields: dict[str, Any]) -> bool:
+    """MuSiQue-Full's, SQuAD 2's official and the datasets library's mark of a question whose passages do not answer it.
+
+    In a table they are words.
+    """
+    words = {name: str(fields.get(name)).strip().lower() for name in ("answerable", "is_impossible")}
+    if words["answerable"] in ("false", "0") or words["is_impossible"] in ("true", "1"):
+        return True
+    answers = fields.get("answers")
+    return isinstance(answers, dict) and answers.get("text") == []
 
 
 def _letter(name: str, answer: str, choices: tuple[str, ...]) -> str:
@@ -166,19 +237,44 @@ def _letter(name: str, answer: str, choices: tuple[str, ...]) -> str:
     return same[0]
 
 
+_ANSWER_DICTS = (("Value", "Aliases"), ("value", "aliases"), ("", "text"), ("text", ""), ("answer", ""))
+"""Names of an answer and of a list of answers inside an object: TriviaQA's own form and that of the datasets library, SQuAD's
+there, SQuAD's own, KILT's."""
+
+
 def _listed(fields: dict[str, Any], name: str) -> list[Any]:
     value = fields.get(name)
+    if name == "output":
+        # KILT's; in a file of predictions it is what a model wrote.
+        entries = value if isinstance(value, list) else []
+        return [entry["answer"] for entry in entries if isinstance(entry, dict) and "answer" in entry]
     if isinstance(value, dict):
-        # TriviaQA's own form, and that of the datasets library.
-        one, more = (("Value", "Aliases"), ("value", "aliases"))["value" in value]
-        return [value.get(one, ""), *list_field(value, more)]
-    if isinstance(value, str) and name == "possible_answers":
+        return _inside(name, value)
+    if isinstance(value, str) and name in LISTED_AS_TEXT:
         try:
-            value = json.loads(value)  # PopQA's tables hold a list as text
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{name}: not a JSON list ({error})") from error
-        fields = {name: value}
-    return list_field(fields, name) if value is None or isinstance(value, list) else [value]
+            listed = list_in_text(value)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from error
+        if listed is None and name == "possible_answers":
+            raise ValueError(f"{name}: got {value!r:.60}, not a list in JSON")
+        value = value if listed is None else listed
+    if isinstance(value, list):
+        return [
+            inner
+            for entry in value
+            for inner in (_inside(name, entry) if isinstance(entry, dict) else [entry])
+        ]
+    return [] if value is None else [value]
+
+
+def _inside(name: str, value: dict[str, Any]) -> list[Any]:
+    """The answers of an object; ValueError for one of no known form, since its answers would be lost."""
+    for one, more in _ANSWER_DICTS:
+        if more in value and isinstance(value[more], list):
+            return [*([value[one]] if one in value else []), *value[more]]
+        if one in value and not isinstance(value[one], list | dict):
+            return [value[one]]
+    raise ValueError(f"{name}: got an object with the fields {', '.join(list(value)[:8])}, not an answer")
 
 
 def _choices(fields: dict[str, Any]) -> tuple[str, ...]:
@@ -202,11 +298,16 @@ def _gold(fields: dict[str, Any]) -> Iterator[str]:
                 f"supporting_facts or gold: got {fact!r}, not a title or a [title, sentence] pair"
             )
         yield title
-    for paragraph in list_field(fields, "paragraphs"):
-        if not isinstance(paragraph, dict) or not isinstance(paragraph.get("title", ""), str):
-            raise ValueError("paragraphs: not a list of objects with a title")
-        if paragraph.get("is_supporting"):
-            yield paragraph.get("title", "")
+    for name in ("paragraphs", "contexts"):
+        for paragraph in list_field(fields, name):
+            if not isinstance(paragraph, dict) or not isinstance(paragraph.get("title", ""), str | None):
+                raise ValueError(f"{name}: not a list of objects with a title")
+            if paragraph.get("is_supporting") and paragraph.get("title"):
+                yield paragraph["title"]
+    for output in list_field(fields, "output") if "input" in fields else ():
+        for source in list_field(output, "provenance") if isinstance(output, dict) else ():
+            if isinstance(source, dict) and isinstance(source.get("title"), str):
+                yield source["title"]
     for evidence in list_field(fields, "evidence_list"):
         yield text_field(fields_of(evidence), "title")
 

@@ -1,63 +1,76 @@
-"""Records of a data file whatever its container: JSON lines, one JSON document or a table, gzipped or not.
+"""Records of a data file whatever its container: JSON lines, one JSON document or a table; plain, gzip or bzip2.
 
-The content decides: gzip by its magic bytes, JSON by its first characters; only `.jsonl`, `.tsv` and `.csv` (before `.gz`)
-are believed by name. A record that cannot be read is yielded as a `Broken`, so that the caller refuses or skips it. Half a
-character, which an escape of JSON may stand for, is read as "?".
+The content decides: compression by its magic bytes, JSON by its first characters; only `.jsonl`, `.tsv` and `.csv` (before
+`.gz` or `.bz2`) are believed by name. A record that cannot be read is yielded as a `Broken`, so that the caller refuses or skips
+it. Half a character, which an escape of JSON may stand for, is read as "?".
 """
 
+import ast
 import collections
-import csv
-import dataclasses
-import gzip
+import io
+import itertools
 import json
 import logging
 import re
+import tokenize
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, TypeVar
 
+from rrl.data.decoding import Broken, decode, open_plain, plain_name
+from rrl.data.tables import QUESTION_IDS, read_table
 from rrl.errors import UserError
 from rrl.text.characters import whole_characters
 
 OnError = Literal["refuse", "skip"]
+OnFault = Literal["refuse", "skip", "stop"]
+"""What a run does on a fault of its data. Broken records refuse the file ("refuse", "stop") or are skipped. A question that is
+too long for the context ends as "context_limit"; with "stop" the run does not begin."""
 T = TypeVar("T")
 
 LISTS = ("Data", "data", "queries", "questions", "examples")
 """Fields of a JSON document under which publishers put their list of records."""
 
+TABLES = (".tsv", ".csv")
+"""Endings of tables."""
+
 MAX_NAMED_LINES = 5
 """How many broken places a log line names; the rest is counted."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Broken:
-    """A record that could not be read."""
-
-    reason: str
+def on_broken(on_fault: OnFault) -> OnError:
+    """What a broken record does."""
+    return "skip" if on_fault == "skip" else "refuse"
 
 
-def read_records(path: str | Path) -> Iterator[tuple[str, Any]]:
+class LeftOut(ValueError):
+    """A record that is read rightly but holds nothing to use, such as a document without title and text."""
+
+
+def read_records(path: str | Path, columns: Sequence[str] = ()) -> Iterator[tuple[str, Any]]:
     """Yield (place, record): place is "line 7" or "record 7" (from 1), record a decoded value or `Broken`.
 
     Empty lines are passed over. A JSON object of {title: [sentences]} yields ("record i", (title, sentences)), one of
     {id: {question or answer ...}} those objects with the id in them, and one with a list of objects under a name of `LISTS`
-    that list.
-    Raises UserError if the file cannot be opened or holds no readable text at all.
+    that list. `columns` are the meaning of a table's columns, where its header does not say it (see `read_table`).
+    Raises UserError if the file cannot be opened or holds no readable text at all, and as `read_table`.
     """
     path = Path(path)
-    suffixes = [suffix for suffix in path.suffixes if suffix != ".gz"]
+    ending = Path(plain_name(path)).suffix
+    if columns and ending not in TABLES:
+        raise UserError(f"columns={','.join(columns)}: {path} is no table (named {' or '.join(TABLES)})")
     try:
-        with _open(path) as stream:
-            if suffixes[-1:] in ([".tsv"], [".csv"]):
-                yield from _table(stream, "\t" if suffixes[-1] == ".tsv" else ",")
-            elif suffixes[-1:] == [".jsonl"]:
+        with open_plain(path) as stream:
+            if ending in TABLES:
+                yield from read_table(path, stream, columns)
+            elif ending == ".jsonl":
                 yield from _json_lines(stream)
             else:
                 yield from _json_any(path, stream)
     except (EOFError, zlib.error, OSError) as error:
         raise UserError(
-            f"{path}: cannot be read ({error}). Give an existing, complete file, plain or gzip."
+            f"{path}: cannot be read ({error}). Give an existing, complete file, plain, gzip or bzip2."
         ) from error
 
 
@@ -78,21 +91,28 @@ def parse_records(
     allowed: str,
     on_error: OnError,
     skipped: list[str] | None = None,
+    left_out: list[str] | None = None,
+    columns: Sequence[str] = (),
 ) -> Iterator[T]:
     """Yield the items of every record by `parse(position, record)`, whose ValueError marks the record as broken.
 
     Broken records are refused (UserError naming file, place, reason and `allowed`) or skipped: then each is
-    appended to `skipped` as "place: reason" and their number is logged. A file without an item is refused.
+    appended to `skipped` as "place: reason" and their number is logged. A record for which `parse` raises `LeftOut` is never
+    refused: it is appended to `left_out`, and their number is logged. A file without an item is refused.
     """
     if on_error not in ("refuse", "skip"):
         raise UserError(f"on_error: got {on_error!r}; allowed are 'refuse' and 'skip'.")
-    count = bad = position = 0
-    named: list[str] = []
-    for position, (place, record) in enumerate(read_records(path)):
+    count = total = 0
+    broken, empty = _Named(skipped), _Named(left_out)
+    for position, (place, record) in enumerate(read_records(path, columns)):
+        total += 1
         try:
             if isinstance(record, Broken):
                 raise ValueError(record.reason)
             items = list(parse(position, record))
+        except LeftOut as error:
+            empty.add(f"{place}: {error}")
+            continue
         except ValueError as error:
             if on_error == "refuse":
                 raise UserError(
@@ -100,22 +120,39 @@ def parse_records(
                     "Repair the file, or skip its broken records where that can be asked for: --config.data.on_error=skip of a "
                     "run, --skip_broken of launch/build_index.py, on_error='skip' in Python."
                 ) from error
-            bad += 1
-            if len(named) < MAX_NAMED_LINES:
-                named.append(f"{place}: {error}")
-            if skipped is not None:
-                skipped.append(f"{place}: {error}")
+            broken.add(f"{place}: {error}")
             continue
         count += len(items)
         yield from items
     if not count:
-        found = f"all {bad} records are broken (first: {named[0]})" if bad else "the file is empty"
+        found = "the file is empty"
+        if broken.count:
+            found = f"all {broken.count} records are broken (first: {broken.first[0]})"
+        if empty.count:
+            found = f"nothing of its {total} records can be used (first: {[*broken.first, *empty.first][0]})"
         raise UserError(f"{path}: {found}. Allowed: {allowed}.")
-    if bad:
-        more = "; ..." if bad > len(named) else ""
-        logging.getLogger(__name__).warning(
-            "%s: skipped %d broken records of %d (%s%s)", path, bad, position + 1, "; ".join(named), more
-        )
+    for doing, named in (("skipped %d broken records", broken), ("left out %d records", empty)):
+        if named.count:
+            more = "; ..." if named.count > len(named.first) else ""
+            logging.getLogger(__name__).warning(
+                f"%s: {doing} of %d (%s%s)", path, named.count, total, "; ".join(named.first), more
+            )
+
+
+class _Named:
+    """Records that are not yielded: how many, the first of them, and all where somebody keeps a list."""
+
+    def __init__(self, all_of_them: list[str] | None) -> None:
+        self.count, self.first = 0, list[str]()
+        self._all = all_of_them
+
+    def add(self, what: str) -> None:
+        """Counts one, "place: reason"."""
+        self.count += 1
+        if len(self.first) < MAX_NAMED_LINES:
+            self.first.append(what)
+        if self._all is not None:
+            self._all.append(what)
 
 
 def fields_of(record: Any) -> dict[str, Any]:
@@ -138,19 +175,51 @@ def text_field(record: dict[str, Any], *names: str) -> str:
 
 
 def list_field(record: dict[str, Any], name: str) -> list[Any]:
-    """The named list; empty where the field is missing or null."""
+    """The named list, which a table or a column of JSON may hold as text; empty where the field is missing or null."""
     value = record.get(name)
+    if isinstance(value, str):
+        try:
+            value = list_in_text(value) if value.strip() else None
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from error
+        value = record[name] if value is None and record[name].strip() else value
     if value is not None and not isinstance(value, list):
         raise ValueError(f"{name}: got {_short(value)}, not a list")
     return value or []
 
 
-ID_FIELDS = ("id", "_id", "question_id", "QuestionId")
+def list_in_text(text: str) -> list[Any] | None:
+    """The list that a text writes down in JSON or as Python does; None if it does not begin and end as a list.
+
+    ValueError for one that cannot be read, such as an array in NumPy's form, whose strings have no commas between them.
+    """
+    text = text.strip()
+    if not (text.startswith("[") and text.endswith("]")):
+        return None
+    try:
+        return json.loads(text)
+    except ValueError:
+        pass
+    try:
+        found = ast.literal_eval(text)
+        whole = not re.search(r"""["']\s+[A-Za-z]{0,2}["']""", text) or _commas_between(text)
+    except (ValueError, SyntaxError, RecursionError, MemoryError, tokenize.TokenError):
+        found = whole = None
+    if not isinstance(found, list) or not whole:
+        raise ValueError(f"got {_short(text)}, not a list in JSON or Python")
+    return found
 
 
-def id_field(record: dict[str, Any], position: int) -> str:
-    """The first of `ID_FIELDS` as a string; the position in the file where there is none."""
-    value = next((record[name] for name in ID_FIELDS if name in record), position)
+def _commas_between(text: str) -> bool:
+    """Whether no string of a Python literal follows another directly, which Python would join."""
+    kinds = [token.type for token in tokenize.generate_tokens(io.StringIO(text).readline)]
+    kinds = [kind for kind in kinds if kind not in (tokenize.NL, tokenize.NEWLINE)]
+    return not any(a == b == tokenize.STRING for a, b in itertools.pairwise(kinds))
+
+
+def id_field(record: dict[str, Any], position: int, names: Sequence[str] = QUESTION_IDS) -> str:
+    """The first of the named fields with a value, as a string; without one, the position in the file."""
+    value = next((record[name] for name in names if record.get(name) is not None), position)
     if isinstance(value, bool) or not isinstance(value, str | int) or value == "":
         raise ValueError(f"id: got {_short(value)}, not a string or an integer")
     return str(value)
@@ -171,20 +240,6 @@ def places_of(path: str | Path, identity: str) -> list[str]:
 def _short(value: Any) -> str:
     shown = repr(value)
     return shown if len(shown) <= 60 else shown[:57] + "..."
-
-
-def _open(path: Path) -> BinaryIO:
-    stream = path.open("rb")
-    zipped = stream.read(2) == b"\x1f\x8b"
-    stream.seek(0)
-    return gzip.open(stream) if zipped else stream  # type: ignore[return-value]
-
-
-def _decode(line: bytes) -> str | Broken:
-    try:
-        return line.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        return Broken(f"not UTF-8 (byte {error.start + 1} of the line)")
 
 
 def _parse(text: str) -> Any:
@@ -234,7 +289,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _json_lines(stream: BinaryIO) -> Iterator[tuple[str, Any]]:
     for number, line in enumerate(stream, 1):
-        text = _decode(line)
+        text = decode(line)
         if isinstance(text, Broken):
             yield f"line {number}", text
         elif text.strip():
@@ -246,14 +301,14 @@ def _json_any(path: Path, stream: BinaryIO) -> Iterator[tuple[str, Any]]:
     first = stream.readline()
     while first and not first.strip():
         first = stream.readline()
-    head = _decode(first)
+    head = decode(first)
     alone = _parse(head) if isinstance(head, str) and head.lstrip().startswith("{") else None
     more = stream.readline() if isinstance(alone, dict) else b""
     stream.seek(0)
     if isinstance(alone, dict) and (more.strip() or _entries(alone) is None):
         yield from _json_lines(stream)
         return
-    text = _decode(stream.read())
+    text = decode(stream.read())
     document = text if isinstance(text, Broken) else _parse(text) if text.strip() else []
     if isinstance(document, Broken):
         raise UserError(
@@ -272,7 +327,7 @@ def _entries(document: dict[str, Any]) -> list[Any] | None:
     for name in LISTS:
         inner = document.get(name)
         if isinstance(inner, list) and inner and all(isinstance(entry, dict) for entry in inner):
-            return inner
+            return [question for entry in inner for question in _squad(entry)]
     values = document.values()
     if document and all(isinstance(value, list) for value in values):
         return list(document.items())
@@ -283,26 +338,18 @@ def _entries(document: dict[str, Any]) -> list[Any] | None:
     return None
 
 
-def _table(stream: BinaryIO, delimiter: str) -> Iterator[tuple[str, Any]]:
-    """A record a line, texts in doubled quotes: DPR's psgs_w100.tsv ("id, text, title"), PopQA's TSV, Bamboogle's CSV.
-
-    The first line names the columns if one of them is a text or a question; else they are DPR's.
-    """
-    names = ["id", "text", "title"]
-    for number, line in enumerate(stream, 1):
-        text = _decode(line)
-        if isinstance(text, Broken):
-            yield f"line {number}", text
-            continue
-        if not text.strip():
-            continue
-        cells = next(csv.reader([text.rstrip("\r\n")], delimiter=delimiter))
-        if number == 1 and {"text", "question"} & {cell.strip().lower() for cell in cells}:
-            names = [cell.strip() for cell in cells]
-        elif len(cells) != len(names):
-            yield (
-                f"line {number}",
-                Broken(f"{len(cells)} columns instead of {len(names)} ({', '.join(names)})"),
-            )
-        else:
-            yield f"line {number}", dict(zip(names, cells, strict=True))
+def _squad(article: dict[str, Any]) -> list[dict[str, Any]]:
+    """The questions of an article in SQuAD's own file, each with its title and context; any other record as it is."""
+    paragraphs = article.get("paragraphs")
+    if not isinstance(paragraphs, list):
+        return [article]
+    parts = [part for part in paragraphs if isinstance(part, dict) and isinstance(part.get("qas"), list)]
+    if not parts or len(parts) < len(paragraphs):
+        return [article]
+    around = {"title": article.get("title")}
+    return [
+        around | {"context": part.get("context")} | question
+        for part in parts
+        for question in part["qas"]
+        if isinstance(question, dict)
+    ]

@@ -11,7 +11,7 @@ from rrl.data.folder import load_folder
 from rrl.data.miniwiki import KINDS, generate, mixed_questions
 from rrl.data.passages import Passage, fingerprint, load_passages
 from rrl.data.questions import Question, load_questions
-from rrl.data.records import OnError, places_of
+from rrl.data.records import OnFault, on_broken, places_of
 from rrl.errors import UserError, at_least, one_of
 from rrl.retrieval.retriever import Retriever
 from rrl.train.tasks import (
@@ -49,13 +49,13 @@ class DatasetConfig:
     world_size: int = 200
     per_kind: int = 144
     """Questions of each kind, where `questions` is 0."""
-    on_error: OnError = "refuse"
-    """What a broken record of a file does: refuse, or skip."""
+    on_error: OnFault = "refuse"
+    """As in training (`rrl.train.tasks.DataConfig`)."""
 
     def __post_init__(self) -> None:
         at_least(0, self, "questions", "seed")
         at_least(1, self, "worlds", "world_size", "per_kind")
-        one_of(typing.get_args(OnError), self, "on_error")
+        one_of(typing.get_args(OnFault), self, "on_error")
         if self.path == MINIWIKI and self.split not in ("", *HELD_OUT_SPLITS):
             raise UserError(
                 f"split={self.split!r} is none of the built-in world's: {', '.join(HELD_OUT_SPLITS)}"
@@ -156,15 +156,24 @@ def _read(config: DatasetConfig, corpus: bool) -> tuple[str, list[Question], str
         return name, [item.question for item in items][: config.questions or None], name, wiki.passages
     path = Path(config.path)
     if path.is_dir():
-        folder = load_folder(path, config.on_error, corpus=corpus)
-        split = config.split or next(name for name in HELD_OUT if name in folder.splits)
-        if split not in folder.splits:
+        folder = load_folder(path, on_broken(config.on_error), corpus=corpus)
+        if config.split and config.split not in folder.files:
             raise UserError(
-                f"data folder {path}: no file of the split {split!r}; it has {', '.join(folder.splits)}"
+                f"data folder {path}: no file of the split {config.split!r}; it has {', '.join(folder.files)}"
             )
-        questions = _drawn(folder.splits[split], config, folder.files[split])
+        found = (
+            folder.first_answered(HELD_OUT)
+            if not config.split
+            else (config.split, folder.questions(config.split))
+        )
+        if found is None:
+            raise UserError(f"data folder {path}: none of its question files has gold answers; give one")
+        split, questions = found
+        questions = _drawn(questions, config, folder.file(split))
         return f"{path.name} {split}", questions, path.name, folder.passages
-    questions = _drawn(load_questions(path, config.on_error, truth=config.truth or None), config, path)
+    questions = _drawn(
+        load_questions(path, on_broken(config.on_error), truth=config.truth or None), config, path
+    )
     if not corpus:
         return path.name, questions, "", []
     if not config.corpus:
@@ -172,7 +181,12 @@ def _read(config: DatasetConfig, corpus: bool) -> tuple[str, list[Question], str
             f"data.corpus='': {path} is a file of questions and the method searches. Give corpus=FILE (the same file, where its "
             "questions bring their passages), retriever.index, or retriever=off"
         )
-    return path.name, questions, Path(config.corpus).name, load_passages(config.corpus, config.on_error)
+    return (
+        path.name,
+        questions,
+        Path(config.corpus).name,
+        load_passages(config.corpus, on_broken(config.on_error)),
+    )
 
 
 def _not_there(questions: Sequence[Question], passages: Sequence[Passage]) -> int:

@@ -210,7 +210,7 @@ def run(config: Mapping[str, Any], workdir: str | Path, command: Sequence[str] =
         else None
     )
     engine, params = _engine(settings, data, say)
-    settings.way.check(engine, data.questions)
+    settings.way.check(engine, data.questions, settings.data.on_error, say)
     workdir.mkdir(parents=True, exist_ok=True)
     with locked(workdir, f"workdir {workdir}: another process evaluates there. Wait for that, or stop it."):
         with replaced(workdir / "config.json") as stream:

@@ -2,25 +2,22 @@
 
 import dataclasses
 import json
+import logging
 import math
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from rrl.data.decoding import Broken
 from rrl.data.passages import passage_of
-from rrl.data.questions import QUESTION_FIELDS
-from rrl.data.records import ID_FIELDS, Broken, fields_of, id_field, list_field, read_records
+from rrl.data.questions import QUESTION_FIELDS, answer_text
+from rrl.data.records import LeftOut, fields_of, id_field, list_field, read_records
+from rrl.data.tables import PREDICTIONS, QUESTION_IDS
 from rrl.errors import UserError
 
-PREDICTION_FIELDS = (
-    "prediction",
-    "predictions",
-    "pred",
-    "pred_ans",
-    "predicted_answer",
-    "output.pred",
-    "output",
-    "response",
+PREDICTION_FIELDS = tuple(
+    part for name in PREDICTIONS for part in (("output.pred", name) if name == "output" else (name,))
 )
 COUNT_FIELDS = (
     "turns",
@@ -60,6 +57,8 @@ class Prediction:
     """All of it, for gold answers that stand beside the prediction."""
     failed: int = 0
     """Searches that failed, where the record says so."""
+    empty: int = 0
+    """Passages that were found and have neither title nor text; they are not among `titles`."""
 
 
 def load_predictions(path: str | Path, field: str = "", judge_field: str = "") -> list[Prediction]:
@@ -91,6 +90,10 @@ def load_predictions(path: str | Path, field: str = "", judge_field: str = "") -
         found.append(prediction)
     if not found:
         raise UserError(f"{path}: the file is empty. Allowed: {ALLOWED}.")
+    if empty := sum(prediction.empty for prediction in found):
+        logging.getLogger(__name__).warning(
+            "%s: left out %d passages with neither title nor text", path, empty
+        )
     return found
 
 
@@ -109,7 +112,7 @@ def _by_id(document: dict[str, Any]) -> dict[str, Any] | None:
     {"answer": {id: answer}} beside supporting facts and evidence; None for a record."""
     if isinstance(document.get("answer"), dict) and set(document) <= {"answer", "sp", "evidence"}:
         return document["answer"]
-    known = {*ID_FIELDS, *QUESTION_FIELDS, *(name.partition(".")[0] for name in PREDICTION_FIELDS)}
+    known = {*QUESTION_IDS, *QUESTION_FIELDS, *(name.partition(".")[0] for name in PREDICTION_FIELDS)}
     return None if known & document.keys() else document
 
 
@@ -117,22 +120,24 @@ def _prediction(place: str, record: Any, field: str, judge_field: str) -> Predic
     if isinstance(record, Broken):
         raise ValueError(record.reason)
     fields = fields_of(record)
-    identity = id_field(fields, 0) if any(name in fields for name in ID_FIELDS) else None
+    identity = id_field(fields, 0) if any(fields.get(name) is not None for name in QUESTION_IDS) else None
     question = next((fields[name] for name in QUESTION_FIELDS if isinstance(fields.get(name), str)), "")
     if identity is None and not question.strip():
         raise ValueError("id: missing, and there is no question either")
     if judge_field and judge_field not in fields:
         raise ValueError(f"{judge_field}: missing")
+    titles, empty = _titles(fields)
     return Prediction(
         place=place,
         id=identity,
         question=question,
         answers=_answers(fields, field),
-        titles=_titles(fields),
+        titles=titles,
         verdict=_verdict(fields[judge_field]) if judge_field else None,
         counts=dict(_counts(fields)),
         record=fields,
         failed=_failed(fields),
+        empty=empty,
     )
 
 
@@ -144,14 +149,39 @@ def _answers(fields: dict[str, Any], field: str) -> tuple[str, ...]:
             value = value.get(part, missing) if isinstance(value, dict) else missing
         if value is missing:
             continue
-        said = value if isinstance(value, list) else [] if value is None else [value]
-        if not all(isinstance(answer, str) for answer in said):
-            raise ValueError(f"{name}: got {value!r:.60}, not a string or a list of strings")
-        return tuple(answer.strip() for answer in said)
+        return tuple(answer.strip() for answer in _said(name, value))
     raise ValueError(f"{field or 'prediction'}: missing; found the fields {', '.join(list(fields)[:8])}")
 
 
-def _titles(fields: dict[str, Any]) -> tuple[str, ...] | None:
+_EXACT_ANSWER = re.compile(r"Exact Answer\**:[ \t*]*(.*)")
+"""The line that BrowseComp's prompt asks for beside an explanation."""
+
+
+def _said(name: str, value: Any) -> list[str]:
+    """The answers of a prediction's value: texts, numbers, true and false; KILT's [{answer}]; the texts of an agent's last
+    message, {type: output_text, output} (BrowseComp-Plus).
+
+    true is "yes" or "true", whichever the gold answer is.
+    """
+    found: list[str] = []
+    for answer in value if isinstance(value, list) else [] if value is None else [value]:
+        if isinstance(answer, dict) and answer.get("type") == "output_text":
+            text = answer_text(name, answer.get("output", answer.get("text")))
+            exact = _EXACT_ANSWER.findall(text)
+            found = [exact[-1].rstrip("* ") if exact else text]
+        elif isinstance(answer, dict) and "type" in answer:
+            continue  # a tool call, or reasoning
+        elif isinstance(answer, dict) and "answer" in answer:
+            found = found or [answer_text(name, answer["answer"])]  # KILT scores the first
+        else:
+            found.append(answer_text(name, answer))
+            if isinstance(answer, bool):
+                found.append(str(answer).lower())
+    return found
+
+
+def _titles(fields: dict[str, Any]) -> tuple[tuple[str, ...] | None, int]:
+    """Titles of what was found, and how many passages are left out since they have neither title nor text."""
     output = fields.get("output")
     for name, inside in (
         ("titles", fields),
@@ -160,11 +190,8 @@ def _titles(fields: dict[str, Any]) -> tuple[str, ...] | None:
         ("passages", fields),
     ):
         if isinstance(inside, dict) and inside.get(name) is not None:
-            found = list_field(inside, name)
-            return tuple(
-                entry if isinstance(entry, str) else passage_of(at, entry).title
-                for at, entry in enumerate(found)
-            )
+            found = list(_entry_titles(list_field(inside, name)))
+            return tuple(title for title in found if title is not None), found.count(None)
     searches = fields.get("searches")
     if isinstance(searches, list):
         return tuple(
@@ -172,8 +199,23 @@ def _titles(fields: dict[str, Any]) -> tuple[str, ...] | None:
             for search in searches
             for title in list_field(fields_of(search), "titles")
             if isinstance(title, str)
-        )
-    return None
+        ), 0
+    return None, 0
+
+
+def _entry_titles(entries: list[Any]) -> Iterator[str | None]:
+    """The title of each entry: of a title, a passage, or a list of either for each search; None for a passage without title and
+    text."""
+    for at, entry in enumerate(entries):
+        if isinstance(entry, str):
+            yield entry
+        elif isinstance(entry, list):
+            yield from _entry_titles(entry)
+        else:
+            try:
+                yield passage_of(at, entry).title
+            except LeftOut:
+                yield None
 
 
 def _verdict(value: Any) -> bool | None:

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import numpy as np
 from jaxtyping import Float
 
-from rrl.data.questions import Question, question_of
+from rrl.data.questions import UNANSWERABLE, Question, question_of
 from rrl.data.records import read_records
 from rrl.errors import UserError
 from rrl.eval.intervals import bootstrap, compare
@@ -89,16 +89,40 @@ class Scores:
 
 
 def own_questions(predictions: Sequence[Prediction], name: str) -> list[Question]:
-    """The questions and gold answers that stand in the prediction file `name` itself; UserError names the line that has none."""
+    """The questions and gold answers that stand in the prediction file `name` itself, those of unanswerable questions empty (see
+    `scorable`); UserError names the line that has none."""
     questions = []
     for position, prediction in enumerate(predictions):
         try:
-            questions.append(question_of(position, prediction.record))
+            # KILT's gold answers stand under "output" too, which holds the predictions here.
+            fields = {name: value for name, value in prediction.record.items() if name != "output"}
+            questions.append(question_of(position, fields, unanswerable="empty"))
         except ValueError as error:
             raise UserError(
                 f"{name}, {prediction.place}: {error}. The file holds no gold answers of its own: give the questions with --data."
             ) from error
     return questions
+
+
+def scorable(questions: Sequence[Question], rule: Rule) -> list[bool]:
+    """Which questions count: unanswerable ones only where `rule` pays for an empty answer, as SQuAD 2.0's does.
+
+    Of MuSiQue-Full, where both of a pair have one id, the answerable one counts, as in its own evaluation of answers.
+    """
+    answered = {question.id for question in questions if question.answers != UNANSWERABLE}
+    counts = rule.empty == "equal"
+    return [q.answers != UNANSWERABLE or (counts and q.id not in answered) for q in questions]
+
+
+def without(
+    predictions: Sequence[Prediction], questions: Sequence[Question], counts: Sequence[bool]
+) -> list[Prediction]:
+    """The predictions but for those to questions that do not count (see `scorable`)."""
+    kept = [question for question, count in zip(questions, counts, strict=True) if count]
+    left = [question for question, count in zip(questions, counts, strict=True) if not count]
+    ids = {question.id for question in left} - {question.id for question in kept}
+    texts = {_plain(question.text) for question in left} - {_plain(question.text) for question in kept}
+    return [p for p in predictions if (_plain(p.question) not in texts if p.id is None else p.id not in ids)]
 
 
 def matched(
@@ -181,7 +205,9 @@ def score(
 
     Raises UserError where some questions are a multiple choice and others are not.
     """
-    given = [prediction.answers if prediction else () for prediction in predictions]
+    # Where an empty answer can be right, no answer is one.
+    none = ("",) if rule.empty == "equal" else ()
+    given = [(prediction.answers or none) if prediction else () for prediction in predictions]
     there = [prediction for prediction in predictions if prediction]
     metrics: dict[str, np.ndarray] = {}
     choosing = sum(bool(question.choices) for question in questions)

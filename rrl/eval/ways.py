@@ -12,6 +12,7 @@ import numpy as np
 from jaxtyping import PyTree
 
 from rrl.data.questions import Question, asked
+from rrl.data.records import OnFault
 from rrl.errors import UserError
 from rrl.eval.trajectory_files import searches_as_json
 from rrl.models.weights import folder_hash
@@ -25,11 +26,11 @@ from rrl.rewards.reader import Said
 from rrl.rollout.engine import Engine
 from rrl.rollout.episodes import Request
 from rrl.rollout.trajectory import ENVIRONMENT, POLICY, PROMPT, Search, Trajectory
-from rrl.text.chat import Prompt
+from rrl.text.chat import Prompt, chat_ids
 from rrl.text.metrics import cover_exact_match
 from rrl.text.spans import Tag
 from rrl.train.fields import build
-from rrl.train.rollouts import opening_ids, refuse_long_prompts
+from rrl.train.rollouts import opening_ids, run_requests, too_long
 
 Numbered = Sequence[tuple[int, Question]]
 """Questions with their places in the dataset, which are their sampling seeds."""
@@ -78,8 +79,10 @@ class Way(Protocol):
     def identity(self) -> dict[str, Any]:
         """All that decides its answers, for JSON."""
 
-    def check(self, engine: Engine, questions: Sequence[Question]) -> None:
-        """Raises UserError for a question that cannot be asked."""
+    def check(
+        self, engine: Engine, questions: Sequence[Question], on_error: OnFault, say: Callable[[str], None]
+    ) -> None:
+        """Says how many questions are too long for the context; UserError for one where `on_error` is "stop"."""
 
     def ask(
         self,
@@ -202,8 +205,10 @@ class Trained:
         reader = folder_hash(self.reader_name) if self.reader_name else ""
         return {"recipe": self.recipe_name, "reader": reader} | dataclasses.asdict(recipe)
 
-    def check(self, engine: Engine, questions: Sequence[Question]) -> None:
-        refuse_long_prompts(engine, self.recipe, [_shown(question) for question in questions])
+    def check(
+        self, engine: Engine, questions: Sequence[Question], on_error: OnFault, say: Callable[[str], None]
+    ) -> None:
+        too_long(engine, self.recipe, [_shown(question) for question in questions], on_error, say)
 
     def ask(
         self,
@@ -225,10 +230,10 @@ class Trained:
             keep(of_trajectory(trajectory))
 
         if self.reader is None:
-            engine.run(params, requests, self.recipe.environment, key, on_finish=ended)
+            run_requests(engine, params, requests, self.recipe, key, on_finish=ended)
             return
         # A model that is asked cannot be asked from inside the loop.
-        trajectories = engine.run(params, requests, self.recipe.environment, key)
+        trajectories = run_requests(engine, params, requests, self.recipe, key)
         self.recipe.score(trajectories, Scoring(self.reader))
         for trajectory, said in zip(trajectories, self.reader.last, strict=True):
             read = {"reader_prompt_tokens": said.read, "reader_tokens": said.written}
@@ -281,8 +286,13 @@ class Prompted:
         del settings["token_bytes"]
         return {"method": self.method_name} | self.method.defaults | settings
 
-    def check(self, engine: Engine, questions: Sequence[Question]) -> None:
-        """A prompt that outgrows the context costs its question the answer only."""
+    def check(
+        self, engine: Engine, questions: Sequence[Question], on_error: OnFault, say: Callable[[str], None]
+    ) -> None:
+        """A prompt that outgrows the context costs its question the answer only; how many did is said at the end."""
+        if on_error == "stop":
+            for question in questions:
+                engine.check_prompt(question, chat_ids(engine.tokenizer, asked(question)))
 
     def ask(
         self,

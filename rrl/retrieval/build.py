@@ -11,7 +11,7 @@ import math
 import shutil
 import time
 import zipfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -67,6 +67,7 @@ def build_index(
     memory_gb: float | None = None,
     block: int = BLOCK,
     on_error: OnError = "refuse",
+    columns: Sequence[str] = (),
     shard: tuple[int, int] = (0, 1),
     progress: Progress = lambda stage, done, total: None,
 ) -> dict[str, Any]:
@@ -83,6 +84,7 @@ def build_index(
       memory_gb: memory for ScaNN, in 10^9 bytes; None: most of the machine's.
       block: passages between two marks on the disk.
       on_error: what a broken record of the corpus file does.
+      columns: of a corpus in a table, what each column is (see `iter_passages`).
       shard: (i, n): every n-th passage from the i-th (counted from 0), for a corpus that n hosts share.
       progress: told about each block.
 
@@ -114,7 +116,7 @@ def build_index(
             ) from error
         with locked(work, f"index {work}: another process builds it. Wait for that, or stop it."):
             _refuse_other(work, wanted)
-            read = _read(work, corpus, on_error, shard, progress)
+            read = _read(work, corpus, on_error, columns, shard, progress)
             count = read["passages"]
             manifest = {**wanted, **read}
             passages = PassageFile(work, count)
@@ -164,24 +166,25 @@ def _read(
     work: Path,
     corpus: str | Path | Iterable[Passage],
     on_error: OnError,
+    columns: Sequence[str],
     shard: tuple[int, int],
     progress: Progress,
 ) -> dict[str, Any]:
-    """Number and fingerprint of the passages, which are in the folder then, and how many records were left out; what belongs
-    to another corpus is removed.
+    """Number and fingerprint of the passages, which are in the folder then, and how many records were skipped as broken and left
+    out as empty; what belongs to another corpus is removed.
     """
     file = work / "corpus.json"
     held = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
     before = held.get("read", {"corpus": ""})
-    source, skipped = None, list[str]()
+    source, skipped, left_out = None, list[str](), list[str]()
     if isinstance(corpus, str | Path):
         path = Path(corpus)
         if path.is_file():
-            source = [path.name, path.stat().st_size, path.stat().st_mtime_ns]
+            source = [path.name, path.stat().st_size, path.stat().st_mtime_ns, *columns]
         same = "skipped" in before and source and held["source"] == source
         if same and (on_error == "skip" or not before["skipped"]):
             return before
-        corpus = iter_passages(path, on_error, skipped)
+        corpus = iter_passages(path, on_error, skipped, left_out, columns)
     count, fingerprint = write_passages(
         work, _told(itertools.islice(corpus, shard[0], None, shard[1]), progress)
     )
@@ -195,7 +198,7 @@ def _read(
             (work / name).unlink(missing_ok=True)
         for name in ("words", "bm25", "scann"):
             shutil.rmtree(work / name, ignore_errors=True)
-    read = {"passages": count, "corpus": fingerprint, "skipped": len(skipped)}
+    read = {"passages": count, "corpus": fingerprint, "skipped": len(skipped), "left_out": len(left_out)}
     with replaced(file) as stream:
         stream.write(json.dumps({"source": source, "read": read}).encode())
     return read

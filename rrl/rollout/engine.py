@@ -129,10 +129,14 @@ class Engine:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def fits(self, prompt: Int[np.ndarray, "T"]) -> bool:
+        """Whether a prompt leaves room in the context for two tokens of the policy's."""
+        return len(prompt) + 2 <= self.config.context
+
     def check_prompt(self, question: Question, prompt: Int[np.ndarray, "T"]) -> None:
         """Raises UserError for a prompt that does not fit the context, or has tokens that the model has not."""
         check_tokens(prompt, len(self.bytes), f"the prompt of question {question.id!r}")
-        if len(prompt) + 2 > self.config.context:
+        if not self.fits(prompt):
             raise UserError(
                 f"the prompt of question {question.id!r} has {len(prompt)} tokens, the context holds "
                 f"{self.config.context}, two of which are the policy's: raise rollout.context or shorten the prompt"

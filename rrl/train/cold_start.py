@@ -35,7 +35,7 @@ from rrl.train.fields import build, fill, only
 from rrl.train.hardware import ComputeConfig, MeshConfig
 from rrl.train.judges import SECTIONS as JUDGE
 from rrl.train.judges import JudgeSettings
-from rrl.train.rollouts import refuse_long_prompts
+from rrl.train.rollouts import too_long
 from rrl.train.strong import REFUSED, PolicyFolder, Service, Strong
 from rrl.train.tasks import Corpus, DataConfig, RetrieverConfig, encoder_folder, load_corpora
 from rrl.train.workdir import refuse_other_config
@@ -205,7 +205,7 @@ class Settings:
                 mesh=mesh if mesh.size > 1 else None,
             )
             engine = Engine(decoder, tokenizer, self.rollout, retriever=corpus.retriever, mesh=mesh)
-            refuse_long_prompts(engine, self.recipe, corpus.questions)
+            too_long(engine, self.recipe, corpus.questions, self.data.on_error, say)
             strong = PolicyFolder(engine, nnx.state(decoder), self.recipe, temperatures, seed)
         judge = None if self.judge is None else self.judge.load(corpus.questions, self.compute, mesh)
         return strong, judge

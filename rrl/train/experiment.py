@@ -52,7 +52,7 @@ from rrl.train.metrics import read_metrics, refuse_damaged
 from rrl.train.objective import ObjectiveConfig
 from rrl.train.rl import Outcome, Task, train
 from rrl.train.rl_config import MAY_DIFFER, RLConfig
-from rrl.train.rollouts import refuse_long_prompts
+from rrl.train.rollouts import too_long
 from rrl.train.shown import EACH
 from rrl.train.tasks import DataConfig, RetrieverConfig, encoder_folder, load_corpora
 from rrl.train.workdir import held, refuse_held, refuse_other_config
@@ -319,7 +319,7 @@ def _run(config: Mapping[str, Any], workdir: str | pathlib.Path, stack: contextl
     refuse_damaged(workdir)
     enable_compilation_cache()
     loaded = load(settings, say, workdir)
-    refuse_long_prompts(loaded.engine, settings.recipe, [*loaded.task.train, *loaded.task.held_out])
+    loaded = dataclasses.replace(loaded, task=_without_too_long(settings, loaded, say))
 
     def ready() -> None:
         stack.enter_context(held(workdir))
@@ -349,6 +349,24 @@ def _run(config: Mapping[str, Any], workdir: str | pathlib.Path, stack: contextl
     if outcome.stopped == "signal":
         say(f"stopped after step {outcome.step} of {settings.train.steps}; the same command continues")
     return outcome
+
+
+def _without_too_long(settings: Settings, loaded: Loaded, say: Clock) -> Task:
+    """The task without training questions that do not fit the context: nothing can be learned from them. Held-out ones stay and
+    count as wrong."""
+    task = loaded.task
+    questions = [*task.train, *task.held_out]
+    long = too_long(loaded.engine, settings.recipe, questions, settings.data.on_error, say)
+    train = [question for place, question in enumerate(task.train) if place not in long]
+    if len(train) < len(task.train):
+        say(
+            f"left out: {len(task.train) - len(train)} of {len(task.train)} training questions, for that reason"
+        )
+    if not train:
+        raise UserError(
+            f"none of the {len(task.train)} training questions fits rollout.context={settings.rollout.context}; raise it"
+        )
+    return dataclasses.replace(task, train=train) if long else task
 
 
 def programs_of(settings: Settings) -> str:

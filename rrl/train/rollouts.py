@@ -9,13 +9,14 @@ import numpy as np
 from jaxtyping import Bool, Int, PyTree
 
 from rrl.data.questions import Question
+from rrl.data.records import OnFault
 from rrl.recipes.base import ALONE, Recipe, Scoring
 from rrl.retrieval.retriever import Retriever
 from rrl.rl.refill import Refill
 from rrl.rl.shaping import overlong_penalty
 from rrl.rollout.curriculum import Curriculum
 from rrl.rollout.engine import Engine, RolloutStats
-from rrl.rollout.episodes import Request
+from rrl.rollout.episodes import Live, Request
 from rrl.rollout.trajectory import ENVIRONMENT, POLICY, PROMPT, Trajectory
 from rrl.text.chat import chat_ids, chat_text, fitting_ids
 from rrl.train.rl_config import RLConfig
@@ -47,11 +48,52 @@ def run_questions(
         for prompt in [opening_ids(engine, recipe, question)]
         for sample in range(samples)
     ]
-    trajectories = engine.run(
-        params, requests, recipe.environment, key, retriever=retriever, on_finish=on_finish
+    trajectories = run_requests(
+        engine, params, requests, recipe, key, retriever=retriever, on_finish=on_finish
     )
     recipe.score(trajectories, scoring)
     return trajectories
+
+
+def run_requests(
+    engine: Engine,
+    params: PyTree,
+    requests: Sequence[Request],
+    recipe: Recipe,
+    key: jax.Array,
+    *,
+    retriever: Retriever | None = None,
+    on_finish: Callable[[int, Trajectory], None] = lambda place, trajectory: None,
+) -> list[Trajectory]:
+    """`Engine.run`, where a request whose prompt does not fit the context ends as "context_limit" before a turn.
+
+    The prompt of such a trajectory is cut to the context. The others are what they are without it.
+    """
+    fitting = [place for place, request in enumerate(requests) if engine.fits(request.prompt)]
+    if len(fitting) == len(requests):
+        return engine.run(params, requests, recipe.environment, key, retriever=retriever, on_finish=on_finish)
+    found: dict[int, Trajectory] = {}
+    for place, request in enumerate(requests):
+        if not engine.fits(request.prompt):
+            shown = request.prompt[: engine.config.context]
+            live = Live(dataclasses.replace(request, prompt=shown), engine.decode(shown))
+            live.met("room")
+            found[place] = live.trajectory("context_limit")
+            if jax.process_index() == 0:
+                on_finish(place, found[place])
+    if fitting:
+        ran = engine.run(
+            params,
+            [requests[place] for place in fitting],
+            recipe.environment,
+            key,
+            retriever=retriever,
+            on_finish=lambda place, trajectory: on_finish(fitting[place], trajectory),
+        )
+        found |= zip(fitting, ran, strict=True)
+    else:
+        engine.stats = RolloutStats()
+    return [found[place] for place in range(len(requests))]
 
 
 def opening_ids(engine: Engine, recipe: Recipe, question: Question) -> Int[np.ndarray, "T"]:
@@ -65,20 +107,40 @@ def opening_ids(engine: Engine, recipe: Recipe, question: Question) -> Int[np.nd
     )
 
 
-def refuse_long_prompts(engine: Engine, recipe: Recipe, questions: Sequence[Question]) -> None:
-    """Raises UserError for a question whose prompt does not fit the context, which a run would else find on its way.
+def too_long(
+    engine: Engine,
+    recipe: Recipe,
+    questions: Sequence[Question],
+    on_error: OnFault,
+    say: Callable[[str], None],
+) -> set[int]:
+    """Places of the questions whose prompts do not fit the context, which end as "context_limit"; says how many there are.
 
-    A token has a byte at least, so that only prompts with many bytes are encoded.
+    Raises UserError for the first of them where `on_error` is "stop". A token has a byte at least, so that only prompts with
+    many bytes are encoded.
     """
     template: int | None = None  # its bytes; the same for all questions
-    for question in questions:
+    long: dict[int, int] = {}
+    for place, question in enumerate(questions):
         prompt = recipe.prompt(question)
         own = prompt if isinstance(prompt, str) else f"{prompt.system}{prompt.said}{prompt.prefill}"
         size = len(own.encode())
         if template is None:
             template = len(chat_text(engine.tokenizer, prompt).encode()) - size
         if size + template + 2 > engine.config.context:
-            engine.check_prompt(question, chat_ids(engine.tokenizer, prompt))
+            ids = chat_ids(engine.tokenizer, prompt)
+            if on_error == "stop":
+                engine.check_prompt(question, ids)
+            if not engine.fits(ids):
+                long[place] = len(ids)
+    if long:
+        first, tokens = next(iter(long.items()))
+        say(
+            f"warning: {len(long)} of {len(questions)} questions do not fit the context of {engine.config.context} tokens and "
+            f"end as context_limit; the first is {questions[first].id!r}, whose prompt has {tokens} tokens. Raise "
+            "rollout.context to have them answered"
+        )
+    return set(long)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,6 +19,7 @@ from rrl.rollout.episodes import Request
 from rrl.rollout.protocol import EOS, TURN_TOKENS, Action, Episode, Finish, Restart, SearchFor
 from rrl.rollout.trajectory import POLICY, PROMPT, Search, Trajectory
 from rrl.text.chat import Prompt, chat_ids
+from rrl.train.rollouts import run_requests
 
 REFUSED = "refused"
 """Why a trajectory ended of which a service would not answer a step."""
@@ -51,7 +52,7 @@ class PolicyFolder:
             for prompt in [chat_ids(self.engine.tokenizer, self.recipe.prompt(question))]
             for sample, temperature in enumerate(self.temperatures)
         ]
-        return self.engine.run(self.params, requests, self.recipe.environment, jax.random.key(self.seed))
+        return run_requests(self.engine, self.params, requests, self.recipe, jax.random.key(self.seed))
 
 
 @dataclasses.dataclass

@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from rrl.data.folder import load_folder
+from rrl.data.folder import DataFolder, load_folder
 from rrl.data.miniwiki import KINDS, generate, mixed_questions
 from rrl.data.miniwiki.names import SPLITS
 from rrl.data.passages import Passage
 from rrl.data.questions import Question
-from rrl.data.records import OnError
+from rrl.data.records import OnFault, on_broken
 from rrl.errors import UserError, at_least, one_of
 from rrl.models.weights import require_folder
 from rrl.retrieval.bm25 import Bm25Config
@@ -101,8 +101,9 @@ class DataConfig:
     kinds: tuple[str, ...] = KINDS
     held_out: int = 500
     """Questions of a folder that are held out at most."""
-    on_error: OnError = "refuse"
-    """What a broken line of a file does: refuse, or skip (with line numbers, counted)."""
+    on_error: OnFault = "refuse"
+    """What a fault does. refuse: a broken record refuses its file; skip: broken records are skipped and counted. With both, a
+    question that is too long for the context ends as context_limit. stop: as refuse, and such a question stops the run."""
 
     def __post_init__(self) -> None:
         at_least(0, self, "seed", "held_out")
@@ -110,7 +111,7 @@ class DataConfig:
             1, self, "train_worlds", "held_out_worlds", "world_size", "train_per_kind", "held_out_per_kind"
         )
         one_of(HELD_OUT_SPLITS, self, "held_out_split")
-        one_of(typing.get_args(OnError), self, "on_error")
+        one_of(typing.get_args(OnFault), self, "on_error")
         if not self.kinds or not set(self.kinds) <= set(KINDS):
             raise UserError(f"kinds={self.kinds} must be some of {', '.join(KINDS)}")
 
@@ -202,26 +203,33 @@ def load_corpora(
             search = load_retriever(wiki.passages, retriever, encoder, workdir=workdir)
             corpora.append(Corpus([item.question for item in items], search, wiki.passages))
         return corpora[0], corpora[1]
-    folder = load_folder(data.path, data.on_error, corpus=not retriever.index)
+    folder = load_folder(data.path, on_broken(data.on_error), corpus=not retriever.index)
     doing = f"searching {retriever.index}" if retriever.index else f"indexing with {retriever.kind}"
     say(f"{data.path}: {len(folder.passages)} passages; {doing}")
     search = load_retriever(folder.passages, retriever, encoder, search_seconds, workdir)
-    train, held_out = split_questions(folder.splits)
+    train, held_out = split_questions(folder)
     say(f"{data.path}: {len(train)} training questions, {len(held_out[: data.held_out])} held out")
     return Corpus(train, search, folder.passages), Corpus(held_out[: data.held_out], search, folder.passages)
 
 
-def split_questions(splits: dict[str, list[Question]]) -> tuple[list[Question], list[Question]]:
-    """Training and held-out questions of a folder's files."""
-    if len(splits) == 1:
-        (questions,) = splits.values()
-        held_out = questions[::5]
-        train = [question for place, question in enumerate(questions) if place % 5]
-        if not train:
-            raise UserError(
-                f"{len(questions)} questions are too few to hold one out and train on the rest; give at least 2"
-            )
-        return train, held_out
-    held = next(name for name in ("test", "dev", "questions", "train") if name in splits)
-    rest = next(name for name in ("train", "questions", "dev") if name in splits and name != held)
-    return splits[rest], splits[held]
+def split_questions(folder: DataFolder) -> tuple[list[Question], list[Question]]:
+    """Training and held-out questions of a folder: of two files with gold answers, or of the only one.
+
+    Held out is the test file, else the dev file, ...; files without gold answers are not used.
+    """
+    held = folder.first_answered(("test", "dev", "questions", "train"))
+    if held is None:
+        raise UserError(f"data folder {folder.path}: none of its question files has gold answers; give one")
+    split, questions = held
+    rest = folder.first_answered(("train", "questions", "dev"), but=split)
+    return (rest[1], questions) if rest else hold_out(questions)
+
+
+def hold_out(questions: list[Question]) -> tuple[list[Question], list[Question]]:
+    """Training and held-out questions of one file: every fifth is held out."""
+    train = [question for place, question in enumerate(questions) if place % 5]
+    if not train:
+        raise UserError(
+            f"{len(questions)} questions are too few to hold one out and train on the rest; give at least 2"
+        )
+    return train, questions[::5]

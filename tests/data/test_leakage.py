@@ -1,5 +1,10 @@
 """Questions that two files share, whatever their case and punctuation."""
 
+import json
+from pathlib import Path
+
+import pytest
+
 from rrl.data.leakage import shared_questions
 from rrl.data.questions import Question, load_questions
 from tests.shared_data import shared
@@ -50,3 +55,24 @@ def test_real_questions_without_answers_are_compared_too() -> None:
     alone, answered = load_questions(file, unanswered=True), load_questions(file, truth=truth)
     leaks = shared_questions(alone, answered)
     assert len(leaks) == 500 and not any(leak.train.answers or leak.same_answer for leak in leaks)
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        [
+            {"id": "1", "question": "Who?", "answer": "A", "answerable": True},
+            {"id": "1", "question": "Who?", "answer": "A", "answerable": False},
+        ],
+        [{"question": "Is it?", "answer": True}, {"question": "When?", "answer": 1913}],
+        [{"question": "Who?", "answers": {"text": ["A"], "answer_start": [0]}}],
+        [{"question": "?!", "answer": "The"}, {"question": "...", "answer": "!"}],
+        [{"question": "Who?"}],
+    ],
+)
+def test_a_file_shares_all_questions_and_answers_with_itself(tmp_path: Path, lines: list[dict]) -> None:
+    file = tmp_path / "questions.jsonl"
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    questions = load_questions(file, unanswered=True)
+    leaks = shared_questions(questions, questions)
+    assert len(leaks) == len(lines) and all(leak.same_answer for leak in leaks)

@@ -88,6 +88,7 @@ def test_the_passages_of_questions_come_once_each(tmp_path: Path, form: str) -> 
         ({"title": ["Oslo"], "sentences": []}, "1 titles for 0 texts"),
         ([[7, ["x"]]], "title: got 7"),
         ("Oslo", "context: got 'Oslo', not a list"),
+        ("['Oslo' 'x']", "context: got .* not a list in JSON or Python"),
     ],
 )
 def test_a_broken_context_is_refused(tmp_path: Path, context: object, reason: str) -> None:
@@ -131,11 +132,11 @@ BROKEN = (
     b'{"id": "a", "title": "A", "text": "x"}\n'
     b'{"id": "b", "title": "B"\n'
     b"\n"
-    b'{"id": "c", "title": "C"}\n'
+    b'{"id": "c", "title": "C", "wikitext": "x"}\n'
     b'{"id": "a", "title": "D", "text": "y"}\n'
     b'{"id": "e", "title": "E", "text": "\xff"}\n'
     b"[1]\n"
-    b'{"id": "g", "title": "G", "text": "  "}\n'
+    b'{"id": "g", "text": 5}\n'
     b'{"id": "h", "title": 7, "text": "z"}\n'
     b'{"id": "i", "title": "I", "text": "z"}\n'
 )
@@ -152,7 +153,13 @@ def test_broken_lines_are_skipped_with_their_numbers(tmp_path: Path, caplog) -> 
 
 
 @pytest.mark.parametrize(
-    ("keep", "reason"), [(1, "not JSON"), (3, "text or body: missing"), (4, "occurs twice"), (5, "UTF-8")]
+    ("keep", "reason"),
+    [
+        (1, "not JSON"),
+        (3, "text or body or .* missing; found the fields id, title, wikitext"),
+        (4, "occurs twice"),
+        (5, "UTF-8"),
+    ],
 )
 def test_a_broken_line_is_refused_by_file_line_and_reason(tmp_path: Path, keep: int, reason: str) -> None:
     file = tmp_path / "corpus.jsonl"
@@ -229,3 +236,96 @@ def test_long_contexts_and_flashrags_metadata_are_pools(tmp_path: Path) -> None:
     assert [passage.title for passage in passages] == ["q1", "q1", "q1", "T"]
     assert [len(passage.text.split()) for passage in passages] == [100, 100, 50, 2]
     assert passages[3].text == "one. two."
+
+
+def written(folder: Path, *records: dict) -> Path:
+    file = folder / "corpus.jsonl"
+    file.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return file
+
+
+@pytest.mark.parametrize(
+    ("record", "expected"),
+    [
+        ({"id": "7", "title": "Varga", "contents": "It is\nhigh."}, Passage("7", "Varga", "It is\nhigh.")),
+        (
+            {"id": "7", "title": "Varga", "contents": '"Varga"\nIt is high.'},
+            Passage("7", "Varga", "It is high."),
+        ),
+        ({"id": "7", "contents": '"Varga"\n'}, Passage("7", "Varga", "")),
+        ({"id": "7", "contents": "Varga"}, Passage("7", "", "Varga")),
+        ({"id": "7", "contents": '"I came"'}, Passage("7", "", '"I came"')),
+        ({"_id": "7", "title": "Varga", "text": "", "metadata": {}}, Passage("7", "Varga", "")),
+        ({"_id": "7", "title": "Varga"}, Passage("7", "Varga", "")),
+        ({"_id": "7", "title": None, "text": "High."}, Passage("7", "", "High.")),
+        ({"pid": "7", "passage": "High.", "docid": "9"}, Passage("7", "", "High.")),
+        ({"docid": "7", "title": "Varga", "body": "High.", "url": "x"}, Passage("7", "Varga", "High.")),
+        ({"id": "7", "title": "Varga", "text": "", "contents": "High."}, Passage("7", "Varga", "High.")),
+        (
+            {"id": "7", "title": "Varga", "text": [["It is.", " High."], ["Old."]]},
+            Passage("7", "Varga", "It is. High. Old."),
+        ),
+    ],
+)
+def test_a_title_is_the_title_and_may_stand_alone(tmp_path: Path, record: dict, expected: Passage) -> None:
+    assert load_passages(written(tmp_path, record)) == [expected]
+
+
+def test_documents_with_neither_title_nor_text_are_left_out_and_counted(tmp_path: Path, caplog) -> None:
+    empty = ({"id": "a", "title": "", "text": " "}, {"id": "b", "contents": ""}, {"id": "c", "title": None})
+    file = written(tmp_path, *empty, {"id": "d", "text": "x"})
+    left_out: list[str] = []
+    assert [passage.id for passage in iter_passages(file, left_out=left_out)] == ["d"]
+    assert left_out == [f"line {line}: neither a title nor a text" for line in (1, 2, 3)]
+    assert "left out 3 records of 4 (line 1: neither" in caplog.text
+    with pytest.raises(UserError, match="nothing of its 3 records can be used"):
+        load_passages(written(tmp_path, *empty))
+
+
+TEXT_POOLS = [
+    {
+        "question": "?",
+        "answers": ["x"],
+        "ctxs": [{"id": "wiki:1", "title": "Oslo", "text": "A city.", "score": "7.2"}],
+    },
+    {
+        "question": "?",
+        "reference": ["x"],
+        "contexts": [{"title": "Oslo", "text": "A city.", "is_supporting": True}],
+    },
+    {
+        "question": "?",
+        "positive_ctxs": [{"title": "Oslo", "text": "A city."}],
+        "negative_ctxs": [],
+        "answers": [],
+    },
+    {
+        "input": "?",
+        "context": "Passage 1:\nOslo\nA city.\n\nPassage 2:\nOslo\nA city.",
+        "answers": ["x"],
+        "_id": "ab",
+    },
+    {"question": "?", "title": "Oslo", "context": "A city.", "answers": {"text": ["x"], "answer_start": [0]}},
+    {"question": "?", "context": '[["Oslo", ["A city."]]]'},
+    {"question": "?", "context": "[['Oslo', ['A city.']]]"},
+    {"question": "?", "context": [["Oslo", ["A city."]], ["", [""]]]},
+]
+
+
+@pytest.mark.parametrize("record", TEXT_POOLS)
+def test_the_passages_of_readers_and_long_contexts_are_a_corpus(tmp_path: Path, record: dict) -> None:
+    assert load_passages(written(tmp_path, record)) == [PAIR[0]]
+
+
+def test_squads_own_file_is_a_corpus_of_its_paragraphs(tmp_path: Path) -> None:
+    file = tmp_path / "dev-v2.0.json"
+    asked = [{"id": "1", "question": "?", "answers": []}, {"id": "2", "question": "?", "answers": []}]
+    article = {"title": "Oslo", "paragraphs": [{"context": "A city.", "qas": asked}]}
+    file.write_text(json.dumps({"version": "v2.0", "data": [article]}))
+    assert load_passages(file) == [PAIR[0]]
+
+
+def test_a_passage_of_a_question_whose_text_has_an_unknown_name_is_refused(tmp_path: Path) -> None:
+    file = written(tmp_path, {"question": "?", "ctxs": [{"title": "Oslo", "words": "A city."}]})
+    with pytest.raises(UserError, match="ctxs: a passage without a text; found the fields title, words"):
+        load_passages(file)

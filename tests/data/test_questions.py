@@ -196,7 +196,9 @@ def test_real_musique_says_its_hops() -> None:
 
 def test_broken_lines_are_skipped_or_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     good = {"question": "Who?", "answer": "A"}
-    file = written(tmp_path, good, {"question": "No answer?"}, {"answer": "A"}, {**good, "answer": [3]}, good)
+    file = written(
+        tmp_path, good, {"question": "No answer?"}, {"answer": "A"}, {**good, "answer": [{}]}, good
+    )
     skipped: list[str] = []
     assert [question.id for question in load_questions(file, "skip", skipped)] == ["0", "4"]
     assert [place.split(":")[0] for place in skipped] == ["line 2", "line 3", "line 4"]
@@ -213,7 +215,9 @@ def test_broken_lines_are_skipped_or_refused(tmp_path: Path, caplog: pytest.LogC
     [
         ("id", [1]),
         ("question", 3),
-        ("answer", 7),
+        ("answer", [[7]]),
+        ("answers", {"answer_texts": ["A"]}),
+        ("answers", "['A' 'B']"),
         ("supporting_facts", [3]),
         ("supporting_facts", [[]]),
         ("paragraphs", ["x"]),
@@ -237,7 +241,7 @@ def test_the_gold_answer_of_a_multiple_choice_is_one_of_its_choices(tmp_path: Pa
     assert [question.answers for question in load_questions(file)] == [("B",)] * 4
     for wrong in ("C", "rom", [2]):
         with pytest.raises(
-            UserError, match=r"line 1: answer: got (2|'C', neither a letter from A to B|'rom')"
+            UserError, match=r"line 1: answer: got ('2'|'C', neither a letter from A to B|'rom')"
         ):
             load_questions(written(tmp_path, record | {"answer": wrong}))
 
@@ -303,7 +307,7 @@ def test_real_questions_are_read_whole(name: str, count: int, with_gold: bool) -
 def test_gold_titles_of_real_folders_are_in_their_corpus(name: str) -> None:
     folder = load_folder(shared(name))
     titles = {passage.title for passage in folder.passages}
-    questions = folder.splits["dev" if "dev" in folder.splits else "train"]
+    questions = folder.questions("dev" if "dev" in folder.files else "train")
     found = [title in titles for question in questions for title in question.gold]
     assert sum(found) / len(found) > 0.98
 
@@ -314,8 +318,10 @@ def test_a_folder_without_what_is_needed_says_what_it_found(tmp_path: Path) -> N
     (tmp_path / "notes.txt").write_text("x")
     (tmp_path / "train_a.json").write_text("[]")
     (tmp_path / "train_b.json").write_text("[]")
-    with pytest.raises(UserError, match=r"2 files for the split 'train'.*Found: notes.txt, train_a.json"):
+    with pytest.raises(UserError, match=r"0 corpus files.*Found: notes.txt, train_a.json"):
         load_folder(tmp_path)
+    with pytest.raises(UserError, match=r"2 files for the split 'train' \(train_a.json, train_b.json\)"):
+        load_folder(tmp_path, corpus=False).first_answered(["train"])
     with pytest.raises(UserError, match="not a folder"):
         load_folder(tmp_path / "none")
 
@@ -326,7 +332,132 @@ def test_a_folder_is_read_by_file_names(tmp_path: Path) -> None:
     (tmp_path / "dev.json").write_text('[{"question": "Who?", "answer": "B"}]')
     folder = load_folder(tmp_path)
     assert [passage.title for passage in folder.passages] == ["T"]
-    assert {split: questions[0].answers for split, questions in folder.splits.items()} == {
+    assert {split: folder.questions(split)[0].answers for split in folder.files} == {
         "questions": ("A",),
         "dev": ("B",),
     }
+
+
+@pytest.mark.parametrize(
+    ("record", "expected"),
+    [
+        ({"qid": "s", "question": "Is it?", "answer": True}, Question("s", "Is it?", ("yes",))),
+        ({"qid": "s", "question": "Is it?", "answer": False}, Question("s", "Is it?", ("no",))),
+        ({"id": "n", "question": "When?", "answer": 1913}, Question("n", "When?", ("1913",))),
+        (
+            {"id": "n", "question": "How?", "answers": ["nine", 9, 9.5, 9.0]},
+            Question("n", "How?", ("nine", "9", "9.5")),
+        ),
+        (
+            {
+                "id": "q",
+                "title": "T",
+                "context": "x",
+                "question": "Who?",
+                "answers": {"text": ["A", "B"], "answer_start": [0]},
+            },
+            Question("q", "Who?", ("A", "B")),
+        ),
+        (
+            {
+                "id": "k",
+                "input": "Who?",
+                "output": [
+                    {"answer": "A"},
+                    {"answer": "B"},
+                    {"provenance": [{"wikipedia_id": "1", "title": "T"}]},
+                ],
+            },
+            Question("k", "Who?", ("A", "B"), gold=("T",)),
+        ),
+        ({"_id": "l", "input": "Who?", "context": "x", "answers": ["A"]}, Question("l", "Who?", ("A",))),
+        (
+            {
+                "question": "Who?",
+                "contexts": [{"title": "T", "text": "x", "is_supporting": True}],
+                "reference": ["A"],
+            },
+            Question("0", "Who?", ("A",), gold=("T",)),
+        ),
+        (
+            {"_id": "h", "question": "Who?", "answer": "A", "supporting_facts": '[["T", 0], ["U", 1]]'},
+            Question("h", "Who?", ("A",), gold=("T", "U")),
+        ),
+        ({"query_id": "7", "query": "Who?", "answer": "A", "gold_docs": [{}]}, Question("7", "Who?", ("A",))),
+        ({"question": "Who?", "answers": "['A', 'B']"}, Question("0", "Who?", ("A", "B"))),
+        ({"question": "Who?", "answer": "[A]"}, Question("0", "Who?", ("[A]",))),
+        (
+            {"question": "Is it?", "choices": ["no", "yes"], "answer": False},
+            Question("0", "Is it?", ("A",), choices=("no", "yes")),
+        ),
+    ],
+)
+def test_answers_are_read_as_their_publishers_write_them(
+    tmp_path: Path, record: dict, expected: Question
+) -> None:
+    assert load_questions(written(tmp_path, record)) == [expected]
+
+
+UNANSWERABLE = [
+    {"id": "2hop__1_2", "question": "Who?", "answer": "A", "answerable": False},
+    {"id": "s", "question": "Who?", "answers": {"text": [], "answer_start": []}},
+    {"id": "s", "question": "Who?", "answers": [], "is_impossible": True},
+]
+
+
+@pytest.mark.parametrize("record", UNANSWERABLE)
+def test_unanswerable_questions_are_left_out_and_counted(tmp_path: Path, record: dict, caplog) -> None:
+    file = written(tmp_path, {"id": "a", "question": "Who?", "answer": "A", "answerable": True}, record)
+    assert [question.id for question in load_questions(file)] == ["a"]
+    assert "left out 1 records of 2 (line 2: its publisher marks it as unanswerable)" in caplog.text
+    assert [question.answers for question in load_questions(file, unanswerable="empty")] == [("A",), ("",)]
+    assert [question.answers for question in load_questions(file, unanswered=True)] == [("A",), ()]
+
+
+def test_squads_own_file_is_read(tmp_path: Path) -> None:
+    asked = [
+        {
+            "id": "1",
+            "question": "Who?",
+            "answers": [{"text": "A", "answer_start": 0}],
+            "is_impossible": False,
+        },
+        {
+            "id": "2",
+            "question": "Why?",
+            "answers": [],
+            "plausible_answers": [{"text": "B"}],
+            "is_impossible": True,
+        },
+    ]
+    file = tmp_path / "dev-v2.0.json"
+    file.write_text(json.dumps({"data": [{"title": "T", "paragraphs": [{"context": "x", "qas": asked}]}]}))
+    assert load_questions(file) == [Question("1", "Who?", ("A",))]
+
+
+def test_a_folder_may_hold_tables_and_a_file_that_is_not_used_is_not_read(tmp_path: Path) -> None:
+    (tmp_path / "corpus.csv").write_text('id,title,text\n1,T,"x\ny"\n')
+    (tmp_path / "dev.tsv").write_text("question\tanswer\nWho?\tB\n")
+    (tmp_path / "train.json").write_text("broken")
+    folder = load_folder(tmp_path)
+    assert folder.passages[0].text == "x\ny"
+    assert folder.questions("dev") == [Question("0", "Who?", ("B",))]
+    with pytest.raises(UserError, match=r"train\.json: not JSON"):
+        folder.questions("train")
+
+
+def test_a_split_without_gold_answers_is_passed_over_and_one_with_a_fault_is_not(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    asked = {"question": "Who?", "answer": ""}
+    test, dev = tmp_path / "test.json", tmp_path / "dev.json"
+    test.write_text(json.dumps([asked, {"question": "Why?"}]))
+    dev.write_text(json.dumps([asked | {"answer": "A"}]))
+    folder = load_folder(tmp_path, corpus=False)
+    assert folder.first_answered(("test", "dev")) == ("dev", [Question("0", "Who?", ("A",))])
+    assert "test.json has no gold answers and is not used" in caplog.text
+    assert folder.first_answered(("test", "dev"), but="dev") is None
+    for faulty in ([asked, asked | {"answer": "A"}], [{"title": "T", "text": "x"}], []):
+        test.write_text(json.dumps(faulty))
+        with pytest.raises(UserError, match=r"test\.json"):
+            folder.first_answered(("test", "dev"))

@@ -111,3 +111,15 @@ def test_a_corpus_without_the_gold_passages_is_told(tmp_path: Path) -> None:
     load_dataset(DatasetConfig(path=str(file), corpus=str(tmp_path / "wiki.jsonl")), BM25, say=said.append)
     (told,) = [line for line in said if "warning" in line]
     assert told.startswith("warning: 1 questions have gold passages none of which the corpus has")
+
+
+def test_a_split_without_gold_answers_is_asked_only_where_it_is_named(tmp_path: Path) -> None:
+    for split, answer in (("test", ""), ("dev", "x")):
+        line = json.dumps({"id": split, "question": "?", "answer": answer})
+        (tmp_path / f"{split}.jsonl").write_text(line + "\n")
+    assert load_dataset(DatasetConfig(str(tmp_path)), OFF).questions[0].id == "dev"
+    with pytest.raises(UserError, match=r"test\.jsonl, line 1: no gold answer"):
+        load_dataset(DatasetConfig(str(tmp_path), split="test"), OFF)
+    (tmp_path / "dev.jsonl").unlink()
+    with pytest.raises(UserError, match="none of its question files has gold answers"):
+        load_dataset(DatasetConfig(str(tmp_path)), OFF)

@@ -95,7 +95,7 @@ def test_fields_can_be_named(tmp_path: Path) -> None:
             [{"id": "a", "answer": "x"}],
             r"line 1: prediction: missing; found the fields id, answer. Allowed: records",
         ),
-        ([{"id": "a", "pred": 7}], r"line 1: pred: got 7, not a string"),
+        ([{"id": "a", "pred": {"x": 1}}], r"line 1: pred: got {'x': 1}, not a string"),
         ([{"id": "a", "pred": "x"}, ["b"]], r"line 2: got \['b'\], not an object"),
         ([{"id": "a", "pred": "x", "titles": "T"}], r"line 1: titles: got 'T', not a list"),
         ([{"id": [], "pred": "x"}], r"line 1: id: got \[\], not a string"),
@@ -127,3 +127,49 @@ def test_a_missing_verdict_or_field_is_named(tmp_path: Path) -> None:
     file.write_text('{"id": "a", "pred": "x"}\n{broken\n')
     with pytest.raises(UserError, match="line 2: not JSON"):
         load_predictions(file)
+
+
+def test_numbers_and_booleans_are_answers(tmp_path: Path) -> None:
+    said = (1913, 9.5, True, False, [1, "x"], None)
+    file = written(tmp_path, *({"id": at, "prediction": value} for at, value in enumerate(said)))
+    assert [p.answers for p in load_predictions(file)] == [
+        ("1913",),
+        ("9.5",),
+        ("yes", "true"),
+        ("no", "false"),
+        ("1", "x"),
+        (),
+    ]
+
+
+def test_predictions_of_kilt_and_browsecomp_plus_are_read(tmp_path: Path) -> None:
+    result = [
+        {"type": "reasoning", "output": ["x"]},
+        {"type": "tool_call", "output": "y"},
+        {"type": "output_text", "output": "Explanation: z\n**Exact Answer:** Marta Quell\nConfidence: 90%"},
+    ]
+    kilt = {"id": "1", "input": "Who?", "output": [{"answer": "Marta Quell"}, {"answer": "another guess"}]}
+    (found,) = load_predictions(written(tmp_path, {"query_id": "1", "status": "completed", "result": result}))
+    (other,) = load_predictions(written(tmp_path, kilt))
+    assert (found.id, found.answers) == (other.id, other.answers) == ("1", ("Marta Quell",))
+
+
+def test_passages_are_read_round_by_round_and_empty_ones_are_counted(tmp_path: Path, caplog) -> None:
+    rounds = [
+        [{"id": "3", "contents": '"T"\nx'}],
+        [{"id": "4", "contents": '"U"\ny'}, {"id": "5", "contents": ""}],
+    ]
+    flat = [{"id": "6", "contents": ""}]
+    file = written(
+        tmp_path,
+        {"id": 1, "output": {"pred": "x", "retrieval_result": rounds}},
+        {"id": 2, "output": {"pred": "x", "retrieval_result": flat}},
+    )
+    assert [(p.titles, p.empty) for p in load_predictions(file)] == [(("T", "U"), 1), ((), 1)]
+    assert "left out 2 passages with neither title nor text" in caplog.text
+
+
+def test_a_table_of_predictions_is_read(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text('id,prediction\n7,"Marta, or\nQuell"\n')
+    (prediction,) = load_predictions(tmp_path / "a.csv")
+    assert (prediction.id, prediction.answers) == ("7", ("Marta, or\nQuell",))

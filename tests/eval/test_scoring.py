@@ -8,10 +8,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rrl.data.questions import Question, load_questions
+from rrl.data.questions import UNANSWERABLE, Question, load_questions
 from rrl.errors import UserError
 from rrl.eval.predictions import Prediction, load_predictions
-from rrl.eval.scoring import against, as_text, matched, own_questions, report, score, write_report
+from rrl.eval.scoring import (
+    against,
+    as_text,
+    matched,
+    own_questions,
+    report,
+    scorable,
+    score,
+    without,
+    write_report,
+)
 from rrl.text.normalize import RULES
 from tests.shared_data import shared
 from tests.text.test_metrics import reference_f1, words
@@ -206,3 +216,38 @@ def test_reports_are_written_whole_or_not_at_all(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="cannot be written to"):
         write_report(tmp_path / "file", {}, scores)
     np.testing.assert_array_equal(scores.metrics["em"], [1, 0, 1])
+
+
+def test_unanswerable_questions_score_an_empty_answer_under_squad2_and_are_left_out_otherwise(
+    tmp_path: Path,
+) -> None:
+    questions = [
+        Question("a", "Who?", ("A",)),
+        Question("b", "Why?", UNANSWERABLE),
+        Question("c", "How?", UNANSWERABLE),
+    ]
+    file = tmp_path / "predictions.json"
+    file.write_text('{"a": "A", "b": "", "c": "x"}')
+    predictions = load_predictions(file)
+    for rule, em in ((RULES["squad2"], [1, 1, 0]), (SQUAD, [1])):
+        counts = scorable(questions, rule)
+        scored = [question for question, count in zip(questions, counts) if count]
+        pairs = matched(without(predictions, questions, counts), scored, "p", "d")
+        assert score(pairs, scored, rule).metrics["em"].tolist() == em
+    file.write_text('{"b": null}')
+    assert score(load_predictions(file), questions[1:2], RULES["squad2"]).metrics["em"].tolist() == [1]
+
+
+def test_of_a_pair_with_one_id_the_answerable_question_counts() -> None:
+    """MuSiQue-Full asks each question twice, over passages that answer it and that do not."""
+    pair = [Question("a", "Who?", ("A",)), Question("a", "Who?", UNANSWERABLE)]
+    assert scorable(pair, RULES["squad2"]) == [True, False]
+    prediction = Prediction("line 1", "a", "", ("A",))
+    assert without([prediction], pair, [True, False]) == [prediction]
+
+
+def test_kilts_predictions_are_not_their_own_gold_answers(tmp_path: Path) -> None:
+    file = tmp_path / "kilt.jsonl"
+    file.write_text('{"id": "1", "input": "Who?", "output": [{"answer": "A"}]}\n')
+    with pytest.raises(UserError, match="line 1: no gold answer"):
+        own_questions(load_predictions(file), str(file))

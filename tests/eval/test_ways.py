@@ -15,6 +15,7 @@ from rrl.eval.predictions import load_predictions
 from rrl.eval.trajectory_files import load_trajectories
 from rrl.eval.ways import Generator, make_way, of_outcome, of_trajectory
 from rrl.rewards.reader import Said
+from rrl.rollout.engine import Engine, EngineConfig
 from rrl.rollout.trajectory import ENVIRONMENT, POLICY, PROMPT, Search
 from rrl.train.launcher import load_config
 from tests.eval.fakes import spouse
@@ -97,8 +98,9 @@ def test_a_recipe_shows_the_choices_of_a_question() -> None:
 
     class Engine:
         tokenizer = None
+        fits = staticmethod(lambda prompt: True)
 
-        def run(self, params, requests, environment, key, *, on_finish):
+        def run(self, params, requests, environment, key, **_):
             asked.extend(requests)
 
     way = make_way({"name": "rsearch"}, {"instruction": ""}, None)
@@ -117,8 +119,9 @@ def test_a_recipe_whose_reader_answers_is_kept_when_it_has() -> None:
 
     class Engine:
         tokenizer = None
+        fits = staticmethod(lambda prompt: True)
 
-        def run(self, params, requests, environment, key):
+        def run(self, params, requests, environment, key, **_):
             (request,) = requests
             trajectory = spouse()
             trajectory.question = request.question
@@ -167,3 +170,27 @@ def test_one_shot_rag_shows_all_that_its_search_returned():
 
     assert shown("method=naive_rag,top_k=16") == shown("method=rag_cot,top_k=16") == 16  # SPEC.md 2
     assert shown("method=ircot,top_k=16") == shown("method=naive_rag,top_k=3") == 15
+
+
+def test_a_question_that_no_method_could_show_stops_a_run_only_where_that_is_asked_for() -> None:
+    class Small:
+        tokenizer = None
+        config = EngineConfig(context=8)
+        fits = Engine.fits
+
+        def check_prompt(self, question, prompt):
+            if not self.fits(prompt):
+                raise UserError(f"question {question.id!r} is too long")
+
+    questions = [Question("short", "a b", ("x",)), Question("long", "a b c d e f g h", ("x",))]
+    with pytest.MonkeyPatch.context() as patch:
+        for module in ("rrl.train.rollouts", "rrl.eval.ways"):
+            patch.setattr(f"{module}.chat_ids", lambda _, prompt: np.zeros(len(prompt.split()), np.int32))
+        patch.setattr("rrl.train.rollouts.chat_text", lambda _, prompt: prompt)
+        for name, recipe in (("rsearch", {"instruction": ""}), ("direct", None)):
+            way, said = make_way({"name": name}, recipe, None), []
+            way.check(Small(), questions, "refuse", said.append)
+            assert len(said) == (name == "rsearch")
+            assert all("1 of 2 questions do not fit" in text and "'long'" in text for text in said)
+            with pytest.raises(UserError, match="question 'long' is too long"):
+                way.check(Small(), questions, "stop", said.append)

@@ -109,7 +109,7 @@ def test_published_recall_on_2wiki(
     config: Bm25Config, at_2: tuple[float, float], at_5: tuple[float, float]
 ) -> None:
     folder = load_folder(shared("2wiki"))
-    questions = folder.splits["dev"]
+    questions = folder.questions("dev")
     retriever = make_retriever(folder.passages, "bm25", bm25=config)
     for k, (low, high) in ((2, at_2), (5, at_5)):
         recall = 100 * recall_at(retriever, [q.text for q in questions], [q.gold for q in questions], k)

@@ -26,6 +26,7 @@ PASSAGES = [Passage(f"p{i}", f"Name {i}", f"fact {i * i} of {chr(97 + i % 26)}")
 
 KILLED = """
 import os, signal, sys
+from rrl.retrieval.index import open_index
 from rrl.retrieval.build import build_index
 from tests.retrieval.fakes import WordEncoder
 
@@ -197,6 +198,7 @@ def test_an_unfinished_build_with_other_settings_is_refused(tmp_path: Path) -> N
 FULL = """
 import resource, sys
 from rrl.errors import UserError
+from rrl.retrieval.index import open_index
 from rrl.retrieval.build import build_index
 from tests.retrieval.fakes import WordEncoder
 resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[3]), -1))
@@ -320,6 +322,24 @@ def test_records_that_were_left_out_are_counted_and_not_forgotten_by_a_build_tha
         build_index(file, tmp_path / "index", "bm25")
     manifest = build_index(file, tmp_path / "index", "bm25", on_error="skip")
     assert (manifest["passages"], manifest["skipped"]) == (2, 2)
+
+
+def test_the_columns_of_a_table_are_part_of_what_was_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed(self, target):
+        raise KeyboardInterrupt
+
+    file = tmp_path / "corpus.tsv"
+    file.write_text("1\tA long title\tshort text\n2\t\t\n")
+    monkeypatch.setattr(Path, "rename", killed)
+    with pytest.raises(KeyboardInterrupt):
+        build_index(file, tmp_path / "index", "bm25", columns=["id", "text", "title"])
+    monkeypatch.undo()
+    manifest = build_index(file, tmp_path / "index", "bm25", columns=["id", "title", "text"])
+    assert (manifest["passages"], manifest["left_out"]) == (1, 1)
+    index = open_index(tmp_path / "index")
+    assert index.search(["title"], 1)[0][0].passage == Passage("1", "A long title", "short text")
 
 
 def test_passages_that_were_cut_are_counted(tmp_path: Path) -> None:

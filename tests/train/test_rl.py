@@ -25,7 +25,7 @@ from rrl.train.critic import CriticConfig
 from rrl.train.guard import GuardConfig
 from rrl.train.metrics import read_metrics
 from rrl.train.rl import Task, train
-from rrl.train.rollouts import refuse_long_prompts
+from rrl.train.rollouts import too_long
 from tests.memory import collect, memory_maps
 from tests.train.small_run import CONFIG, STEPS, fresh, lines, run, steps_of
 
@@ -183,12 +183,17 @@ def test_advantages_over_the_batch_are_over_what_is_learned_from(parts, tmp_path
 
 def test_a_question_too_long_for_the_context_is_named_before_a_run_comes_to_it(parts):
     questions, engine, recipe = parts
-    refuse_long_prompts(engine, recipe, questions)
+    said = []
+    assert too_long(engine, recipe, questions, "refuse", said.append) == set() and not said
     spaces = dataclasses.replace(questions[0], id="many bytes, few tokens", text=questions[0].text * 2)
-    refuse_long_prompts(engine, recipe, [spaces])
+    assert too_long(engine, recipe, [spaces], "stop", said.append) == set()
     long = dataclasses.replace(questions[0], id="endless", text=questions[0].text * 40)
+    for on_error in ("refuse", "skip"):
+        assert too_long(engine, recipe, [*questions, long], on_error, said.append) == {len(questions)}
+    words = f"1 of {len(questions) + 1} questions do not fit the context of 128 tokens and end as context_limit; the first is"
+    assert len(said) == 2 and all(f"{words} 'endless', whose prompt has" in text for text in said)
     with pytest.raises(UserError, match=r"question 'endless' has \d+ tokens, the context holds 128"):
-        refuse_long_prompts(engine, recipe, [*questions, long])
+        too_long(engine, recipe, [*questions, long], "stop", said.append)
 
 
 def test_a_critic_that_warms_up_for_longer_than_the_run_is_refused():

@@ -6,24 +6,29 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 import pytest
+from flax import nnx
 
 from rrl.data.passages import Passage
 from rrl.data.questions import Question
 from rrl.data.tokenizer import load_tokenizer
 from rrl.errors import UserError
+from rrl.models.decoder import Decoder
 from rrl.recipes.base import Scoring
+from rrl.recipes.catalogue import RECIPES, make_recipe
 from rrl.recipes.r2ag import R2AG, Expanding
 from rrl.recipes.rsearch import RSearch
 from rrl.rl.optim import OptimConfig
 from rrl.rl.refill import Refill
 from rrl.rollout.curriculum import Shuffled
-from rrl.rollout.engine import EngineConfig, RolloutStats
+from rrl.rollout.engine import Engine, EngineConfig, RolloutStats
+from rrl.rollout.episodes import Live, Request
 from rrl.rollout.forest import Node
 from rrl.rollout.trajectory import Trajectory
 from rrl.train import rollouts
 from rrl.train.objective import ObjectiveConfig
 from rrl.train.rl_config import RLConfig
 from rrl.train.rollouts import evaluate, run_questions, sample_rounds, sample_step
+from tests.tiny import tiny_shape
 
 
 @pytest.fixture
@@ -185,6 +190,7 @@ def test_each_sample_of_a_question_has_a_temperature_of_its_own():
     class Stub:
         tokenizer = load_tokenizer("assets/miniwiki-tokenizer")
         stats = RolloutStats()
+        fits = staticmethod(lambda prompt: True)
 
         def run(self, params, requests, *_, **__):
             self.asked = [(r.group, r.seed, r.temperature) for r in requests]
@@ -208,6 +214,7 @@ def test_an_evaluation_counts_failed_searches_and_logits_that_are_not_finite():
 
     class Stub:
         tokenizer = load_tokenizer("assets/miniwiki-tokenizer")
+        fits = staticmethod(lambda prompt: True)
 
         def run(self, params, requests, *_, **__):
             self.stats = RolloutStats(searches_failed=3, not_finite=2)
@@ -223,6 +230,7 @@ def test_documents_that_leave_no_room_for_a_turn_give_way():
     class Stub:
         tokenizer, stats = load_tokenizer("assets/miniwiki-tokenizer"), RolloutStats()
         config = EngineConfig(context=100)
+        fits = staticmethod(lambda prompt: True)
 
         def run(self, params, requests, *_, **__):
             self.prompts = [request.prompt for request in requests]
@@ -253,3 +261,48 @@ def test_a_step_samples_at_its_temperatures(monkeypatch):
 def test_temperatures_that_do_not_fit_the_samples_are_refused(temperatures):
     with pytest.raises(UserError, match=r"train\.temperatures=.* must be 2 numbers of at least 0"):
         RLConfig(2, OptimConfig(), ObjectiveConfig(), samples=2, temperatures=temperatures)
+
+
+@pytest.fixture(scope="module")
+def small():
+    tokenizer = load_tokenizer("assets/miniwiki-tokenizer")
+    decoder = Decoder(tiny_shape(len(tokenizer), 128, eos_token_id=tokenizer.eos_token_id), rngs=nnx.Rngs(0))
+    config = EngineConfig(rows=4, context=96, feeds=2, feed_tokens=16)
+    return Engine(decoder, tokenizer, config), nnx.state(decoder)
+
+
+def test_a_question_too_long_for_the_context_ends_alone_and_counts_as_wrong(small):
+    engine, params = small
+    recipe = RSearch(instruction="")
+    recipe = dataclasses.replace(recipe, environment=dataclasses.replace(recipe.environment, turn_tokens=8))
+    questions = [Question(str(at), f"Who directed film {at}?", ("A",)) for at in range(3)]
+    long = Question("long", "Who directed all of these films? " * 60, ("A",))
+    ended = []
+    asked = [questions[0], long, *questions[1:]]
+    _, found = evaluate(
+        engine,
+        params,
+        recipe,
+        asked,
+        on_finish=lambda place, trajectory: ended.append((place, trajectory.ended)),
+    )
+    assert [t.question.id for t in found] == ["0", "long", "1", "2"]
+    assert found[1].ended == "context_limit" and found[1].policy_tokens == 0 and found[1].metrics["em"] == 0
+    assert len(found[1].tokens) == 96 and found[1].cuts == ((0, "room"),)
+    assert sorted(place for place, _ in ended) == [0, 1, 2, 3] and (1, "context_limit") in ended
+    _, alone = evaluate(engine, params, recipe, [questions[0], questions[0], *questions[1:]])
+    for place in (0, 2, 3):
+        np.testing.assert_array_equal(found[place].tokens, alone[place].tokens)
+    metrics, found = evaluate(engine, params, recipe, [long])
+    assert metrics["eval/em"] == 0 and found[0].ended == "context_limit"
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_recipe_scores_an_episode_that_ended_before_a_turn(name):
+    question = Question("q", "Who?", ("A",), gold=("T",))
+    for asked in (question, Node.of(question)):
+        live = Live(Request(asked, np.arange(5, dtype=np.int32), 0), "prompt")
+        live.met("room")
+        trajectory = live.trajectory("context_limit")
+        make_recipe(name).score([trajectory], Scoring(reader=lambda prompts: [""] * len(prompts)))
+        assert not trajectory.token_rewards.any() and trajectory.metrics.get("em", 0) == 0

@@ -10,7 +10,7 @@ from rrl.data.passages import Passage
 from rrl.data.questions import Question
 from rrl.errors import UserError
 from rrl.retrieval.build import build_index
-from rrl.train.tasks import DataConfig, RetrieverConfig, load_corpora, split_questions
+from rrl.train.tasks import DataConfig, RetrieverConfig, hold_out, load_corpora
 from tests.retrieval.fakes import WordEncoder
 
 BM25 = RetrieverConfig(kind="bm25")
@@ -44,11 +44,11 @@ def test_a_folder_holds_out_its_own_split(tmp_path):
 
 def test_one_file_gives_every_fifth_question_away():
     questions = [Question(str(i), "q", ("a",)) for i in range(10)]
-    train, held_out = split_questions({"dev": questions})
+    train, held_out = hold_out(questions)
     assert [q.id for q in held_out] == ["0", "5"]
     assert len(train) == 8
     with pytest.raises(UserError, match="at least 2"):
-        split_questions({"dev": questions[:1]})
+        hold_out(questions[:1])
 
 
 def test_a_dense_retriever_without_encoder_is_named():
@@ -118,3 +118,18 @@ def test_a_run_over_a_large_corpus_opens_its_index_again(tmp_path, monkeypatch):
     assert best() == "3" and len(list(workdir.glob("indexes/*/manifest.json"))) == 1
     monkeypatch.setattr("rrl.retrieval.index.build_index", None)
     assert best() == "3"
+
+
+def test_a_release_folder_whose_test_file_has_no_answers_is_trained_on(tmp_path):
+    (tmp_path / "corpus.json").write_text(json.dumps([{"title": "T", "text": "x"}]))
+    for name, answer in (("train", "a"), ("dev", "b"), ("test", "")):
+        asked = [{"_id": f"{name}{i}", "question": "q?", "context": [], "answer": answer} for i in range(3)]
+        (tmp_path / f"{name}.json").write_text(json.dumps(asked))
+    train, held_out = load_corpora(DataConfig(path=str(tmp_path)), BM25)
+    assert (train.questions[0].id, held_out.questions[0].id) == ("train0", "dev0")
+    (tmp_path / "dev.json").unlink()
+    train, held_out = load_corpora(DataConfig(path=str(tmp_path)), BM25)
+    assert ([q.id for q in train.questions], held_out.questions[0].id) == (["train1", "train2"], "train0")
+    (tmp_path / "train.json").unlink()
+    with pytest.raises(UserError, match="none of its question files has gold answers"):
+        load_corpora(DataConfig(path=str(tmp_path)), BM25)
