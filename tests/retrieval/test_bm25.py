@@ -68,8 +68,14 @@ UAX_29 = [
     ("well-known (AC/DC)", ["well", "known", "ac", "dc"]),  # WB999
     ("can't o’clock rock'n'roll 'quoted'", ["can't", "o'clock", "rock'n'roll", "quoted"]),  # WB6, WB7
     ("U.S.A. e.g. a:b example.com", ["u.s.a", "e.g", "a:b", "example.com"]),  # WB6, WB7
-    ("3.14 12,500.5 10;20 1'000 7. 1990-1995", ["3.14", "12,500.5", "10;20", "1'000", "7", "1990", "1995"]),  # WB11, WB12
-    ("3..14 3.a a.3 1990's", ["3", "14", "3", "3", "1990", "s"]),  # WB6, WB7 and WB11, WB12 ask for one kind on both sides
+    (
+        "3.14 12,500.5 10;20 1'000 7. 1990-1995",
+        ["3.14", "12,500.5", "10;20", "1'000", "7", "1990", "1995"],
+    ),  # WB11, WB12
+    (
+        "3..14 3.a a.3 1990's",
+        ["3", "14", "3", "3", "1990", "s"],
+    ),  # WB6, WB7 and WB11, WB12 ask for one kind on both sides
     ("A4 3D x_1 _x ___", ["a4", "3d", "x_1", "_x"]),  # WB9, WB10, WB13a, WB13b
     ("हिन्दी में किताब", ["हिन्दी", "में", "किताब"]),  # WB4: vowel signs and virama stay with their letters
     ("தமிழ் மொழி", ["தமிழ்", "மொழி"]),  # WB4
@@ -96,7 +102,11 @@ def test_ascii_words_are_split_by_the_same_rules_with_and_without_other_characte
 
 
 def test_full_width_and_composed_characters_are_the_plain_ones() -> None:
-    assert analyse("Ｒｉｖｅｒ １９１３ ﬁlm Zoe\u0301") == analyse("River 1913 film Zoé") == ["river", "1913", "film", "zoé"]
+    assert (
+        analyse("Ｒｉｖｅｒ １９１３ ﬁlm Zoe\u0301")
+        == analyse("River 1913 film Zoé")
+        == ["river", "1913", "film", "zoé"]
+    )
 
 
 def test_a_query_finds_the_passage_in_another_unicode_form_and_in_chinese() -> None:
