@@ -18,8 +18,8 @@ from rrl.eval.predictions import Prediction
 from rrl.eval.summary import table
 from rrl.files import replaced
 from rrl.retrieval.gold import Hits, hits_of
-from rrl.text.metrics import score_answers
 from rrl.text.characters import one_form
+from rrl.text.metrics import score_answers
 from rrl.text.normalize import RRL, Rule
 from rrl.text.short_answers import choice_correct
 
