@@ -42,7 +42,8 @@ class Rule:
     f1_decimals: int | None = None
     """F1 rounded to so many decimals (R-Search as released: 2)."""
     one_form: bool = False
-    """Texts are compared in one Unicode form (NFKC), HTML character references such as `&amp;` resolved. No published rule does so."""
+    """Texts are compared in one Unicode form (NFKC), HTML character references such as `&amp;` resolved. No published rule does
+    so."""
 
     def __post_init__(self) -> None:
         one_of(_TABLES, self, "punctuation")

@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import threading
 
 import pytest
 
@@ -10,6 +11,7 @@ from rrl.data.passages import Passage
 from rrl.data.questions import Question
 from rrl.errors import UserError
 from rrl.retrieval.build import build_index
+from rrl.retrieval.serve import make_server
 from rrl.train.tasks import DataConfig, RetrieverConfig, load_corpora, split_questions
 from tests.retrieval.fakes import WordEncoder
 
@@ -72,10 +74,17 @@ def test_a_folder_is_searched_through_an_index_or_a_service(tmp_path):
     config = RetrieverConfig(kind="bm25", index=str(tmp_path / "index"))
     train, _ = load_corpora(DataConfig(path=str(data)), config)
     assert train.retriever.search(["T3"], 1)[0][0].passage == passages[3]
-    remote = RetrieverConfig(kind="bm25", index="http://127.0.0.1:9", form="flashrag")
+    server = make_server(train.retriever, port=0)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    remote = RetrieverConfig(kind="bm25", index=f"http://127.0.0.1:{server.server_port}", form="flashrag")
     service = load_corpora(DataConfig(path=str(data)), remote, search_seconds=30)[0].retriever
     assert service.kind == "http"
     assert (service.patience.time_out, service.patience.retries) == (10, 2), "three attempts in 30 seconds"
+    assert service.search(["T3"], 1)[0][0].passage == passages[3]
+    server.shutdown()
+    server.server_close()
+    with pytest.raises(UserError, match=r"retriever.index=http://.* does not answer.* Start the service"):
+        load_corpora(DataConfig(path=str(data)), remote)
     with pytest.raises(UserError, match="data=FOLDER"):
         load_corpora(DataConfig(), config)
 
@@ -86,6 +95,16 @@ def test_runs_from_before_there_were_index_settings_continue(tmp_path):
         build_index([Passage("0", "T", "text")], tmp_path / name, "bm25")
     here, there = (RetrieverConfig(index=str(tmp_path / name)).identity() for name in ("here", "there"))
     assert here == there, "an index may be moved"
+
+
+def test_a_service_is_known_by_its_address_and_form_alone():
+    service = RetrieverConfig(kind="scann", index="http://127.0.0.1:9", form="flashrag", title_weight=3)
+    assert service.identity() == {
+        "kind": "http",
+        "encoder": "",
+        "index": "http://127.0.0.1:9",
+        "form": "flashrag",
+    }
 
 
 def test_an_encoder_that_nothing_would_use_is_refused_by_name(tmp_path):
