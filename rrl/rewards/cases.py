@@ -393,15 +393,27 @@ _OPENING = re.compile(rf"\A[\s*\"'(]*(?!1\.\s){_TENTHS}(?=[\s*\"')]*(?:$|[,;:(\n
 _CLOSING = re.compile(rf"(?:^|[:=]|\bis\b)[\s*\"'(]*{_TENTHS}[\s*\"').]*\Z", re.MULTILINE)
 
 
+_REFUSAL = re.compile(
+    r"\W*(?:(?:i['’]m|i am) (?:very |so )?sorry\b|sorry,? (?:but )?i\b|as an? (?:\w+ )?(?:ai|language model)\b"
+    r"|(?:unfortunately,? )?i(?:(?:['’]m| am) (?:not able|unable) to| can(?:not|['’]t| not)| won['’]t| will not)"
+    r" (?:\w+ly )?(?:assist|help|answer|comply|determine|judge|evaluate|verify|assess|decide|say|tell|rate|score|give)\b)",
+    re.IGNORECASE,
+)
+"""How an answer opens that refuses to judge. What numbers and verdicts it names after that are none of its own."""
+
+
 def read_tenths(text: str) -> float | None:
-    """The number in 0..1 of an answer, to the tenth; None where there is none ("7", "70%", "7/10", "high").
+    """The number in 0..1 of an answer, to the tenth; None where there is none ("7", "70%", "7/10", "high"), and for a refusal.
 
     One that is called the score counts, else the one that the answer opens with, else the last with a decimal point, else a
     whole one that the answer ends with, after a colon, an equals sign, "is", or alone on its line: elsewhere whole ones count or
     name documents ("document 1 is irrelevant"). The ends of the scale, where an answer tells them ("out of 1", "from 0 to 1",
     "0 = irrelevant"), are no score.
     """
-    said = _SCALE.sub(" ", after_thought(text))
+    said = after_thought(text)
+    if _REFUSAL.match(said):
+        return None
+    said = _SCALE.sub(" ", said)
     decimals = [number for number in re.findall(_TENTHS, said) if "." in number]
     # Of the opening and the closing number there is one at most: they are anchored.
     chosen = _NAMED.findall(said) or _OPENING.findall(said) or decimals or _CLOSING.findall(said)
@@ -414,12 +426,14 @@ _VERDICT = re.compile(r"(\bnot\s+(?:\w+ly\s+)?|n['’]t\s+(?:\w+ly\s+)?)?\b(true
 
 
 def read_verdict(text: str) -> float | None:
-    """1 for true or yes, 0 for false or no; None where an answer says neither.
+    """1 for true or yes, 0 for false or no; None where an answer says neither, and for a refusal.
 
     The word that it opens with counts, whatever is explained after it ("No doubt" opens with no verdict); else the last true or
     false, turned round by a "not" before it; else the last yes or no.
     """
     said = after_thought(text).lower()
+    if _REFUSAL.match(said):
+        return None
     if opening := _OPENING_VERDICT.match(said):
         return float(opening[1] in ("true", "yes"))
     if found := _VERDICT.findall(said):
