@@ -330,7 +330,7 @@ def test_a_model_that_takes_only_max_completion_tokens_is_asked_with_that(servic
 
 def test_a_refused_setting_is_wrong_input_and_no_refused_prompt(service):
     service.script = [error("unsupported_value", "temperature does not support 0 with this model")]
-    with pytest.raises(UserError, match=r"temperature does not support 0.*model='m' temperature=0.0"):
+    with pytest.raises(UserError, match=r"temperature does not support 0.*model='m', temperature=0.0"):
         Endpoint(service.config()).answers(["a"])
     assert len(service.requests) == 1
 
