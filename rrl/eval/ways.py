@@ -15,7 +15,7 @@ from rrl.data.questions import Question, asked
 from rrl.errors import UserError
 from rrl.eval.trajectory_files import searches_as_json
 from rrl.models.weights import folder_hash
-from rrl.recipes.base import ALONE, Recipe, Scoring, uses_chat
+from rrl.recipes.base import ALONE, Recipe, Scoring, check_tags, uses_chat
 from rrl.recipes.card import card_of
 from rrl.recipes.catalogue import RECIPES, make_recipe
 from rrl.recipes.prompted.base import Outcome
@@ -203,6 +203,7 @@ class Trained:
         return {"recipe": self.recipe_name, "reader": reader} | dataclasses.asdict(recipe)
 
     def check(self, engine: Engine, questions: Sequence[Question]) -> None:
+        check_tags(self.recipe, engine.tokenizer)
         refuse_long_prompts(engine, self.recipe, [_shown(question) for question in questions])
 
     def ask(

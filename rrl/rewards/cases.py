@@ -13,7 +13,7 @@ from typing import Protocol
 from rrl.data.passages import Passage, render
 from rrl.data.questions import Question
 from rrl.rollout.trajectory import ENVIRONMENT, POLICY, PROMPT, Search, Trajectory
-from rrl.text.chat import Prompt, after_thought
+from rrl.text.chat import Prompt, after_thought, opened_thought
 from rrl.text.metrics import AnswerScores, score_answer
 from rrl.text.normalize import RRL, Rule
 from rrl.text.short_answers import EXTRACT_TEMPLATE, listed_answers
@@ -190,7 +190,8 @@ def told_of(trajectory: Trajectory, answer: Tag, prefill: str = "", searches: in
     Args:
       trajectory: the episode; its prompt is no part of it.
       answer: the answers' tag.
-      prefill: what the prompt had opened for the policy, which its first words continue.
+      prefill: what the prompt had opened for the policy, which its first words continue; by default a thought that the chat
+        template opened.
       searches: up to what was thought after so many searches; None: all of them.
     """
     segments: list[tuple[int, str]] = []
@@ -204,6 +205,7 @@ def told_of(trajectory: Trajectory, answer: Tag, prefill: str = "", searches: in
             continue
         if role == PROMPT:
             prompts.append(text)
+            prefill = prefill or opened_thought(text)
             if len(prompts) == 1:
                 continue
             same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(*prompts[-2:]))

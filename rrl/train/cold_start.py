@@ -22,7 +22,7 @@ from rrl.errors import UserError, at_least
 from rrl.files import write_whole
 from rrl.models.hf import folder_hash, load_language_model
 from rrl.parallel.runtime import enable_compilation_cache
-from rrl.recipes.base import Recipe, Scoring, uses_chat
+from rrl.recipes.base import Recipe, Scoring, check_tags, uses_chat
 from rrl.recipes.card import require_policy
 from rrl.recipes.catalogue import RECIPES, make_recipe
 from rrl.rewards.endpoint import EndpointConfig
@@ -205,6 +205,7 @@ class Settings:
                 mesh=mesh if mesh.size > 1 else None,
             )
             engine = Engine(decoder, tokenizer, self.rollout, retriever=corpus.retriever, mesh=mesh)
+            check_tags(self.recipe, tokenizer)
             refuse_long_prompts(engine, self.recipe, corpus.questions)
             strong = PolicyFolder(engine, nnx.state(decoder), self.recipe, temperatures, seed)
         judge = None if self.judge is None else self.judge.load(corpus.questions, self.compute, mesh)

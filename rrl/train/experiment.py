@@ -31,7 +31,7 @@ from rrl.models.weights import require_folder
 from rrl.parallel.mesh import data_shards
 from rrl.parallel.rules import shard
 from rrl.parallel.runtime import enable_compilation_cache
-from rrl.recipes.base import Grouping, Recipe, Scoring, uses_chat
+from rrl.recipes.base import Grouping, Recipe, Scoring, check_tags, uses_chat
 from rrl.recipes.card import Card, card_of, require_policy, write_card
 from rrl.recipes.catalogue import make_recipe
 from rrl.rewards.judge import Judge
@@ -314,6 +314,7 @@ def _run(config: Mapping[str, Any], workdir: str | pathlib.Path, stack: contextl
     refuse_damaged(workdir)
     enable_compilation_cache()
     loaded = load(settings, say, workdir)
+    check_tags(settings.recipe, loaded.tokenizer)
     refuse_long_prompts(loaded.engine, settings.recipe, [*loaded.task.train, *loaded.task.held_out])
 
     def ready() -> None:
