@@ -37,7 +37,7 @@ from rrl.train.judges import SECTIONS as JUDGE
 from rrl.train.judges import JudgeSettings
 from rrl.train.rollouts import refuse_long_prompts
 from rrl.train.strong import REFUSED, PolicyFolder, Service, Strong
-from rrl.train.tasks import Corpus, DataConfig, RetrieverConfig, encoder_folder, load_corpora
+from rrl.train.tasks import Corpus, DataConfig, RetrieverConfig, data_files, encoder_folder, load_corpora
 from rrl.train.workdir import refuse_other_config
 
 
@@ -168,18 +168,18 @@ class Settings:
 
     def identity(self) -> dict[str, Any]:
         """What decides the trajectories: models by content or name, data, search, settings."""
+        encoder = encoder_folder(self.retriever)
         found = {
             "model": folder_hash(self.model) if self.endpoint is None else self.endpoint.identity,
             "recipe": dataclasses.asdict(self.recipe),
             "sampling": dataclasses.asdict(self.sampling),
             "rollout": {name: getattr(self.rollout, name) for name in ("context", "top_k", "top_p")},
             "data": dataclasses.asdict(self.data),
-            "retriever": self.retriever.identity(),
+            "retriever": self.retriever.identity() | {"encoder_sha256": encoder and folder_hash(encoder)},
             "judge": self.judge.identity() if self.judge else None,
         }
         if self.data.path != "miniwiki":
-            files = sorted(pathlib.Path(self.data.path).iterdir())
-            found["files"] = {file.name: file.stat().st_size for file in files if file.is_file()}
+            found |= data_files(self.data.path)
         return found
 
     def load(self, corpus: Corpus, say: Clock) -> tuple[Strong, Judge | None]:
@@ -254,7 +254,8 @@ def run(config: Mapping[str, Any], workdir: str | os.PathLike[str]) -> Report | 
     """
     say, settings, folder = Clock(), Settings.of(config), pathlib.Path(workdir)
     identity = json.loads(json.dumps(settings.identity()))
-    refuse_other_config(folder, identity, ("sampling.keep",))  # read after all is sampled
+    # The first is read after all is sampled; the others are known by their content.
+    refuse_other_config(folder, identity, ("sampling.keep", "data.path", "retriever.encoder"))
     (folder / "blocks").mkdir(parents=True, exist_ok=True)
     write_whole(folder / "config.json", json.dumps(identity, indent=2, sort_keys=True))
     enable_compilation_cache()

@@ -17,7 +17,7 @@ from rrl.models.weights import require_folder
 from rrl.retrieval.bm25 import Bm25Config
 from rrl.retrieval.encode import TextEncoder, load_text_encoder
 from rrl.retrieval.folder import KINDS as INDEXES
-from rrl.retrieval.folder import index_identity
+from rrl.retrieval.folder import index_identity, stamp
 from rrl.retrieval.index import make_retriever, open_index, stored_retriever
 from rrl.retrieval.remote import open_remote
 from rrl.retrieval.retriever import Patience, Retriever, SearchFailed
@@ -184,6 +184,16 @@ def load_encoder_of(config: RetrieverConfig, where: str = "retriever") -> TextEn
     """The text encoder that a retriever config needs; errors as `encoder_folder`."""
     folder = encoder_folder(config, where)
     return load_text_encoder(folder) if folder else None
+
+
+def data_files(folder: str) -> dict[str, Any]:
+    """What is in a data folder, wherever it lies: the size of each file, and a hash of its content."""
+    files = [file for file in sorted(Path(folder).iterdir()) if file.is_file()]
+    stamps = {file.name: stamp(file) for file in files}
+    return {
+        "files": {name: found["bytes"] for name, found in stamps.items()},
+        "content": {name: found["sha256"] for name, found in stamps.items()},
+    }
 
 
 def load_corpora(

@@ -12,7 +12,9 @@ from rrl.data.questions import Question
 from rrl.errors import UserError
 from rrl.retrieval.build import build_index
 from rrl.retrieval.serve import make_server
-from rrl.train.tasks import DataConfig, RetrieverConfig, load_corpora, split_questions
+from rrl.train import rl_config, sft
+from rrl.train.tasks import DataConfig, RetrieverConfig, data_files, load_corpora, split_questions
+from rrl.train.workdir import refuse_other_config
 from tests.retrieval.fakes import WordEncoder
 
 BM25 = RetrieverConfig(kind="bm25")
@@ -137,3 +139,28 @@ def test_a_run_over_a_large_corpus_opens_its_index_again(tmp_path, monkeypatch):
     assert best() == "3" and len(list(workdir.glob("indexes/*/manifest.json"))) == 1
     monkeypatch.setattr("rrl.retrieval.index.build_index", None)
     assert best() == "3"
+
+
+def test_data_are_known_by_their_content_wherever_they_lie(tmp_path):
+    here, there = tmp_path / "here", tmp_path / "there"
+    (here / "below").mkdir(parents=True)
+    (here / "questions.jsonl").write_text("one\n")
+    found = data_files(str(here))
+    assert found["files"] == {"questions.jsonl": 4}
+    here.rename(there)
+    assert data_files(str(there)) == found
+    (there / "questions.jsonl").write_text("two\n")
+    assert data_files(str(there))["content"] != found["content"]
+
+
+@pytest.mark.parametrize("train", [rl_config, sft])
+def test_where_data_lie_is_no_part_of_what_a_run_is(tmp_path, train):
+    old = {"run": {"data": {"path": "here", "seed": 0, "files": {"q.jsonl": 1}}}}
+    (tmp_path / "config.json").write_text(json.dumps(old))
+    new = {
+        "run": {"data": {"path": "there", "seed": 0, "files": {"q.jsonl": 1}, "content": {"q.jsonl": "a"}}}
+    }
+    refuse_other_config(tmp_path, new, train.MAY_DIFFER)
+    new["run"]["data"]["seed"] = 1
+    with pytest.raises(UserError, match=r"run\.data\.seed: 0 there, 1 now"):
+        refuse_other_config(tmp_path, new, train.MAY_DIFFER)
