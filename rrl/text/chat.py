@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rrl.errors import UserError, shown
 from rrl.text.encoding import CUTS, cut_names, plain_ids, special_name, template_ids
+from rrl.text.encoding import text_ids as text_ids
 
 _OPENED = re.compile(r"<think>\s*\Z")
 
