@@ -3,7 +3,6 @@
 import dataclasses
 import re
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 from jaxtyping import Int
@@ -93,10 +92,10 @@ def chat_ids(
     if not special_name(tokenizer, written):
         return template_ids(tokenizer, chat_text(tokenizer, prompt, thinking))
     cut = next(mark for mark in CUTS if mark not in written)
-    parts: dict[str, Any] = {
-        name: cut_names(tokenizer, getattr(prompt, name), cut) for name in ("user", "body", "after", "system")
-    }
-    return template_ids(tokenizer, chat_text(tokenizer, dataclasses.replace(prompt, **parts), thinking), cut)
+    system, user = (prompt.system, prompt.said) if prompt.chat else ("", written)
+    system, user = (cut_names(tokenizer, text, cut) for text in (system, user))
+    marked = dataclasses.replace(prompt, system=system, user=user, body="", after="")
+    return template_ids(tokenizer, chat_text(tokenizer, marked, thinking), cut)
 
 
 def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int | None:
