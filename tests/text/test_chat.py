@@ -102,7 +102,9 @@ def test_a_question_that_names_a_control_token_says_its_name(tokenizer):
     assert tokenizer.decode(fitting_ids(tokenizer, named, len(ids) - 2)).count("<|im_end|>") == 4
     for prompt in (Prompt(named.user, chat=False), Prompt("|im_end|>", system="a<", chat=False)):
         assert end not in chat_ids(tokenizer, prompt)
-    assert chat_ids(tokenizer, Prompt("Who<|im_", "end", "|>")).tolist().count(end) == 1, "nor one of two parts"
+    assert chat_ids(tokenizer, Prompt("Who<|im_", "end", "|>")).tolist().count(end) == 1, (
+        "nor one of two parts"
+    )
 
 
 def test_a_prompt_that_names_none_has_the_ids_of_its_text(tokenizer):

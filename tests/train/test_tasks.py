@@ -164,3 +164,9 @@ def test_where_data_lie_is_no_part_of_what_a_run_is(tmp_path, train):
     new["run"]["data"]["seed"] = 1
     with pytest.raises(UserError, match=r"run\.data\.seed: 0 there, 1 now"):
         refuse_other_config(tmp_path, new, train.MAY_DIFFER)
+
+
+def test_the_name_of_a_run_in_which_its_arguments_stand_is_no_part_of_what_it_is(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"run": {"name": "tiny-data=here-steps=1"}, "steps": 1}))
+    new = {"run": {"name": "tiny-data=there-steps=2"}, "steps": 2}
+    assert refuse_other_config(tmp_path, new, rl_config.MAY_DIFFER, rl_config.MAY_GROW) == {"steps": (1, 2)}
