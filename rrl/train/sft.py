@@ -70,8 +70,9 @@ class SFTConfig:
         at_most(2**32 - 1, self, "seed")
 
 
-MAY_DIFFER = ("log_every", "checkpoint_every", "run.data.path", "run.tokenizer")
-"""Fields that a continued run may change: they don't touch its numbers. Data and tokenizer are known by their content."""
+MAY_DIFFER = ("log_every", "checkpoint_every", "run.data.path", "run.data.encoder", "run.tokenizer")
+"""Fields that a continued run may change: they don't touch its numbers. Data, encoder and tokenizer are known by
+their content."""
 MAY_GROW = ("steps", "optim.total_steps", "eval_every")
 """Fields that a continued run may raise: it goes on for longer, from where it was, by the schedule of the longer run."""
 

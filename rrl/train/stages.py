@@ -174,6 +174,8 @@ def _run(config: Mapping[str, Any], workdir: str | pathlib.Path, stack: contextl
         identity["init"] = _init_hash(values["init"])
     elif (tokenizer_file := pathlib.Path(values["tokenizer"], "tokenizer.json")).is_file():
         identity["tokenizer_sha256"] = stamp(tokenizer_file)["sha256"]
+    if (encoder := values["data"].get("encoder")) and pathlib.Path(encoder).is_dir():
+        identity["encoder_sha256"] = folder_hash(encoder)
     shown = _taught(stage, values["data"])
     if isinstance(shown, PairsConfig):
         identity["pairs"] = shown.fingerprint

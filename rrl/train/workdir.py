@@ -27,7 +27,13 @@ FILES = (
 """Files that it makes, beside `CONFIG`."""
 LEFT: Mapping[str, str] = {"checkpoints/*": "checkpoints", "results.jsonl": "answers (results.jsonl)"}
 """What only a run of the same config may go on with."""
-ADDED = ("run.data.content", "run.tokenizer_sha256", "content", "retriever.encoder_sha256")
+ADDED = (
+    "run.data.content",
+    "run.tokenizer_sha256",
+    "run.encoder_sha256",
+    "content",
+    "retriever.encoder_sha256",
+)
 """Fields of configs that older runs did not write."""
 SHOWN = 6
 """Differences that one message names."""
