@@ -26,6 +26,7 @@ BASE = [
     "scann>=1.4.2,<1.5",
     "bm25s>=0.3,<0.4",
     "PyStemmer>=3.0,<4",
+    "regex>=2024.4",
     "matplotlib>=3.9,<4",
     "tensorboardX>=2.6,<3",
     "tqdm>=4.66,<5",

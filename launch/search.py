@@ -15,7 +15,9 @@ _INDEX = flags.DEFINE_string(
     "index", None, "Folder that launch/build_index.py wrote, or http://… of a service."
 )
 _ENCODER = flags.DEFINE_string("encoder", None, "Folder of the encoder it was built with.")
-_FORM = flags.DEFINE_enum("form", "search-r1", ["search-r1", "flashrag"], "What a service speaks.")
+_FORM = flags.DEFINE_enum(
+    "form", "search-r1", ["search-r1", "flashrag", "r1-searcher"], "What a service speaks."
+)
 _K = flags.DEFINE_list("k", ["5"], "Passages for each query; with --questions, ranks at which to measure.")
 _QUESTIONS = flags.DEFINE_string(
     "questions", None, "File of questions with gold passages or answers, to measure on."

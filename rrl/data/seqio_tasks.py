@@ -19,7 +19,7 @@ from rrl.data.mixtures import parts_of, take_part
 from rrl.data.questions import Question, asked, load_questions
 from rrl.data.tokenizer import load_tokenizer
 from rrl.errors import UserError
-from rrl.text.chat import text_ids
+from rrl.text.encoding import text_ids
 from rrl.text.metrics import score_answers
 from rrl.text.normalize import RRL, Rule, rule_named
 from rrl.text.short_answers import choice_correct

@@ -13,6 +13,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 
 from rrl.errors import UserError
 from rrl.models.config import DecoderConfig, EncoderConfig
+from rrl.text.chat import end_of_turn
 
 PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 """Padding, start and end of a chat message, named as in Qwen2.5; the end of a message ends generation."""
@@ -164,6 +165,38 @@ def check_tokenizer(
             f"{name}: the tokenizer has no chat_template; give an instruction-tuned model's folder, or add "
             "chat_template to its tokenizer_config.json"
         )
+
+
+def end_ids(tokenizer: PreTrainedTokenizerBase, config: DecoderConfig) -> list[int]:
+    """The tokens that end what a model writes: the tokenizer's end; whatever else the model's config.json and
+    generation_config.json say ends a text (Llama 3 has three, Qwen2.5-Instruct two); and what the chat template puts behind a
+    turn.
+
+    Logs once a template whose end of turn is none of the others, as base models with a chat template have it. Raises UserError
+    for a tokenizer without an end.
+    """
+    if tokenizer.eos_token_id is None:
+        raise UserError("the tokenizer has no eos_token: set it in tokenizer_config.json")
+    ends = {int(tokenizer.eos_token_id)}
+    ends |= set(config.eos_token_id if isinstance(config.eos_token_id, tuple) else ())
+    turn = end_of_turn(tokenizer)
+    if turn is not None and turn not in ends and turn < config.vocab_size:
+        _say_end_of_turn(
+            tokenizer.name_or_path, str(tokenizer.convert_ids_to_tokens(turn)), str(tokenizer.eos_token)
+        )
+        ends.add(turn)
+    return sorted(ends)
+
+
+@functools.cache
+def _say_end_of_turn(folder: str, turn: str, eos: str) -> None:
+    logging.getLogger(__name__).warning(
+        "tokenizer folder %s: its chat template ends a turn with %s, which neither tokenizer_config.json (eos_token %s) nor "
+        "config.json nor generation_config.json calls an end. Turns end there too.",
+        folder,
+        turn,
+        eos,
+    )
 
 
 def _declared_class(folder: Path) -> Any:

@@ -14,6 +14,7 @@ from rrl.data.questions import Question, load_questions
 from rrl.data.records import OnFault, on_broken, places_of
 from rrl.errors import UserError, at_least, one_of
 from rrl.retrieval.retriever import Retriever
+from rrl.text.normalize import title_key
 from rrl.train.tasks import (
     HELD_OUT_SPLITS,
     RetrieverConfig,
@@ -191,8 +192,8 @@ def _read(config: DatasetConfig, corpus: bool) -> tuple[str, list[Question], str
 
 def _not_there(questions: Sequence[Question], passages: Sequence[Passage]) -> int:
     """How many questions have gold passages, but none of them in the corpus."""
-    titles = {passage.title for passage in passages}
-    return sum(bool(question.gold) and titles.isdisjoint(question.gold) for question in questions)
+    titles = {title_key(passage.title) for passage in passages}
+    return sum(bool(q.gold) and titles.isdisjoint(map(title_key, q.gold)) for q in questions)
 
 
 def _drawn(questions: list[Question], config: DatasetConfig, file: Path) -> list[Question]:

@@ -18,6 +18,7 @@ from rrl.eval.predictions import Prediction
 from rrl.eval.summary import table
 from rrl.files import replaced
 from rrl.retrieval.gold import Hits, hits_of
+from rrl.text.characters import one_form
 from rrl.text.metrics import score_answers
 from rrl.text.normalize import RRL, Rule
 from rrl.text.short_answers import choice_correct
@@ -403,8 +404,8 @@ def _means(scores: Scores, labels: Sequence[str], label: str) -> dict[str, float
 
 
 def _plain(text: str) -> str:
-    """Without case and extra white space."""
-    return " ".join(text.casefold().split())
+    """Without case and extra white space, in one Unicode form."""
+    return " ".join(one_form(text).casefold().split())
 
 
 def _texts(texts: Sequence[str]) -> list[tuple[str, int]]:

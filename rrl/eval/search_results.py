@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Sequence
 
 from rrl.files import write_whole
-from rrl.retrieval.bm25 import analyse
+from rrl.retrieval.bm25 import WORD, analyse
 from rrl.retrieval.retriever import Hit
 
 _STYLE = """
@@ -64,8 +64,10 @@ def _section(query: str, hits: Sequence[Hit]) -> str:
 def _marked(text: str, query: str) -> str:
     """The text, escaped, with the query's words marked as BM25 has them: other endings too, and no stop words."""
     words = set(analyse(query))
-    pieces = re.split(r"(\w+(?:['’]\w+)*)", text)
-    return "".join(
-        html.escape(piece) if words.isdisjoint(analyse(piece)) else f"<mark>{html.escape(piece)}</mark>"
-        for piece in pieces
-    )
+    marked, at = "", 0
+    for found in WORD.finditer(text):
+        word = html.escape(found[0])
+        marked += html.escape(text[at : found.start()])
+        marked += word if words.isdisjoint(analyse(found[0])) else f"<mark>{word}</mark>"
+        at = found.end()
+    return marked + html.escape(text[at:])

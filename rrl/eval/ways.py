@@ -16,7 +16,7 @@ from rrl.data.records import OnFault
 from rrl.errors import UserError
 from rrl.eval.trajectory_files import searches_as_json
 from rrl.models.weights import folder_hash
-from rrl.recipes.base import ALONE, Recipe, Scoring, uses_chat
+from rrl.recipes.base import ALONE, Recipe, Scoring, check_tags, uses_chat
 from rrl.recipes.card import card_of
 from rrl.recipes.catalogue import RECIPES, make_recipe
 from rrl.recipes.prompted.base import Outcome
@@ -208,6 +208,7 @@ class Trained:
     def check(
         self, engine: Engine, questions: Sequence[Question], on_error: OnFault, say: Callable[[str], None]
     ) -> None:
+        check_tags(self.recipe, engine.tokenizer)
         too_long(engine, self.recipe, [_shown(question) for question in questions], on_error, say)
 
     def ask(

@@ -3,6 +3,7 @@
 import collections
 import contextlib
 import dataclasses
+import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
@@ -35,6 +37,9 @@ from rrl.models.weights import (
     write_folder,
     write_json,
 )
+
+COMPARED = 4096
+"""Rows of two tensors that are compared at a time."""
 
 Body = TypeVar("Body", bound=Decoder)
 
@@ -191,6 +196,8 @@ def _open(
             f"{folder} has {whole.layers} layers; give 0 (all of them) to so many, not layers={layers}"
         )
     config = dataclasses.replace(whole, layers=layers or whole.layers)
+    if kind is not ValueModel and config.tie_embeddings and _head_differs(folder):
+        config = dataclasses.replace(config, tie_embeddings=False)
     abstract = nnx.eval_shape(
         lambda: kind(
             config,
@@ -204,6 +211,30 @@ def _open(
     ignored = [_DECODER_IGNORED if hasattr(abstract, "head") else _TIED_HEAD]
     ignored += [rf"model\.layers\.{layer}\..*" for layer in range(config.layers, whole.layers)]
     return load(folder, abstract, _DECODER, re.compile("|".join(ignored)), mesh, optional=["score.weight"])
+
+
+def _head_differs(folder: str | Path) -> bool:
+    """Whether a folder has both an embedding and an output head, with different values: then they are two tensors, whatever
+    tie_word_embeddings says, as for transformers 5. Logs it."""
+    weights, names = Weights(folder), ("model.embed_tokens.weight", "lm_head.weight")
+    if not set(names) <= set(weights.names()):
+        return False
+    embedding, head = names
+    rows = weights.shape(embedding)[0]
+    if weights.shape(head) == weights.shape(embedding) and all(
+        np.array_equal(weights.read(embedding, part), weights.read(head, part))
+        for at in range(0, rows, COMPARED)
+        for part in [(slice(at, at + COMPARED),)]
+    ):
+        return False
+    logging.getLogger(__name__).warning(
+        "%s: config.json has tie_word_embeddings=true, but the weights hold a %s that differs from %s; both are used, as "
+        "transformers 5 does. Set tie_word_embeddings to false there.",
+        folder,
+        head,
+        embedding,
+    )
+    return True
 
 
 def load_language_model(

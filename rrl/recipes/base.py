@@ -6,16 +6,19 @@ from typing import Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Bool, Float
+from transformers import PreTrainedTokenizerBase
 
 from rrl.data.miniwiki.questions import MiniQuestion
 from rrl.data.passages import Passage
 from rrl.data.questions import Question
+from rrl.errors import UserError
 from rrl.rewards.judge import Answers, Judge
 from rrl.rollout.curriculum import Curriculum, Shuffled
-from rrl.rollout.protocol import Append, Environment, Restart
+from rrl.rollout.protocol import Append, Environment, Restart, Stream
 from rrl.rollout.trajectory import Trajectory
 from rrl.text.chat import Prompt
-from rrl.text.spans import Tag
+from rrl.text.encoding import special_name
+from rrl.text.spans import Tag, markers
 
 Retrieve = Callable[[str], Sequence[Passage]]
 Shown = list[str | Append | Restart]
@@ -128,3 +131,20 @@ def uses_chat(recipe: Recipe) -> bool:
     """Whether its prompts need a tokenizer with a chat template."""
     opening = recipe.prompt(Question("", "", ("",)))
     return isinstance(opening, str) or opening.chat
+
+
+def check_tags(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raises UserError for a tag of the recipe or of its environment that has a special token of the tokenizer in it: no text
+    shows those, so that nobody would see the tag written."""
+    opening, environment = recipe.prompt(Question("", "", ("",))), recipe.environment
+    text = opening if isinstance(opening, str) else f"{opening.system}{opening.said}{opening.prefill}"
+    tags = [*recipe.tags, *(["think"] if "<think>" in text else [])]
+    if isinstance(environment, Stream):
+        tags += [environment.search, environment.observation, environment.answer]
+    for marker in (marker for tag in tags for marker in markers(tag)):
+        if hidden := special_name(tokenizer, marker):
+            raise UserError(
+                f"the tag {marker!r} of the recipe would never be seen: {hidden!r} is a special token of the tokenizer "
+                f'{tokenizer.name_or_path!r}, which no text shows. Make it an ordinary one ("special": false in tokenizer.json '
+                "and tokenizer_config.json), or choose another tag"
+            )

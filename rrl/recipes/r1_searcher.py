@@ -109,7 +109,7 @@ class R1Searcher(OutcomeRecipe):
         """Stage 1: "retrieval" and "format"; stage 2: "answer" and "format"; and their sum."""
         for trajectory in trajectories:
             trajectory.answer = last_box(trajectory.response, self.environment.answer)
-            formed = self.well_formed(trajectory.response)
+            formed = self.well_formed(trajectory.written)
             trajectory.metrics = {**answer_metrics(trajectory), "well_formed": float(formed)}
             if self.stage == 1:
                 trajectory.rewards = {
@@ -125,7 +125,8 @@ class R1Searcher(OutcomeRecipe):
             trajectory.rewards["total"] = sum(trajectory.rewards.values())
 
     def well_formed(self, response: Sequence[str]) -> bool:
-        """Whether the form is right; `response` is the policy's own text, cut where the environment spoke."""
+        """Whether the form is right; `response` is what the policy wrote behind the opened thought, cut where the environment
+        spoke."""
         search, answer = self.environment.search, self.environment.answer
         if not one_search_a_turn(response, self.environment):
             return False

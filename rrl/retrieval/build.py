@@ -22,7 +22,7 @@ from rrl.data.passages import Passage, iter_passages
 from rrl.data.records import OnError
 from rrl.errors import UserError
 from rrl.files import FULL, LOCK, locked, replaced
-from rrl.retrieval.bm25 import Bm25Config, Bm25Index
+from rrl.retrieval.bm25 import ANALYSIS, Bm25Config, Bm25Index
 from rrl.retrieval.dense import ExactIndex, ScannIndex
 from rrl.retrieval.files import disk_full_told
 from rrl.retrieval.folder import KINDS, PassageFile, write_manifest, write_passages
@@ -101,7 +101,7 @@ def build_index(
         raise UserError(f"shard={shard[0]}/{shard[1]} must be one of 0/n to (n-1)/n, such as 0/4")
     wanted: dict[str, Any] = {"kind": kind, "block": block, "shard": list(shard)}
     if kind == "bm25":
-        wanted["bm25"] = dataclasses.asdict(bm25)
+        wanted |= {"bm25": dataclasses.asdict(bm25), "analysis": ANALYSIS}
     else:
         assert text_encoder is not None
         wanted["encoder"] = {"name": text_encoder.name, "fingerprint": text_encoder.fingerprint}

@@ -85,7 +85,7 @@ def write_manifest(folder: Path, manifest: dict[str, Any], without: Sequence[str
     versions = {name: importlib.metadata.version(name) for name in ("numpy", "bm25s", "scann")}
     files = sorted(str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file())
     left_out = {"manifest.json", *without}
-    stamps = {name: _stamp(folder / name) for name in files if name not in left_out}
+    stamps = {name: stamp(folder / name) for name in files if name not in left_out}
     whole = {"format": FORMAT, **manifest, "versions": versions, "files": stamps}
     with replaced(folder / "manifest.json") as stream:
         stream.write(json.dumps(whole, indent=2).encode() + b"\n")
@@ -108,11 +108,11 @@ def read_manifest(folder: Path) -> dict[str, Any]:
             f"index {folder}: format {form!r} and kind {kind!r}; this version reads format {FORMAT}. "
             "Build it again."
         )
-    for name, stamp in files.items():
+    for name, held in files.items():
         if not (folder / name).is_file():
             raise damaged(folder, f"{name} is missing")
         # Until large files had pieces, their stamp was their size.
-        if not stamp.items() <= _stamp(folder / name).items():
+        if not held.items() <= stamp(folder / name).items():
             raise damaged(folder, f"{name} is not the file that was written")
     return manifest
 
@@ -128,7 +128,8 @@ def damaged(folder: Path, what: str) -> UserError:
     return UserError(f"index {folder}: damaged, {what}. Build it again.")
 
 
-def _stamp(file: Path) -> dict[str, Any]:
+def stamp(file: Path) -> dict[str, Any]:
+    """Size of a file and a hash of its content, of a large one in `PIECES` places."""
     size, digest = file.stat().st_size, hashlib.sha256()
     starts: Iterable[int] = range(0, size, PIECE_BYTES)
     if size > HASHED_BYTES:

@@ -3,6 +3,7 @@
 import heapq
 import itertools
 import json
+import logging
 import threading
 import urllib.error
 import urllib.request
@@ -15,6 +16,8 @@ from rrl.errors import UserError, one_of
 from rrl.retrieval.ranking import Ranking, empty_ranking
 from rrl.retrieval.retriever import Patience, Retriever
 from rrl.retrieval.wire import FORMS, read_answer, request
+
+log = logging.getLogger(__name__)
 
 TIME_OUT = 30.0
 
@@ -40,6 +43,8 @@ class RemoteIndex:
         self.urls = [url if url.endswith(path) else url.rstrip("/") + path for url in urls]
         self.time_out = time_out
         self.passages: list[Passage] = []
+        self.skipped = 0
+        """Documents left out, which had neither title nor text."""
         self._places: dict[Passage, int] = {}
         self._lock = threading.Lock()
 
@@ -49,7 +54,9 @@ class RemoteIndex:
         """
 
         def ask(url: str) -> list[list[tuple[Passage, float]]]:
-            return read_answer(self.form, self._post(url, request(self.form, queries, k)), len(queries))
+            answer = read_answer(self.form, self._post(url, request(self.form, queries, k)), len(queries))
+            self._count(url, sum(hit is None for row in answer for hit in row))
+            return [[hit for hit in row if hit is not None] for row in answer]
 
         with ThreadPoolExecutor(len(self.urls)) as pool:
             answers = list(pool.map(ask, self.urls))
@@ -65,6 +72,14 @@ class RemoteIndex:
                     if place == len(self.passages):
                         self.passages.append(passage)
         return ids, scores
+
+    def _count(self, url: str, skipped: int) -> None:
+        with self._lock:
+            first, self.skipped = skipped and not self.skipped, self.skipped + skipped
+        if first:
+            log.warning(
+                "%s returned a document with neither title nor text; such documents are left out", url
+            )
 
     def _post(self, url: str, body: dict[str, Any]) -> Any:
         # Half a surrogate pair is legal in Python; ASCII escapes carry it.
@@ -83,7 +98,7 @@ class RemoteIndex:
 
 
 def open_remote(url: str, form: str = "search-r1", patience: Patience | None = None) -> Retriever:
-    """A retriever over a service at `url`, of the form "search-r1" or "flashrag". Nothing is asked of it yet.
+    """A retriever over a service at `url`, of one of the `FORMS`. Nothing is asked of it yet.
 
     Several addresses with commas between are the parts of one corpus, which `build_index` divides by `shard`.
 

@@ -1,4 +1,4 @@
-"""Our retriever as an HTTP service in the forms of Search-R1 and FlashRAG's users (see `wire`)."""
+"""Our retriever as an HTTP service in the forms of Search-R1, FlashRAG's users and R1-Searcher (see `wire`)."""
 
 import dataclasses
 import json
@@ -58,7 +58,9 @@ class _Service(BaseHTTPRequestHandler):
                 answer(self.path, json.loads(self.rfile.read(int(length))), self.k, self.joined.search),
             )
         except KeyError:
-            self._reply(404, {"detail": "POST /retrieve, /search or /batch_search; GET /health or /stats"})
+            self._reply(
+                404, {"detail": "POST /retrieve, /search, /batch_search or /queries; GET /health or /stats"}
+            )
         except (ValueError, RecursionError) as error:
             self._reply(422, {"detail": str(error)})
         except SearchFailed as error:

@@ -1,19 +1,29 @@
-"""The HTTP forms of the search services of Search-R1 and of FlashRAG's users: requests, answers, and documents in them.
+"""The HTTP forms of the search services of Search-R1, of FlashRAG's users and of R1-Searcher: requests, answers, documents.
 
 Search-R1 (Jin et al. 2025): POST /retrieve {queries, topk, return_scores} gives {"result": [[{document, score}]]}, or
-[[document]] without scores. FlashRAG's services (ReSearch, R1-Searcher): POST /batch_search {query: [...], top_n,
+[[document]] without scores. FlashRAG's services (ReSearch): POST /batch_search {query: [...], top_n,
 return_score} gives [[document]], or [[[document]], [[score]]] with scores; /search is the same for one query.
-A document is {id, contents}, the contents beginning with the quoted title.
+R1-Searcher: POST /queries {queries, k} gives {"answers": [["ID\\tTitle: TITLE Text: TEXT"]]}.
+A document is {id, contents}, the contents beginning with the quoted title. Services that leave out scores or ids, or give a
+document as a text, are understood.
 """
 
+import dataclasses
+import hashlib
+import math
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from rrl.data.passages import Passage, passage_of
 from rrl.retrieval.retriever import Hit
 
-FORMS = {"search-r1": "/retrieve", "flashrag": "/batch_search"}
+FORMS = {"search-r1": "/retrieve", "flashrag": "/batch_search", "r1-searcher": "/queries"}
 """The path of each form."""
+
+_LINE = re.compile(r"(?:(\S+)\t)?(?:Title:[ ]*(.*?)[ ]*Text:[ ]*)?(.*)", re.DOTALL)
+"""Id, title and text of a document of R1-Searcher's service."""
+_TEXTS = ("title", "contents", "text", "body")
 
 
 def document(passage: Passage) -> dict[str, str]:
@@ -22,26 +32,85 @@ def document(passage: Passage) -> dict[str, str]:
     return {"id": passage.id, "contents": f'"{title}"\n{passage.text}' if title else passage.text}
 
 
+def _line(passage: Passage) -> str:
+    title = f"Title: {passage.title} Text: " if passage.title else ""
+    return f"{passage.id}\t{title}{passage.text}"
+
+
+def _read_line(line: str) -> dict[str, str]:
+    found = _LINE.fullmatch(line)
+    assert found is not None
+    return {"id": found[1], "title": found[2], "text": found[3].strip()}
+
+
 def request(form: str, queries: Sequence[str], k: int) -> dict[str, Any]:
     """The body of a request for k passages of each query, with scores."""
     if form == "search-r1":
         return {"queries": list(queries), "topk": k, "return_scores": True}
+    if form == "r1-searcher":
+        return {"queries": list(queries), "k": k}
     return {"query": list(queries), "top_n": k, "return_score": True}
 
 
-def read_answer(form: str, answer: Any, queries: int) -> list[list[tuple[Passage, float]]]:
-    """Passages and scores of each query; ValueError for anything but the form's answer."""
+def read_answer(form: str, answer: Any, queries: int) -> list[list[tuple[Passage, float] | None]]:
+    """Passages and scores of each query, best first; None for a document with neither title nor text.
+
+    Where a score is missing, null or no finite number, the scores of that query are 1 / rank, in the order of the answer.
+    Raises ValueError for anything but the form's answer.
+    """
     try:
-        if form == "search-r1":
-            rows = [[(hit["document"], hit["score"]) for hit in hits] for hits in answer["result"]]
-        else:
-            rows = [list(zip(*pair, strict=True)) for pair in zip(*answer, strict=True)]
-        found = [[(passage_of(at, doc), float(score)) for at, (doc, score) in enumerate(row)] for row in rows]
+        found = [
+            _scored([_passage(doc) for doc, _ in row], [score for _, score in row])
+            for row in _rows(form, answer)
+        ]
     except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"an answer in another form than {form}'s ({error!r})") from error
+        fields = f", the fields {', '.join(map(str, answer))}" if isinstance(answer, dict) else ""
+        raise ValueError(f"an answer in another form than {form}'s ({error!r}{fields})") from error
     if len(found) != queries:
         raise ValueError(f"{len(found)} results for {queries} queries")
     return found
+
+
+def _rows(form: str, answer: Any) -> list[list[tuple[Any, Any]]]:
+    """Documents and their scores, None without one, of each query."""
+    if form == "search-r1":
+        return [[_split(hit) for hit in hits] for hits in answer["result"]]
+    if form == "r1-searcher":
+        return [[(_read_line(line), None) for line in lines] for lines in answer["answers"]]
+    # A row without scores holds documents, which are objects or texts.
+    scored = len(answer) == 2 and answer[0] and all(isinstance(row, list) for row in answer[0])
+    if scored:
+        return [list(zip(*pair, strict=True)) for pair in zip(*answer, strict=True)]
+    return [[(doc, None) for doc in row] for row in answer]
+
+
+def _split(hit: Any) -> tuple[Any, Any]:
+    return (hit["document"], hit.get("score")) if isinstance(hit, dict) and "document" in hit else (hit, None)
+
+
+def _scored(passages: Sequence[Passage | None], scores: Sequence[Any]) -> list[tuple[Passage, float] | None]:
+    if all(isinstance(score, int | float | str) and math.isfinite(float(score)) for score in scores):
+        ranked = [float(score) for score in scores]
+    else:
+        ranked = [1 / rank for rank in range(1, len(passages) + 1)]
+    return [None if passage is None else (passage, score) for passage, score in zip(passages, ranked)]
+
+
+def _passage(doc: Any) -> Passage | None:
+    """The passage of a document; None for one with neither title nor text. Without an id, its content gives one: the same
+    document is the same passage at every rank."""
+    doc = {"contents": doc} if isinstance(doc, str) else doc
+    if not isinstance(doc, dict):
+        raise ValueError(f"a document must be an object or a text, got {doc!r:.60}")
+    texts = [doc[name] for name in _TEXTS if name in doc]
+    if texts and all(text is None or (isinstance(text, str) and not text.strip()) for text in texts):
+        return None
+    given = {name: value for name, value in doc.items() if value is not None}
+    passage = passage_of(0, given)
+    if any(name in given for name in ("id", "_id")):
+        return passage
+    content = hashlib.sha256(f"{passage.title}\n{passage.text}".encode("utf-8", "surrogatepass"))
+    return dataclasses.replace(passage, id=content.hexdigest()[:16])
 
 
 def answer(
@@ -52,6 +121,7 @@ def answer(
         "/retrieve": ("queries", "topk", "return_scores"),
         "/batch_search": ("query", "top_n", "return_score"),
         "/search": ("query", "top_n", "return_score"),
+        "/queries": ("queries", "k", ""),
     }[path]
     if not isinstance(body, dict):
         raise ValueError("the body must be a JSON object")
@@ -64,6 +134,8 @@ def answer(
     if type(wanted) is not int or wanted < 1:
         raise ValueError(f"{names[1]}={wanted!r} must be a whole number of at least 1")
     hits = search(queries, wanted)
+    if path == "/queries":
+        return {"queries": queries, "answers": [[_line(hit.passage) for hit in row] for row in hits]}
     documents = [[document(hit.passage) for hit in row] for row in hits]
     scores = [[hit.score for hit in row] for row in hits]
     if path == "/retrieve":

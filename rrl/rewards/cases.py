@@ -13,7 +13,7 @@ from typing import Protocol
 from rrl.data.passages import Passage, render
 from rrl.data.questions import Question
 from rrl.rollout.trajectory import ENVIRONMENT, POLICY, PROMPT, Search, Trajectory
-from rrl.text.chat import Prompt, after_thought
+from rrl.text.chat import Prompt, after_thought, opened_thought
 from rrl.text.metrics import AnswerScores, score_answer
 from rrl.text.normalize import RRL, Rule
 from rrl.text.short_answers import EXTRACT_TEMPLATE, listed_answers
@@ -190,7 +190,8 @@ def told_of(trajectory: Trajectory, answer: Tag, prefill: str = "", searches: in
     Args:
       trajectory: the episode; its prompt is no part of it.
       answer: the answers' tag.
-      prefill: what the prompt had opened for the policy, which its first words continue.
+      prefill: what the prompt had opened for the policy, which its first words continue; by default a thought that the chat
+        template opened.
       searches: up to what was thought after so many searches; None: all of them.
     """
     segments: list[tuple[int, str]] = []
@@ -204,6 +205,7 @@ def told_of(trajectory: Trajectory, answer: Tag, prefill: str = "", searches: in
             continue
         if role == PROMPT:
             prompts.append(text)
+            prefill = prefill or opened_thought(text)
             if len(prompts) == 1:
                 continue
             same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(*prompts[-2:]))
@@ -393,15 +395,27 @@ _OPENING = re.compile(rf"\A[\s*\"'(]*(?!1\.\s){_TENTHS}(?=[\s*\"')]*(?:$|[,;:(\n
 _CLOSING = re.compile(rf"(?:^|[:=]|\bis\b)[\s*\"'(]*{_TENTHS}[\s*\"').]*\Z", re.MULTILINE)
 
 
+_REFUSAL = re.compile(
+    r"\W*(?:(?:i['’]m|i am) (?:very |so )?sorry\b|sorry,? (?:but )?i\b|as an? (?:\w+ )?(?:ai|language model)\b"
+    r"|(?:unfortunately,? )?i(?:(?:['’]m| am) (?:not able|unable) to| can(?:not|['’]t| not)| won['’]t| will not)"
+    r" (?:\w+ly )?(?:assist|help|answer|comply|determine|judge|evaluate|verify|assess|decide|say|tell|rate|score|give)\b)",
+    re.IGNORECASE,
+)
+"""How an answer opens that refuses to judge. What numbers and verdicts it names after that are none of its own."""
+
+
 def read_tenths(text: str) -> float | None:
-    """The number in 0..1 of an answer, to the tenth; None where there is none ("7", "70%", "7/10", "high").
+    """The number in 0..1 of an answer, to the tenth; None where there is none ("7", "70%", "7/10", "high"), and for a refusal.
 
     One that is called the score counts, else the one that the answer opens with, else the last with a decimal point, else a
     whole one that the answer ends with, after a colon, an equals sign, "is", or alone on its line: elsewhere whole ones count or
     name documents ("document 1 is irrelevant"). The ends of the scale, where an answer tells them ("out of 1", "from 0 to 1",
     "0 = irrelevant"), are no score.
     """
-    said = _SCALE.sub(" ", after_thought(text))
+    said = after_thought(text)
+    if _REFUSAL.match(said):
+        return None
+    said = _SCALE.sub(" ", said)
     decimals = [number for number in re.findall(_TENTHS, said) if "." in number]
     # Of the opening and the closing number there is one at most: they are anchored.
     chosen = _NAMED.findall(said) or _OPENING.findall(said) or decimals or _CLOSING.findall(said)
@@ -414,12 +428,14 @@ _VERDICT = re.compile(r"(\bnot\s+(?:\w+ly\s+)?|n['’]t\s+(?:\w+ly\s+)?)?\b(true
 
 
 def read_verdict(text: str) -> float | None:
-    """1 for true or yes, 0 for false or no; None where an answer says neither.
+    """1 for true or yes, 0 for false or no; None where an answer says neither, and for a refusal.
 
     The word that it opens with counts, whatever is explained after it ("No doubt" opens with no verdict); else the last true or
     false, turned round by a "not" before it; else the last yes or no.
     """
     said = after_thought(text).lower()
+    if _REFUSAL.match(said):
+        return None
     if opening := _OPENING_VERDICT.match(said):
         return float(opening[1] in ("true", "yes"))
     if found := _VERDICT.findall(said):

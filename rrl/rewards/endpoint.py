@@ -41,6 +41,10 @@ TRANSIENT = (408, 409, 425, 429)
 """Refusals that may pass; so may all from 500 on."""
 OF_THE_PROMPT = (400, 413, 422)
 """Refusals of this prompt (too long, filtered): it gets no answer, and the others go on."""
+OF_A_SETTING = ("unsupported_parameter", "unsupported_value", "unknown_parameter")
+"""Codes of an error that refuse a setting of ours, whatever the prompt is."""
+LIMITS = ("max_tokens", "max_completion_tokens")
+"""Names of the most tokens of an answer: services that refuse the first ask for the second (OpenAI's reasoning models)."""
 HOPELESS = 8
 """Prompts refused, and none ever answered, after which it is not the prompts."""
 LOOK = 0.1
@@ -125,7 +129,7 @@ class Reply:
     cut: bool = False
     """Whether it ended at `EndpointConfig.answer_tokens`."""
     refused: bool = False
-    """Whether the service would not answer this prompt (too long, filtered)."""
+    """Whether the service or its model would not answer this prompt (too long, filtered, a refusal)."""
 
 
 class Endpoint:
@@ -137,6 +141,7 @@ class Endpoint:
         self.asked = self.remembered = self.refused = 0
         """Prompts of this process that were sent, that were found in the cache, and that the service would not answer."""
         self._refusal = ""
+        self._limit = LIMITS[0]
         self._told = False
         """Whether the log says of this call that an attempt failed."""
         self._lock = threading.Lock()
@@ -156,7 +161,7 @@ class Endpoint:
 
         Equal prompts are asked once. In several processes each asks a share, and all get every answer.
 
-        Raises UserError where the service refuses us (key, model, address, a setting that it does not know), Unavailable where
+        Raises UserError where the service refuses us (key, model, address, a setting that it does not take), Unavailable where
         it does not answer in spite of all retries, or where the run is to stop (`rrl.stopping`): then at once.
         """
         wanted = list(dict.fromkeys(prompts))
@@ -208,10 +213,10 @@ class Endpoint:
         with self._lock:
             self.asked += 1
         reply = self._ask(body, stop)
-        if reply is None:
+        if reply.refused:
             with self._lock:
                 self.refused += 1
-            return Reply(refused=True)
+            return reply
         if reply.text or reply.cut:  # a service that says nothing may say something when it is asked again
             _remember(file, self.config.model, reply)
         return reply
@@ -240,8 +245,8 @@ class Endpoint:
         name = hashlib.sha256(text.encode()).hexdigest()
         return self.cache / name[:2] / f"{name[2:]}.json"
 
-    def _ask(self, body: Mapping[str, Any], stop: threading.Event) -> Reply | None:
-        """Asks until there is an answer; None where the service refuses this prompt."""
+    def _ask(self, body: Mapping[str, Any], stop: threading.Event) -> Reply:
+        """Asks until there is an answer, or the service refuses this prompt."""
         config = self.config
         why = ""
         for attempt in range(config.retries + 1):
@@ -251,18 +256,13 @@ class Endpoint:
                 )
             asked: float | None = None
             try:
-                return self._attempt(body, stop)
+                return self._attempt_by_either_name(body, stop)
             except _Refused as refusal:
                 why, asked = str(refusal), refusal.wait
-                if refusal.status in OF_THE_PROMPT:
-                    log.warning("a prompt gets no answer: %s", why)
-                    self._refusal = why
-                    return None
+                if refusal.status in OF_THE_PROMPT and refusal.code not in OF_A_SETTING:
+                    return self._refused(why)
                 if refusal.status < 500 and refusal.status not in TRANSIENT:
-                    raise UserError(
-                        f"{why}; check the address, model={config.model!r} and the key in the environment variable "
-                        f"{config.key_variable}"
-                    ) from None
+                    raise self._refuses_us(refusal) from None
             except UserError:
                 raise
             except (OSError, http.client.HTTPException, ValueError, RecursionError) as failure:
@@ -279,6 +279,31 @@ class Endpoint:
             f"{why} (after {attempt + 1} attempts); check the address and the service of model={config.model!r}. Answers that "
             "came are kept"
         )
+
+    def _refuses_us(self, refusal: "_Refused") -> UserError:
+        config, settings = self.config, ""
+        if refusal.code in OF_A_SETTING:
+            settings = f", temperature={config.temperature}, seed={config.seed}, thinking={config.thinking}"
+        return UserError(
+            f"{refusal}; check the address, model={config.model!r}{settings} and the key in the environment variable "
+            f"{config.key_variable}"
+        )
+
+    def _refused(self, why: str) -> Reply:
+        log.warning("a prompt gets no answer: %s", why)
+        self._refusal = why
+        return Reply(refused=True)
+
+    def _attempt_by_either_name(self, body: Mapping[str, Any], stop: threading.Event) -> Reply:
+        """`_attempt`, with the limit of the answer under the name of `LIMITS` that the service takes."""
+        name = self._limit
+        try:
+            return self._attempt(_renamed(body, name), stop)
+        except _Refused as refusal:
+            if name == LIMITS[1] or refusal.status not in OF_THE_PROMPT or LIMITS[1] not in refusal.reason:
+                raise
+            self._limit = LIMITS[1]
+            return self._attempt(_renamed(body, LIMITS[1]), stop)
 
     def _attempt(self, body: Mapping[str, Any], stop: threading.Event) -> Reply:
         """`_post`, given up after `time_out` seconds, or as soon as `stop` is set, wherever it hangs."""
@@ -325,13 +350,18 @@ class Endpoint:
             with error:
                 words = _refusal(error, until)
             # Cleaned before it is cut: half a key is no key that could be found.
-            raise _Refused(status, f"{text}: {self._clean(words)[:300]}", again) from None
+            words = self._clean(words)
+            raise _Refused(status, f"{text}: {words[:300]}", again, words) from None
         try:
             choice = said["choices"][0]
-            text, ended = choice["message"]["content"], choice.get("finish_reason")
+            message, ended = choice["message"], choice.get("finish_reason")
+            refusal = message.get("refusal")
+            content = None if refusal else message["content"]
         except (KeyError, IndexError, TypeError, AttributeError):
             raise ValueError("the reply has no choices[0].message.content") from None
-        return Reply(self._clean(_text(text)), ended == "length")
+        if refusal or ended == "content_filter":
+            return self._refused(self._clean(f"{url}: {refusal or 'filtered'}")[:300])
+        return Reply(self._clean(_text(content)), ended == "length")
 
     def _key(self) -> str:
         """The key. Raises UserError for one that no header can hold; the message does not show it."""
@@ -351,9 +381,22 @@ class Endpoint:
 class _Refused(Exception):
     """The service answered with an HTTP status that is no success."""
 
-    def __init__(self, status: int, text: str, wait: float | None) -> None:
+    def __init__(self, status: int, text: str, wait: float | None, reason: str = "") -> None:
         super().__init__(text)
-        self.status, self.wait = status, wait
+        self.status, self.wait, self.reason = status, wait, reason
+        """`reason`: the body of the refusal."""
+
+    @property
+    def code(self) -> str:
+        """The code of the error, where the service gives one in OpenAI's form."""
+        try:
+            return str(json.loads(self.reason)["error"]["code"])
+        except (ValueError, KeyError, TypeError, RecursionError):
+            return ""
+
+
+def _renamed(body: Mapping[str, Any], limit: str) -> dict[str, Any]:
+    return {limit if name == LIMITS[0] else name: value for name, value in body.items()}
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):

@@ -18,7 +18,7 @@ from rrl.models.decoder import Decoder
 from rrl.rollout.engine import Engine, EngineConfig
 from rrl.rollout.episodes import Request
 from rrl.rollout.protocol import SingleTurn
-from rrl.rollout.trajectory import NOT_FINITE, POLICY, Trajectory
+from rrl.rollout.trajectory import NOT_FINITE, POLICY, Trajectory, responses
 from rrl.text.chat import Prompt, after_thought, chat_ids, fitting_ids
 
 log = logging.getLogger(__name__)
@@ -111,7 +111,7 @@ class Reader:
         """The answer; "" where the text broke off because logits were not finite, or before a `whole` one had ended."""
         if trajectory.ended == NOT_FINITE or (self.whole and trajectory.ended != "answer"):
             return ""
-        return after_thought("".join(t for role, t in trajectory.segments if role == POLICY)).strip()
+        return after_thought("".join(responses(trajectory.segments))).strip()
 
     def _fitted(self, prompt: str | Prompt, room: int) -> Int[np.ndarray, "T"]:
         ids = chat_ids(self.engine.tokenizer, prompt, self.thinking)

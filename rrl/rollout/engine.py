@@ -25,9 +25,8 @@ from jaxtyping import Int, Key, PyTree
 from transformers import PreTrainedTokenizerBase
 
 from rrl.data.questions import Question
-from rrl.data.tokenizer import check_tokenizer, token_bytes
+from rrl.data.tokenizer import check_tokenizer, end_ids, token_bytes
 from rrl.errors import UserError, shown, whole
-from rrl.models.config import DecoderConfig
 from rrl.models.decoder import Decoder
 from rrl.parallel.gather import gather_objects
 from rrl.parallel.mesh import make_mesh
@@ -43,7 +42,8 @@ from rrl.rollout.stats import RolloutStats
 from rrl.rollout.trajectory import Trajectory
 from rrl.rollout.watchdog import Watchdog
 from rrl.rollout.workflow import Completion, Flows, Workflow, numbered_workflows
-from rrl.text.chat import chat_ids, text_ids
+from rrl.text.chat import chat_ids
+from rrl.text.encoding import plain_ids, special_name, text_ids
 
 T = TypeVar("T")
 
@@ -95,7 +95,7 @@ class Engine:
             decoder.config,
             config,
             self.mesh,
-            eos=np.array(_eos_ids(tokenizer, decoder.config), np.int32),
+            eos=np.array(end_ids(tokenizer, decoder.config), np.int32),
             answer=WeakCallback(self._answer),
             encoder=query_encoder,
         )
@@ -145,6 +145,10 @@ class Engine:
     def encode(self, text: str) -> np.ndarray:
         """Token ids of `text`, no special tokens added; read-only, since what is often asked is kept."""
         return self._encoded(text) if len(text) <= KEPT_LENGTH else self._encode(text)
+
+    def encode_plain(self, text: str) -> np.ndarray:
+        """The same of a text that others wrote: where it names a special token, that is text and no control token."""
+        return plain_ids(self.tokenizer, text) if special_name(self.tokenizer, text) else self.encode(text)
 
     def _encode(self, text: str) -> np.ndarray:
         ids = text_ids(self.tokenizer, text)
@@ -262,6 +266,7 @@ class Engine:
             stops,
             self.programs.limits,
             encode=self.encode,
+            encode_body=self.encode_plain,
             decode=self.decode,
             encode_prompt=lambda text: chat_ids(self.tokenizer, text),
             vocab_size=len(self.bytes),
@@ -534,12 +539,3 @@ def deal(prompts: Sequence[Int[np.ndarray, "T"]], shards: int, loops: int = 1) -
     whole = len(places) - len(places) % (shards * loops)
     places[whole:] = [[place] for group in places[whole:] for place in group]
     return [places[shard::shards] for shard in range(shards)]
-
-
-def _eos_ids(tokenizer: PreTrainedTokenizerBase, config: DecoderConfig) -> list[int]:
-    """The tokenizer's end, and whatever else the model's config.json and generation_config.json say ends a text: Llama 3 has
-    three, Qwen2.5-Instruct two."""
-    if tokenizer.eos_token_id is None:
-        raise UserError("the tokenizer has no eos_token: set it in tokenizer_config.json")
-    ends = config.eos_token_id if isinstance(config.eos_token_id, tuple) else ()
-    return sorted({int(tokenizer.eos_token_id), *ends})

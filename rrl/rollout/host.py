@@ -83,6 +83,7 @@ class Host:
         limits: Limits,
         *,
         encode: Callable[[str], np.ndarray],
+        encode_body: Callable[[str], np.ndarray] | None = None,
         decode: Callable[[np.ndarray], str],
         encode_prompt: Callable[[str | Prompt], np.ndarray],
         vocab_size: int,
@@ -95,10 +96,16 @@ class Host:
         nap: float = NAP,
     ) -> None:
         """`requests` come in groups of one prompt; several hosts may take theirs from the same. Hosts of one `desk` share their
-        searches; `nap` is how many seconds the host waits for some where nothing else is to be done."""
+        searches; `encode_body` is that of `message_ids`; `nap` is how many seconds the host waits for some where nothing else is
+        to be done."""
         self.environment, self.stops = environment, stops
         self.limits = limits
-        self.encode, self.decode, self.encode_prompt = encode, decode, encode_prompt
+        self.encode, self.encode_body, self.decode, self.encode_prompt = (
+            encode,
+            encode_body,
+            decode,
+            encode_prompt,
+        )
         self.vocab_size, self.nap = vocab_size, nap
         self.searches = Searches(retriever, top_k, search_seconds, desk)
         self.on_finish = on_finish
@@ -230,7 +237,7 @@ class Host:
 
     def _append(self, row: int, live: Live, message: Append) -> None:
         room = self.limits.context - live.used
-        ids, cut = message_ids(message, self.encode, self.environment.observation_tokens)
+        ids, cut = self._message_ids(message)
         if cut:
             live.met("observation_tokens")
         if len(ids) + max(1, message.leaves) > room:
@@ -239,13 +246,16 @@ class Host:
             if not isinstance(action, Append):
                 self._act(row, live, action)
                 return
-            ids, _ = message_ids(action, self.encode, self.environment.observation_tokens)
+            ids, _ = self._message_ids(action)
             if len(ids) + max(1, action.leaves) > room:
                 self._finish(row, live, "context_limit")
                 return
         # The last sampled token is not in the cache yet.
         self.todo[row] = _Todo(np.concatenate([live.last, ids]), live.used - 1)
         live.answered(ids, self.decode(ids))
+
+    def _message_ids(self, message: Append) -> tuple[Int[np.ndarray, "T"], bool]:
+        return message_ids(message, self.encode, self.environment.observation_tokens, self.encode_body)
 
     def _restart(self, row: int, live: Live, action: Restart) -> None:
         room = self.limits.context - 2

@@ -108,10 +108,17 @@ class Environment(Protocol):
 
 
 def message_ids(
-    message: Append, encode: Callable[[str], Int[np.ndarray, "T"]], body_tokens: int
+    message: Append,
+    encode: Callable[[str], Int[np.ndarray, "T"]],
+    body_tokens: int,
+    encode_body: Callable[[str], Int[np.ndarray, "T"]] | None = None,
 ) -> tuple[Int[np.ndarray, "T"], bool]:
-    """Token ids of an environment's message, and whether its body was cut: to `body_tokens`, so that what closes it survives."""
-    prefix, body, suffix = (encode(part) for part in (message.prefix, message.body, message.suffix))
+    """Token ids of an environment's message, and whether its body was cut: to `body_tokens`, so that what closes it survives.
+
+    `encode_body` encodes the body, which holds what others wrote (`plain_ids`); None: `encode` does.
+    """
+    prefix, suffix = encode(message.prefix), encode(message.suffix)
+    body = (encode_body or encode)(message.body)
     if message.most is not None:
         body_tokens = min(body_tokens, max(0, message.most - len(prefix) - len(suffix)))
     return np.concatenate([prefix, body[:body_tokens], suffix]), len(body) > body_tokens

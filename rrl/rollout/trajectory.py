@@ -2,12 +2,14 @@
 
 import dataclasses
 import itertools
+from collections.abc import Sequence
 
 import numpy as np
 from jaxtyping import Float, Int
 
 from rrl.data.passages import Passage
 from rrl.data.questions import Question
+from rrl.text.chat import opened_thought
 
 PROMPT, POLICY, ENVIRONMENT = 0, 1, 2
 """Roles of a token. Only POLICY tokens were sampled; only they carry loss."""
@@ -74,6 +76,11 @@ class Trajectory:
 
     @property
     def response(self) -> list[str]:
+        """What the policy wrote, cut where the environment spoke, behind the thought that its prompt opened, if any."""
+        return responses(self.segments)
+
+    @property
+    def written(self) -> list[str]:
         """What the policy wrote, cut where the environment spoke."""
         return [text for role, text in self.segments if role == POLICY]
 
@@ -108,3 +115,9 @@ class Trajectory:
     def policy_tokens(self) -> int:
         """Number of sampled tokens."""
         return int((self.roles == POLICY).sum())
+
+
+def responses(segments: Sequence[tuple[int, str]]) -> list[str]:
+    """See `Trajectory.response`."""
+    before = ["", *(text if role == PROMPT else "" for role, text in segments)]
+    return [opened_thought(prompt) + text for prompt, (role, text) in zip(before, segments) if role == POLICY]

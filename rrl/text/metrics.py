@@ -108,15 +108,16 @@ def _refuse_no_gold(answers: Sequence[str]) -> None:
         )
 
 
-def _bare(raw: str, gold: str) -> float:
+def _bare(raw: str, gold: str, rule: Rule) -> float:
     # A gold answer of articles or punctuation alone ("The The", "!!!") normalises to nothing;
     # compared as normalised text it would pay for an empty prediction.
-    return float(" ".join(raw.lower().split()) == " ".join(gold.lower().split()))
+    raw, gold = (" ".join(rule.written(text).lower().split()) for text in (raw, gold))
+    return float(raw == gold)
 
 
 def _exact(raw: str, text: str, gold: str, wanted: str, rule: Rule) -> float:
     if not wanted and rule.empty == "written":
-        return _bare(raw, gold)
+        return _bare(raw, gold, rule)
     return float(text == wanted)
 
 
@@ -124,7 +125,7 @@ def _f1(raw: str, text: str, gold: str, wanted: str, rule: Rule) -> float:
     if not wanted or not text:
         if wanted or rule.empty == "zero":
             return 0.0
-        return _bare(raw, gold) if rule.empty == "written" else float(text == wanted)
+        return _bare(raw, gold, rule) if rule.empty == "written" else float(text == wanted)
     if rule.yes_no_whole and text != wanted and (text in YES_NO or wanted in YES_NO):
         return 0.0
     ours, theirs = text.split(), wanted.split()
@@ -146,7 +147,7 @@ def _overlap(ours: list[str], theirs: list[str]) -> int:
 
 def _cover(raw: str, text: str, gold: str, wanted: str, rule: Rule) -> float:
     if not wanted and rule.empty == "written":
-        return _bare(raw, gold)
+        return _bare(raw, gold, rule)
     if rule.cover == "substring":
         return float(wanted in text)  # nothing stands in every text, as in FlashRAG's and Search-R1's scripts
     if not wanted:

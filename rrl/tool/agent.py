@@ -14,7 +14,7 @@ from rrl.data.questions import Question
 from rrl.errors import UserError
 from rrl.models.hf import load_language_model
 from rrl.parallel.runtime import enable_compilation_cache
-from rrl.recipes.base import Recipe, Scoring, uses_chat
+from rrl.recipes.base import Recipe, Scoring, check_tags, uses_chat
 from rrl.recipes.card import Card, card_of, read_card
 from rrl.recipes.catalogue import make_recipe
 from rrl.retrieval.index import open_with_encoder
@@ -98,6 +98,7 @@ class Agent:
             feeds=min(rows, 16),
             top_k=top_k or card.top_k,
         )
+        check_tags(recipe, tokenizer)
         engine = Engine(decoder, tokenizer, config, retriever=_retriever(index, encoder))
         read = None
         if reader is not None:

@@ -52,6 +52,7 @@ class Checkpoints:
         config: Mapping[str, Any],
         keep: int = 2,
         may_differ: tuple[str, ...] = (),
+        may_grow: tuple[str, ...] = (),
     ) -> None:
         """Opens a workdir, or makes it.
 
@@ -60,6 +61,7 @@ class Checkpoints:
             config: the run's settings, as JSON-able values (nested mappings allowed).
             keep: number of checkpoints that stay.
             may_differ: dotted names of fields that do not change the numbers of a run (how often to log, ...).
+            may_grow: those of numbers that a continued run may raise (its steps).
 
         Raises:
             UserError: the workdir holds a run of another config, or checkpoints of which none is whole (nothing is written
@@ -68,7 +70,7 @@ class Checkpoints:
         """
         self.workdir = pathlib.Path(workdir).absolute()
         self._folder = self.workdir / FOLDER
-        refuse_other_config(self.workdir, config, may_differ)
+        refuse_other_config(self.workdir, config, may_differ, may_grow)
         if self._folder.is_dir():
             _whole_steps(self._folder)
         with contextlib.ExitStack() as stack:

@@ -22,7 +22,7 @@ from rrl.errors import UserError, at_least
 from rrl.files import write_whole
 from rrl.models.hf import folder_hash, load_language_model
 from rrl.parallel.runtime import enable_compilation_cache
-from rrl.recipes.base import Recipe, Scoring, uses_chat
+from rrl.recipes.base import Recipe, Scoring, check_tags, uses_chat
 from rrl.recipes.card import require_policy
 from rrl.recipes.catalogue import RECIPES, make_recipe
 from rrl.rewards.endpoint import EndpointConfig
@@ -37,7 +37,7 @@ from rrl.train.judges import SECTIONS as JUDGE
 from rrl.train.judges import JudgeSettings
 from rrl.train.rollouts import too_long
 from rrl.train.strong import REFUSED, PolicyFolder, Service, Strong
-from rrl.train.tasks import Corpus, DataConfig, RetrieverConfig, encoder_folder, load_corpora
+from rrl.train.tasks import Corpus, DataConfig, RetrieverConfig, data_files, encoder_folder, load_corpora
 from rrl.train.workdir import refuse_other_config
 
 
@@ -168,18 +168,18 @@ class Settings:
 
     def identity(self) -> dict[str, Any]:
         """What decides the trajectories: models by content or name, data, search, settings."""
+        encoder = encoder_folder(self.retriever)
         found = {
             "model": folder_hash(self.model) if self.endpoint is None else self.endpoint.identity,
             "recipe": dataclasses.asdict(self.recipe),
             "sampling": dataclasses.asdict(self.sampling),
             "rollout": {name: getattr(self.rollout, name) for name in ("context", "top_k", "top_p")},
             "data": dataclasses.asdict(self.data),
-            "retriever": self.retriever.identity(),
+            "retriever": self.retriever.identity() | {"encoder_sha256": encoder and folder_hash(encoder)},
             "judge": self.judge.identity() if self.judge else None,
         }
         if self.data.path != "miniwiki":
-            files = sorted(pathlib.Path(self.data.path).iterdir())
-            found["files"] = {file.name: file.stat().st_size for file in files if file.is_file()}
+            found |= data_files(self.data.path)
         return found
 
     def load(self, corpus: Corpus, say: Clock) -> tuple[Strong, Judge | None]:
@@ -205,6 +205,7 @@ class Settings:
                 mesh=mesh if mesh.size > 1 else None,
             )
             engine = Engine(decoder, tokenizer, self.rollout, retriever=corpus.retriever, mesh=mesh)
+            check_tags(self.recipe, tokenizer)
             too_long(engine, self.recipe, corpus.questions, self.data.on_error, say)
             strong = PolicyFolder(engine, nnx.state(decoder), self.recipe, temperatures, seed)
         judge = None if self.judge is None else self.judge.load(corpus.questions, self.compute, mesh)
@@ -253,7 +254,8 @@ def run(config: Mapping[str, Any], workdir: str | os.PathLike[str]) -> Report | 
     """
     say, settings, folder = Clock(), Settings.of(config), pathlib.Path(workdir)
     identity = json.loads(json.dumps(settings.identity()))
-    refuse_other_config(folder, identity, ("sampling.keep",))  # read after all is sampled
+    # The first is read after all is sampled; the others are known by their content.
+    refuse_other_config(folder, identity, ("sampling.keep", "data.path", "retriever.encoder"))
     (folder / "blocks").mkdir(parents=True, exist_ok=True)
     write_whole(folder / "config.json", json.dumps(identity, indent=2, sort_keys=True))
     enable_compilation_cache()

@@ -12,11 +12,12 @@ from rrl.data.examples import Example
 from rrl.data.miniwiki.questions import MiniQuestion
 from rrl.data.passages import Passage
 from rrl.errors import at_least
-from rrl.recipes.base import Recipe
+from rrl.recipes.base import Recipe, check_tags
 from rrl.recipes.catalogue import make_recipe
 from rrl.retrieval.retriever import Retriever
 from rrl.rollout.protocol import Append, message_ids
-from rrl.text.chat import chat_ids, text_ids
+from rrl.text.chat import chat_ids, opened_by_template
+from rrl.text.encoding import plain_ids, text_ids
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,21 +74,28 @@ def demonstrations(
     def retrieve(query: str) -> list[Passage]:
         return [hit.passage for hit in found[query]]
 
-    encode = functools.partial(text_ids, tokenizer)
+    check_tags(recipe, tokenizer)
+    encode, encode_body = (functools.partial(ids, tokenizer) for ids in (text_ids, plain_ids))
 
     examples = []
     for item in items:
-        contexts = [[(chat_ids(tokenizer, recipe.prompt(item.question)), False)]]
+        prompt = recipe.prompt(item.question)
+        contexts = [[(chat_ids(tokenizer, prompt), False)]]
+        thinks = opened_by_template(tokenizer, prompt)
         for segment in recipe.demonstrate(item, retrieve):
             if isinstance(segment, str):
-                contexts[-1].append((encode(segment), True))
+                # A thought that the template has opened is not opened again.
+                own = segment.removeprefix("<think>") if thinks and len(contexts[-1]) == 1 else segment
+                contexts[-1].append((encode(own), True))
             elif isinstance(segment, Append):
-                body, _ = message_ids(segment, encode, recipe.environment.observation_tokens)
+                body, _ = message_ids(segment, encode, recipe.environment.observation_tokens, encode_body)
                 contexts[-1].append((body, False))
             else:
-                prompt = segment.prompt
-                ids = prompt if isinstance(prompt, np.ndarray) else chat_ids(tokenizer, prompt)
-                contexts.append([(ids, False)])
+                again = segment.prompt
+                thinks = not isinstance(again, np.ndarray) and opened_by_template(tokenizer, again)
+                contexts.append(
+                    [(again if isinstance(again, np.ndarray) else chat_ids(tokenizer, again), False)]
+                )
         examples += [_example(pieces, tokenizer.eos_token_id) for pieces in contexts]
     return examples
 

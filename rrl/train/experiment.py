@@ -31,7 +31,7 @@ from rrl.models.weights import require_folder
 from rrl.parallel.mesh import data_shards
 from rrl.parallel.rules import shard
 from rrl.parallel.runtime import enable_compilation_cache
-from rrl.recipes.base import Grouping, Recipe, Scoring, curves_of, uses_chat
+from rrl.recipes.base import Grouping, Recipe, Scoring, check_tags, curves_of, uses_chat
 from rrl.recipes.card import Card, card_of, require_policy, write_card
 from rrl.recipes.catalogue import make_recipe
 from rrl.rewards.judge import Judge
@@ -51,10 +51,10 @@ from rrl.train.judges import JudgeSettings
 from rrl.train.metrics import read_metrics, refuse_damaged
 from rrl.train.objective import ObjectiveConfig
 from rrl.train.rl import Outcome, Task, train
-from rrl.train.rl_config import MAY_DIFFER, RLConfig
+from rrl.train.rl_config import MAY_DIFFER, MAY_GROW, RLConfig
 from rrl.train.rollouts import too_long
 from rrl.train.shown import EACH
-from rrl.train.tasks import DataConfig, RetrieverConfig, encoder_folder, load_corpora
+from rrl.train.tasks import DataConfig, RetrieverConfig, data_files, encoder_folder, load_corpora
 from rrl.train.workdir import held, refuse_held, refuse_other_config
 
 SECTIONS = {
@@ -314,15 +314,21 @@ def _run(config: Mapping[str, Any], workdir: str | pathlib.Path, stack: contextl
     settings = Settings.of(config)
     identity = identity_of(settings)
     workdir = pathlib.Path(workdir)
-    refuse_other_config(workdir, dataclasses.asdict(settings.train) | {"run": identity}, MAY_DIFFER)
+    train_settings = dataclasses.asdict(settings.train) | {"run": identity}
+    grown = refuse_other_config(workdir, train_settings, MAY_DIFFER, MAY_GROW)
+    if "steps" in grown:
+        say("train.steps: {} before, {} now; the run goes on from where it was".format(*grown["steps"]))
     refuse_held(workdir)
     refuse_damaged(workdir)
     enable_compilation_cache()
     loaded = load(settings, say, workdir)
+    check_tags(settings.recipe, loaded.tokenizer)
     loaded = dataclasses.replace(loaded, task=_without_too_long(settings, loaded, say))
 
     def ready() -> None:
         stack.enter_context(held(workdir))
+        if grown:  # it is not finished any more
+            (workdir / "summary.txt").unlink(missing_ok=True)
         with saving(workdir / MODEL_FILES):
             write_model_files(
                 workdir, loaded.decoder.config, loaded.tokenizer, _card(settings), settings.policy
@@ -401,8 +407,7 @@ def identity_of(settings: Settings) -> dict[str, Any]:
     if settings.recipe.judged and settings.judge is not None:
         identity["judge"] = settings.judge.identity()
     if settings.data.path != "miniwiki":
-        files = sorted(pathlib.Path(settings.data.path).iterdir())
-        identity["data"] |= {"files": {file.name: file.stat().st_size for file in files if file.is_file()}}
+        identity["data"] |= data_files(settings.data.path)
     return identity
 
 

@@ -17,6 +17,7 @@ from ml_collections import config_flags
 from rrl.errors import UserError
 from rrl.files import FULL, SaveError, save_error
 from rrl.parallel.runtime import prepare_host, use_huge_pages
+from rrl.retrieval.retriever import SearchFailed
 from rrl.stopping import Stopped, Unavailable
 
 REFUSED = 2
@@ -32,7 +33,7 @@ STOPPED = 143
 
 def run(main: Callable[[Sequence[str]], None], callbacks: bool = True) -> None:
     """Parses flags and runs `main`; wrong input (flags, config arguments, fields, files) ends with exit code `REFUSED`, and so
-    does a failed save; a service that is away with `TRY_AGAIN`.
+    do a failed save and a search that cannot be done; a service that is away with `TRY_AGAIN`.
 
     absl's own handling would print the whole usage text and exit with code 1. `callbacks`: see `prepare_host`, which
     must come before the flags, since config files import jax.
@@ -60,7 +61,7 @@ def run(main: Callable[[Sequence[str]], None], callbacks: bool = True) -> None:
             main(argv)
         except SaveError as error:
             _end_at_once(error)
-        except UserError as error:
+        except (UserError, SearchFailed) as error:
             _fail(error)
         except Unavailable as error:
             _fail(f"{error}; the same command continues", TRY_AGAIN)

@@ -12,7 +12,8 @@ from transformers import PreTrainedTokenizerBase
 from rrl.data.examples import Example
 from rrl.data.records import fields_of, load_records, text_field
 from rrl.errors import UserError, at_least
-from rrl.text.chat import chat_ids, text_ids
+from rrl.text.chat import chat_ids
+from rrl.text.encoding import plain_ids
 from rrl.train.demonstrations import TaughtConfig
 
 ALLOWED = "{input, output}, two texts, and id, which pairs of one question share; JSON lines"
@@ -79,6 +80,6 @@ def _pair(position: int, record: Any) -> tuple[str, str, str]:
 def _example(tokenizer: PreTrainedTokenizerBase, told: str, said: str) -> Example:
     """As the engine would see it: the chat's opening, what is written, and the end of the turn."""
     prompt = chat_ids(tokenizer, told)
-    own = [*text_ids(tokenizer, said), tokenizer.eos_token_id]
+    own = [*plain_ids(tokenizer, said), tokenizer.eos_token_id]
     loss = np.arange(len(prompt) + len(own)) >= len(prompt)
     return Example(np.concatenate([prompt, np.array(own, np.int32)]), loss)

@@ -17,7 +17,7 @@ from rrl.train.guard import Guard
 from rrl.train.learner import Learner, Lesson
 from rrl.train.metrics import MetricsWriter
 from rrl.train.progress import Progress
-from rrl.train.rl_config import MAY_DIFFER, RLConfig
+from rrl.train.rl_config import MAY_DIFFER, MAY_GROW, RLConfig
 from rrl.train.shown import Shown
 
 
@@ -51,7 +51,7 @@ class Record:
         self._learner, self._curriculum = learner, curriculum
         settings = dataclasses.asdict(config) | {"run": dict(identity)}
         with contextlib.ExitStack() as stack:
-            self._checkpoints = stack.enter_context(Checkpoints(workdir, settings, may_differ=MAY_DIFFER))
+            self._checkpoints = stack.enter_context(Checkpoints(workdir, settings, 2, MAY_DIFFER, MAY_GROW))
             lines: int | None = 0
             if self._checkpoints.latest is not None:
                 self.step, lines = self.restore()

@@ -91,5 +91,7 @@ class RLConfig:
         return self.steps - round(self.average_last * self.steps)
 
 
-MAY_DIFFER = ("checkpoint_every", *(f"guard.{field.name}" for field in dataclasses.fields(GuardConfig)))
-"""Fields that a continued run may change: they do not touch its numbers."""
+MAY_DIFFER = ("checkpoint_every", "eval_every", "guard", "run.name", "run.data.path")
+"""Fields that a continued run may change: they do not touch its numbers. The data are known by their content."""
+MAY_GROW = ("steps", "optim.total_steps", "critic.optim.total_steps")
+"""Fields that a continued run may raise: it goes on for longer, from where it was, by the schedules of the longer run."""

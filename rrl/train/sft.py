@@ -70,8 +70,11 @@ class SFTConfig:
         at_most(2**32 - 1, self, "seed")
 
 
-MAY_DIFFER = ("log_every", "checkpoint_every")
-"""Fields that a continued run may change: they don't touch its numbers."""
+MAY_DIFFER = ("log_every", "checkpoint_every", "run.data.path", "run.data.encoder", "run.tokenizer")
+"""Fields that a continued run may change: they don't touch its numbers. Data, encoder and tokenizer are known by
+their content."""
+MAY_GROW = ("steps", "optim.total_steps", "eval_every")
+"""Fields that a continued run may raise: it goes on for longer, from where it was, by the schedule of the longer run."""
 
 
 def learned_in_checkpoint(settings: Mapping[str, Any], metadata: Mapping[str, Any]) -> str:
@@ -230,13 +233,15 @@ def train(
     evaluate = Evaluator(held_out, config.rows, config.row_length, config.chunk, mesh) if held_out else None
     settings = dataclasses.asdict(config) | {"run": dict(identity or {})}
     best: dict[str, Any] = {"loss": None, "bad": 0, "seconds": 0.0, "lines": 0}
-    with Checkpoints(workdir, settings, may_differ=MAY_DIFFER) as checkpoints, stop_requested() as stop:
+    with Checkpoints(workdir, settings, 2, MAY_DIFFER, MAY_GROW) as checkpoints, stop_requested() as stop:
         best_params = jax.tree.map(jnp.copy, params) if config.patience else None
         if checkpoints.latest is not None:
             (state, best_params), best = checkpoints.restore(
                 (state, best_params), fields=("loss", "bad", "seconds")
             )
         start = int(state.step)
+        if best.get("stopped") == "done" and start < config.steps:  # more steps than before
+            del best["stopped"]
         stopped = best.get("stopped") or ""
         with (
             MetricsWriter(workdir, start, best.get("lines")) as writer,

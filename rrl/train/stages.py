@@ -39,6 +39,7 @@ from rrl.parallel.rules import shard
 from rrl.recipes.card import card_of, write_card
 from rrl.recipes.catalogue import make_recipe
 from rrl.recipes.rsearch import READER_TEMPLATE
+from rrl.retrieval.folder import stamp
 from rrl.rewards.judge_card import write_judge_card
 from rrl.rl.optim import OptimConfig
 from rrl.train.demonstrations import DemonstrationConfig, TaughtConfig, demonstrations
@@ -47,7 +48,7 @@ from rrl.train.fields import build, fill, only
 from rrl.train.hardware import ComputeConfig, MeshConfig
 from rrl.train.metrics import refuse_damaged
 from rrl.train.pairs import PairsConfig, load_pairs
-from rrl.train.sft import MAY_DIFFER, Result, SFTConfig, train
+from rrl.train.sft import MAY_DIFFER, MAY_GROW, Result, SFTConfig, train
 from rrl.train.sources import Alternating, FixedSource, Source, StreamSource
 from rrl.train.tasks import DataConfig, RetrieverConfig, load_encoder_of, load_retriever
 from rrl.train.verdicts import KINDS, VerdictConfig, verdict_examples, verdicts
@@ -171,13 +172,17 @@ def _run(config: Mapping[str, Any], workdir: str | pathlib.Path, stack: contextl
         identity["compute"] = numbers
     if values["init"]:
         identity["init"] = _init_hash(values["init"])
+    elif (tokenizer_file := pathlib.Path(values["tokenizer"], "tokenizer.json")).is_file():
+        identity["tokenizer_sha256"] = stamp(tokenizer_file)["sha256"]
+    if (encoder := values["data"].get("encoder")) and pathlib.Path(encoder).is_dir():
+        identity["encoder_sha256"] = folder_hash(encoder)
     shown = _taught(stage, values["data"])
     if isinstance(shown, PairsConfig):
         identity["pairs"] = shown.fingerprint
     out = pathlib.Path(values["out"] or pathlib.Path(workdir, "model"))
     if out.exists() and not out.is_dir():
         raise UserError(f"out={str(out)!r} is a file; give a folder, or one that is not there yet")
-    refuse_other_config(workdir, dataclasses.asdict(settings) | {"run": identity}, MAY_DIFFER)
+    refuse_other_config(workdir, dataclasses.asdict(settings) | {"run": identity}, MAY_DIFFER, MAY_GROW)
     refuse_held(workdir)
     refuse_damaged(workdir)
     mesh = mesh_config.make()

@@ -17,10 +17,10 @@ from rrl.models.weights import require_folder
 from rrl.retrieval.bm25 import Bm25Config
 from rrl.retrieval.encode import TextEncoder, load_text_encoder
 from rrl.retrieval.folder import KINDS as INDEXES
-from rrl.retrieval.folder import index_identity
+from rrl.retrieval.folder import index_identity, stamp
 from rrl.retrieval.index import make_retriever, open_index, stored_retriever
 from rrl.retrieval.remote import open_remote
-from rrl.retrieval.retriever import Patience, Retriever
+from rrl.retrieval.retriever import Patience, Retriever, SearchFailed
 from rrl.retrieval.wire import FORMS
 
 HELD_OUT_SPLITS = tuple(split for split in SPLITS if split != "train")
@@ -48,7 +48,7 @@ class RetrieverConfig:
     index: str = ""
     """An index folder, or http://… of a search service: in place of an index built here, whatever `kind` says but off."""
     form: str = "search-r1"
-    """What a service speaks: search-r1 or flashrag."""
+    """What a service speaks: search-r1, flashrag or r1-searcher."""
 
     def __post_init__(self) -> None:
         one_of((*INDEXES, "off"), self, "kind")
@@ -56,13 +56,16 @@ class RetrieverConfig:
         self.bm25()
 
     def identity(self) -> dict[str, Any]:
-        """The settings that decide what is found; an index by its content. Those of an index only where there is one."""
+        """The settings that decide what is found; an index by its content. Those of an index only where there is one, and of a
+        service nothing else."""
         settings = dataclasses.asdict(self)
         if not self.index:
             del settings["index"], settings["form"]
             return settings
         kind = "http"
-        if not self.index.startswith("http"):
+        if self.index.startswith("http"):
+            settings = {"kind": kind, "encoder": "", "index": self.index, "form": self.form}
+        else:
             try:
                 settings["index"] = index_identity(self.index)
             except UserError as error:
@@ -136,17 +139,30 @@ def load_retriever(
 
     After `seconds` a search is given up by who asks; a search service is tried `ATTEMPTS` times within them. With a `workdir`,
     an index that would come out otherwise when built again is stored there, so that a resumed run finds the same passages.
+    Raises UserError for a service that does not answer.
     """
     if config.kind == "off":
         return None
     if config.index.startswith("http"):
         patience = Patience(time_out=seconds / ATTEMPTS or None, retries=ATTEMPTS - 1)
+        _require_service(config, patience)
         return open_remote(config.index, config.form, patience)
     if config.index:
         return open_index(config.index, encoder)
     if workdir is None:
         return make_retriever(passages, config.kind, encoder, config.bm25())
     return stored_retriever(passages, config.kind, encoder, workdir / INDEXES_FOLDER, config.bm25())
+
+
+def _require_service(config: RetrieverConfig, patience: Patience) -> None:
+    """Raises UserError for a search service that does not answer: a run over it would find nothing, and score that."""
+    try:
+        open_remote(config.index, config.form, patience).search(["search"], 1)
+    except SearchFailed as error:
+        raise UserError(
+            f"retriever.index={config.index}: {error}. Start the service, or give its address and retriever.form "
+            f"({', '.join(FORMS)}; {config.form!r} now)"
+        ) from error
 
 
 def encoder_folder(config: RetrieverConfig, where: str = "retriever") -> str:
@@ -169,6 +185,16 @@ def load_encoder_of(config: RetrieverConfig, where: str = "retriever") -> TextEn
     """The text encoder that a retriever config needs; errors as `encoder_folder`."""
     folder = encoder_folder(config, where)
     return load_text_encoder(folder) if folder else None
+
+
+def data_files(folder: str) -> dict[str, Any]:
+    """What is in a data folder, wherever it lies: the size of each file, and a hash of its content."""
+    files = [file for file in sorted(Path(folder).iterdir()) if file.is_file()]
+    stamps = {file.name: stamp(file) for file in files}
+    return {
+        "files": {name: found["bytes"] for name, found in stamps.items()},
+        "content": {name: found["sha256"] for name, found in stamps.items()},
+    }
 
 
 def load_corpora(

@@ -28,7 +28,8 @@ from rrl.rewards.judge_card import JudgeCard
 from rrl.rewards.oracle import Oracle, chained, claims, grounded
 from rrl.rollout.protocol import Append
 from rrl.rollout.trajectory import ENVIRONMENT, POLICY, Search, Trajectory
-from rrl.text.chat import fitting_ids, text_ids
+from rrl.text.chat import fitting_ids
+from rrl.text.encoding import plain_ids
 
 KINDS: tuple[type, ...] = (Relevance, Sufficiency, Thinking, Correctness)
 """What the judge of the built-in world is asked."""
@@ -144,7 +145,7 @@ def verdict_examples(
     room = card.context - card.answer_tokens - 2
     for verdict in verdicts:
         asked = fitting_ids(tokenizer, card.asked(verdict.case), room)
-        said = [*text_ids(tokenizer, verdict.answer), tokenizer.eos_token_id]
+        said = [*plain_ids(tokenizer, verdict.answer), tokenizer.eos_token_id]
         yield Example(np.array([*asked, *said], np.int32), np.arange(len(asked) + len(said)) >= len(asked))
 
 

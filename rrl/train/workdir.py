@@ -27,6 +27,14 @@ FILES = (
 """Files that it makes, beside `CONFIG`."""
 LEFT: Mapping[str, str] = {"checkpoints/*": "checkpoints", "results.jsonl": "answers (results.jsonl)"}
 """What only a run of the same config may go on with."""
+ADDED = (
+    "run.data.content",
+    "run.tokenizer_sha256",
+    "run.encoder_sha256",
+    "content",
+    "retriever.encoder_sha256",
+)
+"""Fields of configs that older runs did not write."""
 SHOWN = 6
 """Differences that one message names."""
 
@@ -113,9 +121,19 @@ def read_run(workdir: str | os.PathLike[str], *fields: str) -> dict[str, Any]:
 
 
 def refuse_other_config(
-    workdir: str | os.PathLike[str], config: Mapping[str, Any], may_differ: tuple[str, ...] = ()
-) -> None:
-    """Raises UserError when the workdir holds a run of another config, naming each field that differs, or cannot be made."""
+    workdir: str | os.PathLike[str],
+    config: Mapping[str, Any],
+    may_differ: tuple[str, ...] = (),
+    may_grow: tuple[str, ...] = (),
+) -> dict[str, tuple[Any, Any]]:
+    """Raises UserError when the workdir holds a run of another config, naming each field that differs, or cannot be made.
+
+    Args:
+        workdir: folder of the run.
+        config: its settings.
+        may_differ: dotted names of fields, or of mappings of fields, that may be others.
+        may_grow: those of numbers that may be larger than before. Returns the fields that are, with both values.
+    """
     path = pathlib.Path(workdir) / CONFIG
     if pathlib.Path(workdir).is_file():
         raise UserError(
@@ -132,10 +150,18 @@ def refuse_other_config(
                 f"workdir {os.fspath(workdir)} holds {left[0]}, but not the config.json that says of which run; put that "
                 "file back, choose another --workdir, or delete that folder."
             )
-        return
+        return {}
     stored = _flat(read_settings(workdir))
     given = _flat(json.loads(json.dumps(config)))
-    names = sorted(n for n in stored.keys() | given.keys() if n not in may_differ)
+    names = sorted(n for n in stored.keys() | given.keys() if not _is_of(n, may_differ))
+    # Runs from before there was one of these go on.
+    new = [prefix for prefix in ADDED if not any(_is_of(n, (prefix,)) for n in stored)]
+    grown = {
+        n: (stored[n], given[n])
+        for n in may_grow
+        if n in stored and n in given and _grew(stored[n], given[n])
+    }
+    names = [n for n in names if n not in grown and not _is_of(n, tuple(new))]
     absent = "(absent)"
     differing = [
         f"{n}: {stored.get(n, absent)!r} there, {given.get(n, absent)!r} now"
@@ -148,6 +174,16 @@ def refuse_other_config(
             f"workdir {os.fspath(workdir)} holds a run of another config ({'; '.join(differing[:SHOWN])}{more}). "
             "Use the same settings to continue it, choose another --workdir, or delete that folder."
         )
+    return grown
+
+
+def _is_of(name: str, fields: tuple[str, ...]) -> bool:
+    """Whether a dotted name is one of these fields, or lies in one."""
+    return any(name == field or name.startswith(f"{field}.") for field in fields)
+
+
+def _grew(before: Any, now: Any) -> bool:
+    return isinstance(before, int | float) and isinstance(now, int | float) and now > before
 
 
 def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -1,7 +1,9 @@
 """Tokenizers keep every byte, and the bytes of each id are known exactly, whatever the tokenizer's family."""
 
+import dataclasses
 import json
 import logging
+import re
 from pathlib import Path
 
 import pytest
@@ -9,8 +11,18 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from transformers import PreTrainedTokenizerFast, Qwen2Tokenizer
 
 from rrl.data.miniwiki import generate
-from rrl.data.tokenizer import END, PAD, QWEN_END, START, load_tokenizer, token_bytes, train_tokenizer
+from rrl.data.tokenizer import (
+    END,
+    PAD,
+    QWEN_END,
+    START,
+    end_ids,
+    load_tokenizer,
+    token_bytes,
+    train_tokenizer,
+)
 from rrl.errors import UserError
+from tests.tiny import tiny_shape
 
 SHIPPED = Path(__file__).parents[2] / "assets" / "miniwiki-tokenizer"
 TEXTS = [
@@ -209,3 +221,19 @@ def test_a_tokenizer_of_ours_has_no_normalizer_and_no_warning(caplog: pytest.Log
     with caplog.at_level(logging.WARNING):
         assert load_tokenizer(SHIPPED).backend_tokenizer.normalizer is None
     assert not caplog.records
+
+
+def test_a_turn_ends_where_the_template_ends_it_although_nothing_else_calls_it_an_end(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    tokenizer = load_tokenizer(SHIPPED)
+    config = dataclasses.replace(tiny_shape(len(tokenizer), 256), eos_token_id=2)
+    assert end_ids(tokenizer, config) == [2] and not caplog.records
+    tokenizer.eos_token = "<|endoftext|>"
+    tokenizer.name_or_path = "base_with_chat_template"
+    config = dataclasses.replace(config, eos_token_id=0)
+    assert end_ids(tokenizer, config) == end_ids(tokenizer, config) == [0, 2]
+    assert len(caplog.records) == 1
+    assert re.search(r"base_with_chat_template: .* ends a turn with <\|im_end\|>", caplog.text)
+    tokenizer.chat_template = None
+    assert end_ids(tokenizer, config) == [0]

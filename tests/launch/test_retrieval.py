@@ -99,6 +99,7 @@ def test_wrong_input_ends_with_one_line(tmp_path: pathlib.Path, corpus: pathlib.
             ("--index=http://x", "--encoder=e5", "query"),
             "--encoder has no meaning with --index=http",
         ),
+        ("search", ("--index=http://127.0.0.1:9", "query"), "does not answer: "),
         ("search", (f"--index={tmp_path}", "--form=flashrag", "query"), "--form has no meaning with"),
         ("serve_retriever", (f"--index={tmp_path / 'none'}",), "no manifest.json"),
     ):

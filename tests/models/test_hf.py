@@ -190,6 +190,22 @@ def test_a_tied_head_that_was_stored_anyway_is_ignored(folder):
     assert same(whole, load_decoder(folder))
 
 
+def test_a_tied_head_that_differs_is_a_head_of_its_own(folder, caplog):
+    # transformers 5, PreTrainedModel.tie_weights: both present with different values are not tied.
+    whole = load_decoder(folder)
+    rolled = np.roll(np.asarray(whole.embedding), 1, 0)
+    break_weights(folder, lambda t: t.update({"lm_head.weight": rolled}))
+    loaded = load_decoder(folder)
+    assert "tie_word_embeddings=true" in caplog.text and str(folder) in caplog.text
+    assert not loaded.config.tie_embeddings
+    np.testing.assert_array_equal(loaded.embedding, whole.embedding)
+    np.testing.assert_array_equal(loaded.head, rolled.T)
+    save_decoder(folder / "again", loaded)
+    assert same(loaded, load_decoder(folder / "again"))
+    assert json.loads((folder / "again" / "config.json").read_text())["tie_word_embeddings"] is False
+    assert same(load_value_model(folder), load_value_model(folder / "again")), "no head is read"
+
+
 def test_truncated_file_is_named(folder):
     data = (folder / WEIGHTS).read_bytes()
     for kept in (len(data) // 2, 4, 0):

@@ -1,6 +1,9 @@
 """BM25: rankings and scores computed by hand, its analysis, and published numbers."""
 
+import itertools
+import json
 import math
+import unicodedata
 from pathlib import Path
 
 import numpy as np
@@ -58,6 +61,70 @@ def test_analysis_is_lucenes() -> None:
         "citi",
     ]
     assert analyse("") == analyse("the of ?!") == []
+
+
+# Text, and its words by the word boundary rules of UAX #29 (revision 45), lower case, without stop words and stems.
+UAX_29 = [
+    ("well-known (AC/DC)", ["well", "known", "ac", "dc"]),  # WB999
+    ("can't o’clock rock'n'roll 'quoted'", ["can't", "o'clock", "rock'n'roll", "quoted"]),  # WB6, WB7
+    ("U.S.A. e.g. a:b example.com", ["u.s.a", "e.g", "a:b", "example.com"]),  # WB6, WB7
+    (
+        "3.14 12,500.5 10;20 1'000 7. 1990-1995",
+        ["3.14", "12,500.5", "10;20", "1'000", "7", "1990", "1995"],
+    ),  # WB11, WB12
+    (
+        "3..14 3.a a.3 1990's",
+        ["3", "14", "3", "3", "1990", "s"],
+    ),  # WB6, WB7 and WB11, WB12 ask for one kind on both sides
+    ("A4 3D x_1 _x ___", ["a4", "3d", "x_1", "_x"]),  # WB9, WB10, WB13a, WB13b
+    ("हिन्दी में किताब", ["हिन्दी", "में", "किताब"]),  # WB4: vowel signs and virama stay with their letters
+    ("தமிழ் மொழி", ["தமிழ்", "மொழி"]),  # WB4
+    ("שָׁלוֹם צה״ל", ["שָׁלוֹם", "צה״ל"]),  # WB4, WB7b, WB7c
+    ("東湖大橋は長い", ["東", "湖", "大", "橋", "は", "長", "い"]),  # WB999
+    ("ラーメンの", ["ラーメン", "の"]),  # WB13
+    ("한국어 단어", ["한국어", "단어"]),  # WB5
+    ("co\u00adoperate", ["cooperate"]),
+]
+
+
+@pytest.mark.parametrize(("text", "words"), UAX_29)
+@pytest.mark.parametrize("form", ["NFC", "NFD", "NFKC", "NFKD"])
+def test_words_end_where_uax_29_says_in_each_unicode_form(text: str, words: list[str], form: str) -> None:
+    expected = [unicodedata.normalize("NFKC", word) for word in words]
+    assert analyse(unicodedata.normalize(form, text), stem=False) == expected
+
+
+def test_ascii_words_are_split_by_the_same_rules_with_and_without_other_characters() -> None:
+    signs = "ab1._:,;'` -"
+    texts = ["".join(letters) for letters in itertools.product(signs, repeat=4)]
+    # The last word holds a letter beyond ASCII, which takes the general pattern.
+    assert [[*analyse(text), "é"] for text in texts] == [analyse(f"{text} é") for text in texts]
+
+
+def test_full_width_and_composed_characters_are_the_plain_ones() -> None:
+    assert (
+        analyse("Ｒｉｖｅｒ １９１３ ﬁlm Zoe\u0301")
+        == analyse("River 1913 film Zoé")
+        == ["river", "1913", "film", "zoé"]
+    )
+
+
+def test_a_query_finds_the_passage_in_another_unicode_form_and_in_chinese() -> None:
+    corpus = [
+        Passage("1", "", unicodedata.normalize("NFD", "Zoé Lévêque a dessiné le viaduc.")),
+        Passage("2", "", "东湖大桥由工程师林远设计，于一九一三年建成。"),
+    ]
+    index = Bm25Index.build(corpus)
+    assert index.search(["Lévêque", "东湖大桥是谁设计的？"], 1)[0].tolist() == [[0], [1]]
+
+
+def test_an_index_of_an_older_analysis_is_refused(tmp_path: Path) -> None:
+    Bm25Index.build(CORPUS).save(tmp_path)
+    settings = json.loads((tmp_path / "settings.json").read_text())
+    del settings["analysis"]
+    (tmp_path / "settings.json").write_text(json.dumps(settings))
+    with pytest.raises(UserError, match=r"version 1 .* version 2.* Build the index again"):
+        Bm25Index.load(tmp_path)
 
 
 def test_title_weight_lifts_the_passage_about_a_name() -> None:

@@ -1,5 +1,6 @@
 """Our service and our client speak the forms of Search-R1 and FlashRAG's users, and fail by name."""
 
+import contextlib
 import json
 import threading
 import urllib.error
@@ -12,10 +13,10 @@ import pytest
 from rrl.data.passages import Passage
 from rrl.errors import UserError
 from rrl.retrieval.index import make_retriever
-from rrl.retrieval.remote import open_remote
+from rrl.retrieval.remote import RemoteIndex, open_remote
 from rrl.retrieval.retriever import Patience, Retriever, SearchFailed
 from rrl.retrieval.serve import MOST_BYTES, make_server
-from rrl.retrieval.wire import FORMS, document, read_answer
+from rrl.retrieval.wire import document, read_answer
 
 CORPUS = [
     Passage("a", "Oslo", "capital of the north"),
@@ -65,7 +66,7 @@ def test_flashrags_form(served: tuple[Retriever, str]) -> None:
     assert (found, score) == (BERGEN, scores[0][0])
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", ["search-r1", "flashrag"])
 def test_the_client_finds_what_the_served_index_finds(served: tuple[Retriever, str], form: str) -> None:
     retriever, url = served
     queries = ["rain", "capital", "", "rain", "rain \ud800"]
@@ -130,7 +131,18 @@ def test_an_address_in_use_is_refused(served: tuple[Retriever, str]) -> None:
     ],
 )
 def test_a_service_that_fails_is_told_after_the_retries(status: int, answer: bytes, reason: str) -> None:
-    class Broken(BaseHTTPRequestHandler):
+    with answering(status, answer) as address:
+        remote = open_remote(address, patience=Patience(retries=1, pause=0.01))
+        with pytest.raises(SearchFailed, match=reason):
+            remote.search(["x"], 1)
+        assert (remote.stats.retries, remote.stats.failures) == (1, 1)
+
+
+@contextlib.contextmanager
+def answering(status: int, answer: bytes) -> Iterator[str]:
+    """The address of a service that gives one answer to everything."""
+
+    class Service(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             self.rfile.read(int(self.headers["Content-Length"]))
             self.send_response(status)
@@ -140,14 +152,13 @@ def test_a_service_that_fails_is_told_after_the_retries(status: int, answer: byt
         def log_message(self, *_: object) -> None:
             pass
 
-    server = HTTPServer(("127.0.0.1", 0), Broken)
+    server = HTTPServer(("127.0.0.1", 0), Service)
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    remote = open_remote(f"http://127.0.0.1:{server.server_port}", patience=Patience(retries=1, pause=0.01))
-    with pytest.raises(SearchFailed, match=reason):
-        remote.search(["x"], 1)
-    assert (remote.stats.retries, remote.stats.failures) == (1, 1)
-    server.shutdown()
-    server.server_close()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        server.server_close()
 
 
 def test_nobody_there_and_no_address_are_told() -> None:
@@ -157,6 +168,82 @@ def test_nobody_there_and_no_address_are_told() -> None:
         open_remote("localhost:8000")
     with pytest.raises(UserError, match="form='solr' is unknown"):
         open_remote("http://localhost", "solr")
+
+
+def test_r1_searchers_form(served: tuple[Retriever, str]) -> None:
+    # As the retrieval service of RUCAIBox/R1-Searcher answers.
+    retriever, url = served
+    answer = post(f"{url}/queries", {"queries": ["fish", "nothing"], "k": 1})
+    line = 'b\tTitle: The "Bergen" Text: town of rain\nand fish'
+    assert answer == {"queries": ["fish", "nothing"], "answers": [[line], []]}
+    queries = ["rain", "capital", ""]
+    found = open_remote(url, "r1-searcher").search(queries, 3)
+    assert [[h.passage for h in hits] for hits in found] == [
+        [h.passage for h in hits] for hits in retriever.search(queries, 3)
+    ]
+    assert [h.score for h in found[0]] == [1, 0.5]
+    published = {"answers": [["1\tTitle: Orla Viaduct Text: Marta Quell designed it.", "only text", "\t "]]}
+    first, second, nothing = read_answer("r1-searcher", published, 1)[0]
+    assert first == (Passage("1", "Orla Viaduct", "Marta Quell designed it."), 1)
+    assert second is not None and (second[0].title, second[0].text, second[1]) == ("", "only text", 0.5)
+    assert nothing is None
+
+
+ONE, TWO = (
+    {"id": "1", "contents": '"Orla Viaduct"\nDesigned.'},
+    {"id": "2", "contents": '"Sela River"\nJoins.'},
+)
+
+
+@pytest.mark.parametrize(
+    ("form", "answer"),
+    [
+        ("search-r1", {"result": [[{"document": ONE, "score": 2.0}, {"document": TWO, "score": 1}]]}),
+        ("search-r1", {"result": [[{"document": ONE}, {"document": TWO}]]}),
+        ("search-r1", {"result": [[{"document": ONE, "score": None}, {"document": TWO, "score": 3.0}]]}),
+        (
+            "search-r1",
+            {"result": [[{"document": ONE, "score": float("nan")}, {"document": TWO, "score": 3.0}]]},
+        ),
+        ("search-r1", {"result": [[ONE, TWO]]}),
+        ("search-r1", {"result": [[ONE["contents"], TWO["contents"]]]}),
+        ("search-r1", {"result": [[{"document": {"contents": doc["contents"]}} for doc in (ONE, TWO)]]}),
+        ("flashrag", [[ONE, TWO]]),
+        ("flashrag", [[[ONE, TWO]], [[2.0, 1.0]]]),
+        ("flashrag", [[[ONE, TWO]], [[None, None]]]),
+    ],
+)
+def test_documents_are_found_in_their_order_with_and_without_scores(form: str, answer: object) -> None:
+    (found,) = read_answer(form, answer, 1)
+    hits = [hit for hit in found if hit is not None]
+    assert [passage.title for passage, _ in hits] == ["Orla Viaduct", "Sela River"]
+    assert hits[0][1] > hits[1][1]
+    assert hits[0][0].id != hits[1][0].id
+
+
+def test_flashrags_answer_to_two_queries_without_scores_is_no_pair_of_documents_and_scores() -> None:
+    one, two = read_answer("flashrag", [[ONE], [TWO]], 2)
+    assert [row[0][0].title for row in (one, two) if row[0]] == ["Orla Viaduct", "Sela River"]
+    assert (
+        read_answer("flashrag", [[], []], 2) == read_answer("flashrag", [[[], []], [[], []]], 2) == [[], []]
+    )
+
+
+def test_a_document_without_an_id_is_the_same_passage_at_every_rank() -> None:
+    a, b = {"contents": "a"}, {"contents": "b"}
+    one, two = read_answer("search-r1", {"result": [[a, b], [b, a]]}, 2)
+    assert {hit[0].id for hit in one if hit} == {hit[0].id for hit in two if hit}
+
+
+def test_a_document_without_title_and_text_is_left_out_and_counted(caplog: pytest.LogCaptureFixture) -> None:
+    empty = [{"id": "3", "title": "", "text": None}, {"id": "4", "contents": " "}]
+    with answering(200, json.dumps({"result": [[ONE, *empty, TWO]]}).encode()) as address:
+        index = RemoteIndex([address])
+        retriever = Retriever(index.passages, index)
+        assert [hit.passage.id for hit in retriever.search(["x"], 4)[0]] == ["1", "2"]
+        assert index.skipped == 2 and "neither title nor text" in caplog.text
+    with pytest.raises(ValueError, match=r"another form than search-r1's.*id, what"):
+        read_answer("search-r1", {"result": [[{"document": {"id": "1", "what": "x"}, "score": 1}]]}, 1)
 
 
 def test_a_document_keeps_title_and_text_on_the_way() -> None:

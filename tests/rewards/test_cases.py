@@ -19,6 +19,7 @@ from rrl.rewards.cases import (
     Told,
     Validation,
     read_tenths,
+    read_verdict,
 )
 from rrl.rollout.trajectory import ENVIRONMENT, POLICY
 
@@ -235,3 +236,30 @@ def test_short_answers_are_scored_by_the_forms_that_were_listed(reply, em, f1):
     assert cases[0].prompt == cases[1].prompt  # asked once
     assert QUESTION.text in cases[0].prompt.said and long in cases[0].prompt.said
     assert [case.read(reply) for case in cases] == [em, f1]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "I'm sorry, I can't assist with that. True",
+        "I cannot determine whether the prediction is true or false.",
+        "As an AI language model, I am not able to say whether it is true.",
+        "Unfortunately, I\u2019m unable to verify this: false",
+        "<think>True?</think>\n\nSorry, but I can't rate this 1.0.",
+    ],
+)
+def test_a_refusal_is_no_verdict_and_no_score(text):
+    assert read_verdict(text) is read_tenths(text) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "verdict"),
+    [
+        ("I cannot find a mistake: True", 1.0),
+        ("I can say it is true", 1.0),
+        ("Sorry, no.", 0.0),
+        ("No, I can't", 0.0),
+    ],
+)
+def test_a_verdict_in_words_that_refusals_use_is_one(text, verdict):
+    assert read_verdict(text) == verdict

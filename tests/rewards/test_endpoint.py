@@ -17,7 +17,7 @@ import pytest
 from rrl.data.questions import Question
 from rrl.errors import UserError
 from rrl.rewards.cases import Correctness
-from rrl.rewards.endpoint import Endpoint, EndpointConfig, Reply
+from rrl.rewards.endpoint import LIMITS, Endpoint, EndpointConfig, Reply
 from rrl.rewards.judge import ModelJudge
 from rrl.stopping import Unavailable, stop_requested
 from rrl.text.chat import Prompt
@@ -311,6 +311,44 @@ def test_a_service_that_refuses_every_prompt_refuses_us(service):
     assert endpoint.answers(prompts[:1]) == ["0"]
     service.script = [unknown] * 9
     assert endpoint.answers(prompts[1:]) == [""] * 9  # it answers others
+
+
+def error(code, words):
+    return (400, {}, json.dumps({"error": {"message": words, "code": code, "param": words.split()[0]}}))
+
+
+@pytest.mark.parametrize("retries", [0, 2])
+def test_a_model_that_takes_only_max_completion_tokens_is_asked_with_that(service, retries):
+    service.script = [error("unsupported_parameter", "max_tokens is not taken; send max_completion_tokens")]
+    config = service.config(concurrency=1, retries=retries, answer_tokens=9)
+    endpoint = Endpoint(config)
+    assert endpoint.replies(["say one", "say two"]) == [Reply("ONE"), Reply("TWO")]
+    limits = [{name: body[name] for name in LIMITS if name in body} for body in service.requests]
+    assert limits == [{"max_tokens": 9}, {"max_completion_tokens": 9}, {"max_completion_tokens": 9}]
+    assert Endpoint(config).answers(["say one"]) == ["ONE"] and len(service.requests) == 3, "it was kept"
+
+
+def test_a_refused_setting_is_wrong_input_and_no_refused_prompt(service):
+    service.script = [error("unsupported_value", "temperature does not support 0 with this model")]
+    with pytest.raises(UserError, match=r"temperature does not support 0.*model='m', temperature=0.0"):
+        Endpoint(service.config()).answers(["a"])
+    assert len(service.requests) == 1
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [
+        {"message": {"content": None, "refusal": "I can't judge that. True"}, "finish_reason": "stop"},
+        {"message": {"refusal": "no"}},
+        {"message": {"content": "True, but"}, "finish_reason": "content_filter"},
+    ],
+)
+def test_a_refusal_of_the_model_is_no_answer_and_is_not_kept(service, choice, caplog):
+    service.script = [(200, {}, json.dumps({"choices": [choice]}))]
+    endpoint = Endpoint(service.config())
+    assert endpoint.replies(["a"]) == [Reply(refused=True)]
+    assert endpoint.refused == 1 and "a prompt gets no answer" in caplog.text
+    assert endpoint.answers(["a"]) == ["A"]
 
 
 def test_an_answer_without_text_is_an_empty_one(service):

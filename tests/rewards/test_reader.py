@@ -12,7 +12,7 @@ from rrl.data.tokenizer import train_tokenizer
 from rrl.models.decoder import Decoder
 from rrl.rewards.reader import Reader, Said
 from rrl.rollout.engine import EngineConfig
-from rrl.rollout.trajectory import POLICY
+from rrl.rollout.trajectory import POLICY, PROMPT
 from rrl.text.chat import Prompt
 from tests.tiny import tiny_shape
 
@@ -76,8 +76,10 @@ def test_a_judges_answer_that_was_cut_is_none(reader):
         reader.whole = False
 
 
-def answered(text):
-    return SimpleNamespace(segments=[(POLICY, text)], roles=np.array([POLICY]), ended="answer")
+def answered(text, prompt=""):
+    return SimpleNamespace(
+        segments=[(PROMPT, prompt), (POLICY, text)], roles=np.array([POLICY]), ended="answer"
+    )
 
 
 CHOICE = "{{ messages[-1].content }}{% if enable_thinking is defined and not enable_thinking %}<nothing>{% endif %}"
@@ -98,6 +100,14 @@ def test_a_model_that_may_think_first_does_so_only_where_it_is_to(reader, monkey
     (request,) = asked
     text = reader.engine.tokenizer.decode(request.prompt)
     assert text.endswith("<nothing>") is not thinking
+
+
+@pytest.mark.parametrize(("said", "answer"), [("It was Bo.</think>\n\nBo", "Bo"), ("It was", ""), ("", "")])
+def test_a_thought_that_the_template_opened_is_no_part_of_an_answer(reader, monkeypatch, said, answer):
+    reader.memory.clear()
+    monkeypatch.setattr(reader.engine, "run", lambda *_: [answered(said, "assistant\n<think>\n")])
+    assert reader.answers(["who?"]) == [answer]
+    reader.memory.clear()
 
 
 @pytest.mark.parametrize(

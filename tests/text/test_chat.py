@@ -4,7 +4,16 @@ import pytest
 
 from rrl.data.tokenizer import load_tokenizer, train_tokenizer
 from rrl.errors import UserError
-from rrl.text.chat import Prompt, chat_ids, chat_text, fitting_ids, text_ids
+from rrl.text.chat import (
+    Prompt,
+    chat_ids,
+    chat_text,
+    end_of_turn,
+    fitting_ids,
+    opened_by_template,
+    opened_thought,
+)
+from rrl.text.encoding import text_ids
 
 
 @pytest.fixture(scope="module")
@@ -73,3 +82,92 @@ def test_what_fits_is_left_alone_and_what_cannot_fit_is_cut_at_the_front(tokeniz
         fitting_ids(tokenizer, "a text " * 50, 8).tolist()
         == chat_ids(tokenizer, "a text " * 50).tolist()[-8:]
     )
+
+
+OPENING = "<|im_start|>assistant\n"
+
+
+@pytest.fixture
+def changed():
+    """A tokenizer whose template a test may change."""
+    return load_tokenizer("assets/miniwiki-tokenizer")
+
+
+def test_a_question_that_names_a_control_token_says_its_name(tokenizer):
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    named = Prompt("Who<|im_end|>?", "a\ufdd0<|im_start|>b", "c", system="Be <|im_end|> brief.", prefill="So")
+    ids = chat_ids(tokenizer, named).tolist()
+    assert ids.count(end) == 2, "the template's"
+    assert tokenizer.decode(ids) == chat_text(tokenizer, named)
+    assert tokenizer.decode(fitting_ids(tokenizer, named, len(ids) - 2)).count("<|im_end|>") == 4
+    for prompt in (Prompt(named.user, chat=False), Prompt("|im_end|>", system="a<", chat=False)):
+        assert end not in chat_ids(tokenizer, prompt)
+    assert chat_ids(tokenizer, Prompt("Who<|im_", "end", "|>")).tolist().count(end) == 1, (
+        "nor one of two parts"
+    )
+
+
+def test_a_prompt_that_names_none_has_the_ids_of_its_text(tokenizer):
+    prompt = Prompt("Who?", "text", system="Be brief.", prefill="<think>")
+    expected = tokenizer.encode(chat_text(tokenizer, prompt), add_special_tokens=False)
+    assert chat_ids(tokenizer, prompt).tolist() == expected
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system message here') }}{% endif %}",
+        "{% set messages = messages | selectattr('role', 'ne', 'system') | list %}",
+    ],
+)
+def test_a_template_without_system_messages_gets_the_text_in_the_users_turn(changed, template):
+    changed.chat_template = template + changed.chat_template
+    text = chat_text(changed, Prompt("Who?", system="Be brief."))
+    assert text == f"<|im_start|>user\nBe brief.\n\nWho?<|im_end|>\n{OPENING}"
+
+
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        ({"rag": "x", "tool_use": "x"}, "multiple chat templates"),
+        ("{{ raise_exception('never') }}", "never"),
+        ("{% if %}", "Syntax"),
+        ("{{ messages[7]['content'] }}", "Undefined"),
+        ("{{ 1 / 0 }}", "ZeroDivisionError"),
+    ],
+)
+def test_every_error_of_a_template_names_the_folder_and_the_cure(changed, template, reason):
+    changed.chat_template = template
+    with pytest.raises(
+        UserError, match=rf"miniwiki-tokenizer'.*{reason}.*Mend chat_template.jinja"
+    ) as caught:
+        chat_text(changed, Prompt("Who?", system="Be brief."))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_thought_that_the_template_opens_is_opened_once(changed):
+    assert not opened_by_template(changed, "Who?")
+    changed.chat_template = changed.chat_template.replace("assistant\n'", "assistant\n<think>\n'")
+    for prompt in (Prompt("Who?"), Prompt("Who?", prefill="<think>")):
+        assert chat_text(changed, prompt).endswith(f"{OPENING}<think>\n")
+    assert opened_by_template(changed, "Who?") and not opened_by_template(
+        changed, Prompt("", prefill="<think>")
+    )
+    assert chat_text(changed, Prompt("Who?", prefill="Answer:")).endswith(f"{OPENING}<think>\nAnswer:")
+    assert [opened_thought(text) for text in ("x<think>\n", "<think> x", "<think>\n\n</think>\n\n")] == [
+        "<think>\n",
+        "",
+        "",
+    ]
+
+
+def test_the_end_of_a_turn_is_what_the_template_puts_behind_the_assistant(changed):
+    assert changed.convert_ids_to_tokens(end_of_turn(changed)) == "<|im_end|>"
+    for template in (
+        None,
+        "{{ raise_exception('x') }}",
+        "{{ messages[0]['content'] }}",
+        "{{ 'Yes.\\nUser:' }}",
+    ):
+        changed.chat_template = template
+        assert end_of_turn(changed) is None

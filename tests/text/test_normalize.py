@@ -2,11 +2,13 @@
 
 import re
 import string
+import unicodedata
 
 import pytest
 
 from rrl.errors import UserError
-from rrl.text.normalize import Rule, answer_tokens, normalize_answer, rule_named
+from rrl.text.metrics import score_answer
+from rrl.text.normalize import RULES, Rule, answer_tokens, normalize_answer, rule_named, title_key
 
 
 def reference(text: str) -> str:
@@ -49,3 +51,35 @@ def test_rules_are_found_by_name_and_their_fields_checked() -> None:
     for field in ("punctuation", "cover", "empty"):
         with pytest.raises(UserError, match=f"{field}='x' is unknown"):
             Rule(**{field: "x"})
+
+
+@pytest.mark.parametrize("form", ["NFC", "NFD", "NFKC", "NFKD"])
+@pytest.mark.parametrize("text", ["Zoé Lévêque", "Ｒ＆Ｄ １９１３", "Procter &amp; Gamble&#39;s", "ﬁlm"])
+def test_one_text_in_each_unicode_form_is_one_answer_and_one_title(text: str, form: str) -> None:
+    plain = {
+        "Ｒ＆Ｄ １９１３": "R&D 1913",
+        "Procter &amp; Gamble&#39;s": "Procter & Gamble's",
+        "ﬁlm": "film",
+    }.get(text, text)
+    other = unicodedata.normalize(form, text)
+    assert score_answer(other, [plain]) == score_answer([other], [plain, "x"]) == (1, 1, 1)
+    assert normalize_answer(other) == normalize_answer(plain)
+    assert title_key(other) == title_key(plain)
+
+
+def test_published_rules_compare_texts_as_they_are_written() -> None:
+    composed, decomposed = (unicodedata.normalize(form, "Zoé") for form in ("NFC", "NFD"))
+    for name in RULES.keys() - {"rrl"}:
+        assert score_answer(decomposed, [composed], rule_named(name)).em == 0
+        assert rule_named(name).normalize("P&amp;G").replace(" ", "") == "pampg"
+
+
+def test_only_whole_references_are_resolved_and_a_line_break_among_them_stays_in_its_text() -> None:
+    rule = rule_named("rrl")
+    assert rule.normalize("AT&T rock&amplify &nosuch;") == "att rockamplify nosuch"
+    assert rule.normalize_all(["x&#10;y", "z"]) == ["x y", "z"]
+
+
+def test_an_answer_of_an_article_is_compared_as_written_in_one_form() -> None:
+    assert score_answer("Ａ", ["A"]).em == 1
+    assert score_answer("The", ["A"]).em == 0

@@ -75,6 +75,27 @@ def test_fields_that_may_differ_may(tmp_path):
     Checkpoints(tmp_path, CONFIG | {"log_every": 5}, may_differ=("log_every",)).close()
 
 
+def test_steps_may_grow_and_not_shrink(tmp_path):
+    Checkpoints(tmp_path, CONFIG).close()
+    longer = CONFIG | {"steps": 5}
+    assert refuse_other_config(tmp_path, longer, (), ("steps",)) == {"steps": (CONFIG["steps"], 5)}
+    assert refuse_other_config(tmp_path, CONFIG, (), ("steps",)) == {}
+    Checkpoints(tmp_path, longer, may_grow=("steps",)).close()
+    with pytest.raises(UserError, match=r"steps: 5 there, 3 now"):
+        refuse_other_config(tmp_path, CONFIG, (), ("steps",))
+
+
+def test_content_that_an_older_run_did_not_write_down_is_not_compared(tmp_path):
+    old = {"run": {"data": {"path": "here", "files": {"q.jsonl": 3}}}}
+    Checkpoints(tmp_path, old).close()
+    new = {"run": {"data": {"path": "there", "files": {"q.jsonl": 3}, "content": {"q.jsonl": "a"}}}}
+    refuse_other_config(tmp_path, new, ("run.data.path",))
+    Checkpoints(tmp_path, new, may_differ=("run.data.path",)).close()
+    new["run"]["data"]["content"]["q.jsonl"] = "b"
+    with pytest.raises(UserError, match=r"content\.q\.jsonl: 'a' there, 'b' now"):
+        refuse_other_config(tmp_path, new, ("run.data.path",))
+
+
 def test_a_state_of_another_shape_is_refused(tmp_path):
     with Checkpoints(tmp_path, CONFIG) as checkpoints:
         checkpoints.save(1, {"w": jnp.zeros((2, 3))})

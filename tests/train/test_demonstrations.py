@@ -6,6 +6,7 @@ import pytest
 from rrl.data.miniwiki import KINDS, generate
 from rrl.data.tokenizer import load_tokenizer
 from rrl.recipes.rsearch import RSearch
+from rrl.recipes.search_r1 import SearchR1
 from rrl.retrieval.bm25 import Bm25Config
 from rrl.retrieval.index import make_retriever
 from rrl.rollout.protocol import Append, Restart
@@ -52,3 +53,22 @@ def test_each_context_of_a_demonstration_is_an_example_that_ends():
     given = chat_ids(tokenizer, "asked again")
     np.testing.assert_array_equal(examples[1].tokens[: len(given)], given)
     assert not examples[1].loss[: len(given)].any()
+
+
+def test_a_demonstration_does_not_open_the_thought_that_the_template_opened():
+    wiki = generate("train", 0, 200)
+    items = wiki.questions("one_hop", 2, 0)
+    retriever = make_retriever(wiki.passages, "bm25")
+    plain, opening = (load_tokenizer("assets/miniwiki-tokenizer") for _ in range(2))
+    opening.chat_template = plain.chat_template.replace("assistant\n'", "assistant\n<think>\n'")
+    for recipe in (SearchR1(instruction=""), RSearch(instruction="")):
+        usual = demonstrations(recipe, plain, items, retriever, 3)
+        opened = demonstrations(recipe, opening, items, retriever, 3)
+        for one, other in zip(usual, opened, strict=True):
+            text = plain.decode(one.tokens)
+            where = text.index("assistant\n") + len("assistant\n")
+            said = text[where:].removeprefix("<think>")
+            assert plain.decode(other.tokens) == f"{text[:where]}<think>\n{said}"
+            assert plain.decode(other.tokens[other.loss]) == plain.decode(one.tokens[one.loss]).removeprefix(
+                "<think>"
+            )

@@ -204,6 +204,20 @@ def test_a_finished_run_only_reports_again(parts, whole):
     assert again.seconds == first.seconds
 
 
+def test_a_finished_run_takes_more_steps_from_where_it_was(parts, tmp_path):
+    run(parts, tmp_path, dataclasses.replace(CONFIG, steps=2, eval_every=1))
+    longer, params = run(parts, tmp_path, CONFIG)
+    assert longer.step == STEPS and longer.stopped == "done"
+    assert [step for step in steps_of(tmp_path) if step.startswith("train")] == [
+        f"train {n}" for n in (1, 2, 3, 4)
+    ]
+    # Its schedule is constant and its optimiser's state was kept: the numbers are those of one run.
+    _, once = run(parts, tmp_path / "once", CONFIG)
+    jax.tree.map(np.testing.assert_array_equal, params, once)
+    with pytest.raises(UserError, match="steps: 4 there, 3 now"):
+        run(parts, tmp_path, dataclasses.replace(CONFIG, steps=3))
+
+
 def test_another_config_is_refused_by_the_name_of_its_field(parts, whole):
     with pytest.raises(UserError, match="samples"):
         run(parts, whole[0], dataclasses.replace(CONFIG, samples=5))

@@ -108,6 +108,18 @@ def test_a_finished_run_started_again_changes_nothing(tmp_path):
         np.testing.assert_array_equal(a, b)
 
 
+def test_a_finished_run_takes_more_steps_from_where_it_was(tmp_path):
+    optim = dataclasses.replace(CONFIG.optim, total_steps=CONFIG.steps)
+    short = dataclasses.replace(CONFIG, steps=2, optim=dataclasses.replace(optim, total_steps=2))
+    source = FixedSource(make_examples(9), 2, 32, 0)
+    train(short, source, make_decoder(), tmp_path / "cut")
+    cut, whole = make_decoder(), make_decoder()
+    assert train(CONFIG, source, cut, tmp_path / "cut").step == CONFIG.steps
+    train(CONFIG, source, whole, tmp_path / "whole")
+    for a, b in zip(params_of(cut), params_of(whole), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
 class Stop:
     """A signal that comes in the given step, counted from 1 in this life."""
 

@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import threading
 
 import pytest
 
@@ -10,7 +11,10 @@ from rrl.data.passages import Passage
 from rrl.data.questions import Question
 from rrl.errors import UserError
 from rrl.retrieval.build import build_index
-from rrl.train.tasks import DataConfig, RetrieverConfig, hold_out, load_corpora
+from rrl.retrieval.serve import make_server
+from rrl.train import rl_config, sft
+from rrl.train.tasks import DataConfig, RetrieverConfig, data_files, hold_out, load_corpora
+from rrl.train.workdir import refuse_other_config
 from tests.retrieval.fakes import WordEncoder
 
 BM25 = RetrieverConfig(kind="bm25")
@@ -72,10 +76,17 @@ def test_a_folder_is_searched_through_an_index_or_a_service(tmp_path):
     config = RetrieverConfig(kind="bm25", index=str(tmp_path / "index"))
     train, _ = load_corpora(DataConfig(path=str(data)), config)
     assert train.retriever.search(["T3"], 1)[0][0].passage == passages[3]
-    remote = RetrieverConfig(kind="bm25", index="http://127.0.0.1:9", form="flashrag")
+    server = make_server(train.retriever, port=0)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    remote = RetrieverConfig(kind="bm25", index=f"http://127.0.0.1:{server.server_port}", form="flashrag")
     service = load_corpora(DataConfig(path=str(data)), remote, search_seconds=30)[0].retriever
     assert service.kind == "http"
     assert (service.patience.time_out, service.patience.retries) == (10, 2), "three attempts in 30 seconds"
+    assert service.search(["T3"], 1)[0][0].passage == passages[3]
+    server.shutdown()
+    server.server_close()
+    with pytest.raises(UserError, match=r"retriever.index=http://.* does not answer.* Start the service"):
+        load_corpora(DataConfig(path=str(data)), remote)
     with pytest.raises(UserError, match="data=FOLDER"):
         load_corpora(DataConfig(), config)
 
@@ -86,6 +97,16 @@ def test_runs_from_before_there_were_index_settings_continue(tmp_path):
         build_index([Passage("0", "T", "text")], tmp_path / name, "bm25")
     here, there = (RetrieverConfig(index=str(tmp_path / name)).identity() for name in ("here", "there"))
     assert here == there, "an index may be moved"
+
+
+def test_a_service_is_known_by_its_address_and_form_alone():
+    service = RetrieverConfig(kind="scann", index="http://127.0.0.1:9", form="flashrag", title_weight=3)
+    assert service.identity() == {
+        "kind": "http",
+        "encoder": "",
+        "index": "http://127.0.0.1:9",
+        "form": "flashrag",
+    }
 
 
 def test_an_encoder_that_nothing_would_use_is_refused_by_name(tmp_path):
@@ -133,3 +154,34 @@ def test_a_release_folder_whose_test_file_has_no_answers_is_trained_on(tmp_path)
     (tmp_path / "train.json").unlink()
     with pytest.raises(UserError, match="none of its question files has gold answers"):
         load_corpora(DataConfig(path=str(tmp_path)), BM25)
+
+
+def test_data_are_known_by_their_content_wherever_they_lie(tmp_path):
+    here, there = tmp_path / "here", tmp_path / "there"
+    (here / "below").mkdir(parents=True)
+    (here / "questions.jsonl").write_text("one\n")
+    found = data_files(str(here))
+    assert found["files"] == {"questions.jsonl": 4}
+    here.rename(there)
+    assert data_files(str(there)) == found
+    (there / "questions.jsonl").write_text("two\n")
+    assert data_files(str(there))["content"] != found["content"]
+
+
+@pytest.mark.parametrize("train", [rl_config, sft])
+def test_where_data_lie_is_no_part_of_what_a_run_is(tmp_path, train):
+    old = {"run": {"data": {"path": "here", "seed": 0, "files": {"q.jsonl": 1}}}}
+    (tmp_path / "config.json").write_text(json.dumps(old))
+    new = {
+        "run": {"data": {"path": "there", "seed": 0, "files": {"q.jsonl": 1}, "content": {"q.jsonl": "a"}}}
+    }
+    refuse_other_config(tmp_path, new, train.MAY_DIFFER)
+    new["run"]["data"]["seed"] = 1
+    with pytest.raises(UserError, match=r"run\.data\.seed: 0 there, 1 now"):
+        refuse_other_config(tmp_path, new, train.MAY_DIFFER)
+
+
+def test_the_name_of_a_run_in_which_its_arguments_stand_is_no_part_of_what_it_is(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"run": {"name": "tiny-data=here-steps=1"}, "steps": 1}))
+    new = {"run": {"name": "tiny-data=there-steps=2"}, "steps": 2}
+    assert refuse_other_config(tmp_path, new, rl_config.MAY_DIFFER, rl_config.MAY_GROW) == {"steps": (1, 2)}

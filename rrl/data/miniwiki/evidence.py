@@ -10,7 +10,8 @@ from rrl.data.examples import Example
 from rrl.data.miniwiki import KINDS, MiniQuestion, MiniWiki
 from rrl.data.miniwiki.context import Shelf
 from rrl.errors import UserError
-from rrl.text.chat import chat_ids, text_ids
+from rrl.text.chat import chat_ids
+from rrl.text.encoding import text_ids
 
 UNKNOWN = "unknown"
 """What the reader says when the evidence does not answer the question."""

@@ -1,0 +1,79 @@
+"""What holds for every recipe: an opened thought is part of what the policy says, and no tag hides in a special token."""
+
+import pytest
+
+from rrl.data.tokenizer import load_tokenizer
+from rrl.errors import UserError
+from rrl.recipes.base import check_tags
+from rrl.recipes.catalogue import RECIPES, make_recipe
+from rrl.recipes.r1_searcher import R1Searcher
+from rrl.recipes.research import ReSearch
+from rrl.recipes.search_r1 import SearchR1
+from rrl.rewards.cases import told_of
+from rrl.rollout.trajectory import PROMPT
+from tests.recipes.made import scored, trajectory, turns
+
+OPENED = (PROMPT, "system\nuser\nWho directed Silver Harbour?\nassistant\n<think>\n")
+PLAIN = (PROMPT, "system\nuser\nWho directed Silver Harbour?\nassistant\n")
+THOUGHT = "I need its director. </think>"
+BOXED = "<answer> \\boxed{Marta Velikov} </answer>"
+PLAINLY = "<answer> Marta Velikov </answer>"
+QUERY = "<search> Silver Harbour </search>"
+
+
+@pytest.mark.parametrize(
+    ("recipe", "texts"),
+    [
+        (SearchR1(), (f"{THOUGHT} {QUERY}", f"<think> It is her. </think> {PLAINLY}")),
+        (ReSearch(), (f"{THOUGHT} {QUERY}", f"<think> It is her. </think> {BOXED}")),
+    ],
+)
+def test_a_thought_that_the_template_opened_counts_in_the_form(recipe, texts):
+    segments = turns(recipe.environment, *texts)
+    assert scored(recipe, OPENED, *segments, searches=1).metrics["well_formed"] == 1
+    assert scored(recipe, PLAIN, *segments, searches=1).metrics["well_formed"] == 0
+    whole = [(role, f"<think>\n{text}" if text == texts[0] else text) for role, text in segments]
+    assert scored(recipe, PLAIN, *whole, searches=1).metrics["well_formed"] == 1
+    assert scored(recipe, OPENED, *whole, searches=1).metrics["well_formed"] == 0, "it is opened twice"
+
+
+def test_a_thought_that_recipe_or_template_opened_counts_once():
+    recipe = R1Searcher()
+    begin, end = recipe.environment.search
+    segments = turns(recipe.environment, f"I search. {begin} it {end}", f"So. </think>\n{PLAINLY}")
+    for prompt in (OPENED, (PROMPT, "Assistant: <think>")):
+        assert scored(recipe, prompt, *segments, searches=1).metrics["well_formed"] == 1
+
+
+def test_a_judge_reads_the_opened_thought_in_every_context():
+    one = trajectory(OPENED, *turns(ReSearch().environment, "first", "more"), OPENED, (1, "second"))
+    assert [text for role, text in told_of(one, "answer").segments if role == 1] == [
+        "<think>\nfirst",
+        "more",
+        "<think>\nsecond",
+    ]
+    assert one.response == ["<think>\nfirst", "more", "<think>\nsecond"]
+    assert one.written == ["first", "more", "second"]
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_no_tag_of_a_recipe_may_be_a_special_token(name):
+    tokenizer = load_tokenizer("assets/miniwiki-tokenizer")
+    recipe = make_recipe(name)
+    check_tags(recipe, tokenizer)
+    environment = recipe.environment
+    shown = [environment.observation] if hasattr(environment, "observation") else []
+    for tag in [*recipe.tags, *shown]:
+        marker = tag[0] if isinstance(tag, tuple) else f"</{tag}>"
+        other = load_tokenizer("assets/miniwiki-tokenizer")
+        other.add_special_tokens({"additional_special_tokens": [marker]})
+        with pytest.raises(UserError, match=r"is a special token of the tokenizer .*choose another tag"):
+            check_tags(recipe, other)
+
+
+@pytest.mark.parametrize("name", ["search_r1", "r1_searcher", "tiresrag"])
+def test_nor_may_the_tag_of_a_thought_that_a_prompt_asks_for(name):
+    tokenizer = load_tokenizer("assets/miniwiki-tokenizer")
+    tokenizer.add_special_tokens({"additional_special_tokens": ["</think>"]})
+    with pytest.raises(UserError, match="'</think>' of the recipe would never be seen"):
+        check_tags(make_recipe(name), tokenizer)
