@@ -187,6 +187,7 @@ def test_a_question_that_no_method_could_show_stops_a_run_only_where_that_is_ask
         for module in ("rrl.train.rollouts", "rrl.eval.ways"):
             patch.setattr(f"{module}.chat_ids", lambda _, prompt: np.zeros(len(prompt.split()), np.int32))
         patch.setattr("rrl.train.rollouts.chat_text", lambda _, prompt: prompt)
+        patch.setattr("rrl.eval.ways.check_tags", lambda recipe, tokenizer: None)
         for name, recipe in (("rsearch", {"instruction": ""}), ("direct", None)):
             way, said = make_way({"name": name}, recipe, None), []
             way.check(Small(), questions, "refuse", said.append)
