@@ -374,9 +374,9 @@ def card_of(
     judge = settings.judge
     shortened = {"short_answers": True} if settings.way.long_answers else {}
     encoder = encoder_folder(settings.retriever) if settings.searches else ""
-    retriever = settings.retriever.identity() | {"encoder": encoder and folder_hash(encoder)[:12]}
-    if isinstance(retriever.get("index"), Mapping):
-        retriever["index"] = retriever["index"]["kind"]
+    retriever = _searched_by(settings.retriever.identity()) | {
+        "encoder": encoder and folder_hash(encoder)[:12]
+    }
     return ResultCard(
         method=settings.way.name,
         dataset=data.name,
@@ -406,6 +406,16 @@ def card_of(
         versions=answered[-1]["versions"] if answered else versions_here(),
         command=shlex.join(command or ["python", *sys.argv]),
     )
+
+
+def _searched_by(identity: Mapping[str, Any]) -> dict[str, Any]:
+    """What a card says of a retriever. Of an index that was opened these are its own settings, whatever the config has; the same
+    settings built in a run make the same words."""
+    index = identity.get("index")
+    if not isinstance(index, Mapping):
+        return dict(identity)
+    words = {name: value for name, value in (index["bm25"] or {}).items() if name != "stem" or not value}
+    return {"kind": index["kind"]} | words
 
 
 def finish(
