@@ -4,7 +4,7 @@ import contextlib
 import json
 import os
 import pathlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -15,7 +15,7 @@ from rrl.files import locked, saving
 CONFIG = "config.json"
 """What a workdir's run is, as JSON."""
 FOLDERS = ("checkpoints", "model_files", "policy", "tensorboard", "not_finite", "report", "indexes")
-"""Folders that a run makes in its workdir."""
+"""Folders that a training run makes in its workdir."""
 FILES = (
     "metrics.jsonl",
     "curves.png",
@@ -25,7 +25,11 @@ FILES = (
     "result.json",
 )
 """Files that it makes, beside `CONFIG`."""
-LEFT: Mapping[str, str] = {"checkpoints/*": "checkpoints", "results.jsonl": "answers (results.jsonl)"}
+LEFT: Mapping[str, str] = {
+    "checkpoints/*": "checkpoints",
+    "results.jsonl": "answers (results.jsonl)",
+    "blocks/*.jsonl": "sampled trajectories (blocks)",
+}
 """What only a run of the same config may go on with."""
 SHOWN = 6
 """Differences that one message names."""
@@ -33,13 +37,13 @@ SHOWN = 6
 _held: set[pathlib.Path] = set()
 """Workdirs that this process holds."""
 _HELD = (
-    "workdir {}: another process trains there. Wait until it has ended, stop it, or choose another --workdir."
+    "workdir {}: another process works there. Wait until it has ended, stop it, or choose another --workdir."
 )
 
 
 @contextlib.contextmanager
 def held(workdir: str | os.PathLike[str]) -> Iterator[None]:
-    """Keeps other processes from training in a workdir within the block; makes the folder where it is missing.
+    """Keeps other processes from running in a workdir within the block; makes the folder where it is missing.
 
     Readers (export, evaluation) take no part. The system releases the lock with the process, however that ends. Blocks of
     one process nest. Of several processes of one run the first holds the workdir.
@@ -61,14 +65,16 @@ def held(workdir: str | os.PathLike[str]) -> Iterator[None]:
         yield
 
 
-def refuse_held(workdir: str | os.PathLike[str]) -> None:
-    """Raises UserError when another process holds the workdir, or a file stands where the run makes a folder, or a folder
-    where it makes a file. Writes nothing: to be called before models are loaded."""
+def refuse_held(
+    workdir: str | os.PathLike[str], folders: Sequence[str] = FOLDERS, files: Sequence[str] = FILES
+) -> None:
+    """Raises UserError when another process holds the workdir, or a file stands where the run makes one of its `folders`, or a
+    folder where it makes one of its `files`. Writes nothing: to be called before models are loaded."""
     folder = pathlib.Path(workdir).absolute()
-    for name in FOLDERS:
+    for name in folders:
         if (folder / name).exists() and not (folder / name).is_dir():
             raise UserError(f"{folder / name} is a file, where the run makes a folder; move it away")
-    for name in FILES:
+    for name in files:
         if (folder / name).is_dir():
             raise UserError(f"{folder / name} is a folder, where the run makes a file; move it away")
     if (folder / "lock").is_file():
