@@ -40,7 +40,6 @@ from rrl.train.strong import REFUSED, PolicyFolder, Service, Strong
 from rrl.train.tasks import Corpus, DataConfig, RetrieverConfig, encoder_folder, load_corpora
 from rrl.train.workdir import held, refuse_held, refuse_other_config
 
-
 FOLDERS = ("blocks", "indexes")
 """Folders that a run makes in its workdir."""
 FILES = ("pairs.jsonl", "report.json")
