@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 from rrl.errors import UserError
-from rrl.files import locked, saving
+from rrl.files import NAME_BYTES, locked, saving
 
 CONFIG = "config.json"
 """What a workdir's run is, as JSON."""
@@ -123,17 +123,9 @@ def refuse_other_config(
 ) -> None:
     """Raises UserError when the workdir holds a run of another config, naming each field that differs, or cannot be made."""
     path = pathlib.Path(workdir) / CONFIG
-    if pathlib.Path(workdir).is_file():
-        raise UserError(
-            f"workdir {os.fspath(workdir)} is a file; choose a folder, or one that is not there yet."
-        )
-    folder = pathlib.Path(workdir).absolute()
-    there = next(parent for parent in (folder, *folder.parents) if parent.exists())
-    if not there.is_dir() or not os.access(there, os.W_OK):
-        reason = "cannot be written to" if there.is_dir() else "is a file"
-        raise UserError(f"workdir {os.fspath(workdir)}: {there} {reason}; choose another --workdir.")
+    refuse_unwritable(workdir, "workdir")
     if not path.exists():
-        if left := [what for place, what in LEFT.items() if any(folder.glob(place))]:
+        if left := [what for place, what in LEFT.items() if any(path.parent.glob(place))]:
             raise UserError(
                 f"workdir {os.fspath(workdir)} holds {left[0]}, but not the config.json that says of which run; put that "
                 "file back, choose another --workdir, or delete that folder."
@@ -154,6 +146,25 @@ def refuse_other_config(
             f"workdir {os.fspath(workdir)} holds a run of another config ({'; '.join(differing[:SHOWN])}{more}). "
             "Use the same settings to continue it, choose another --workdir, or delete that folder."
         )
+
+
+def refuse_unwritable(folder: str | os.PathLike[str], option: str) -> None:
+    """Raises UserError when the folder that the flag --`option` names is a file, cannot be made, or cannot be written to."""
+    path = pathlib.Path(folder).absolute()
+    for name in path.parts:
+        if (size := len(os.fsencode(name))) > NAME_BYTES:
+            raise UserError(
+                f"{option} {name[:40]}...: a name of {size} bytes is too long for the file system, which takes {NAME_BYTES}; "
+                f"choose a shorter --{option}."
+            )
+    if path.is_file():
+        raise UserError(
+            f"{option} {os.fspath(folder)} is a file; choose a folder, or one that is not there yet."
+        )
+    there = next(parent for parent in (path, *path.parents) if parent.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK):
+        reason = "cannot be written to" if there.is_dir() else "is a file"
+        raise UserError(f"{option} {os.fspath(folder)}: {there} {reason}; choose another --{option}.")
 
 
 def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
