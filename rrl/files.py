@@ -16,6 +16,8 @@ from rrl.errors import UserError
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """Error numbers of a full disk, a full quota, and a file that has reached its limit."""
+NAME_BYTES = 255
+"""Bytes of the longest name of a file or folder."""
 LOCK = "lock"
 """Name of the file that `locked` holds."""
 

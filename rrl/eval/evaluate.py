@@ -27,7 +27,6 @@ from ml_collections import ConfigDict
 
 from rrl.data.questions import Question, save_questions
 from rrl.errors import UserError, at_least, at_most, one_of
-from rrl.eval.comparison import STAGES
 from rrl.eval.dataset import Dataset, DatasetConfig, load_dataset, with_retriever
 from rrl.eval.judging import PROMPTS, short_scores, verdict_file, verdicts
 from rrl.eval.predictions import load_predictions
@@ -39,12 +38,13 @@ from rrl.eval.result_card import (
     save_card,
     versions_here,
 )
-from rrl.eval.results import Lines, read_lines, whole_lines
+from rrl.eval.results import Lines, read_lines
 from rrl.eval.scoring import CUTS, Scores, as_text, matched, report, score, write_report
+from rrl.eval.timing import append_timing, latency, read_timing
 from rrl.eval.trajectories_html import write_html
 from rrl.eval.trajectory_files import load_trajectories
 from rrl.eval.ways import Generator, Trained, Way, make_way
-from rrl.files import locked, replaced
+from rrl.files import saving, write_whole
 from rrl.models.hf import folder_hash, load_language_model
 from rrl.models.weights import require_folder
 from rrl.parallel.runtime import enable_compilation_cache
@@ -67,8 +67,15 @@ from rrl.train.judges import SECTIONS as JUDGE
 from rrl.train.judges import JudgeSettings
 from rrl.train.progress import Progress
 from rrl.train.tasks import RetrieverConfig, encoder_folder
-from rrl.train.workdir import refuse_other_config
+from rrl.train.workdir import held, refuse_held, refuse_other_config
 
+FOLDERS = ("indexes",)
+"""Folders that a run makes in its workdir."""
+FILES = (
+    *("questions.jsonl", "results.jsonl", "timing.jsonl", "card.json", "scores.jsonl", "trajectories.html"),
+    "metrics.json",
+)
+"""Files that it makes, beside config.json and those of verdicts."""
 SHOWN = 100
 """Trajectories on a run's own page."""
 
@@ -187,7 +194,8 @@ def run(config: Mapping[str, Any], workdir: str | Path, command: Sequence[str] =
     """Evaluates as the config says, into `workdir`, and returns the report; metrics.json holds it too.
 
     The same call again goes on where the last one ended, however it ended. `command` is what the result card says; by default
-    that of this process. Raises UserError for wrong input, before anything is written.
+    that of this process. Raises UserError for wrong input, and a workdir that another process holds, before anything is written;
+    SaveError where the workdir cannot be written.
     """
     say, workdir = Clock(), Path(workdir)
     if jax.process_count() > 1:
@@ -203,6 +211,7 @@ def run(config: Mapping[str, Any], workdir: str | Path, command: Sequence[str] =
         )
     identity = identity_of(settings, data)
     refuse_other_config(workdir, identity)
+    refuse_held(workdir, FOLDERS, FILES)
     data = with_retriever(data, settings.retriever, settings.rollout.search_seconds, workdir, say)
     judge = (
         settings.judge.load(data.questions, settings.compute, settings.mesh.make())
@@ -211,11 +220,11 @@ def run(config: Mapping[str, Any], workdir: str | Path, command: Sequence[str] =
     )
     engine, params = _engine(settings, data, say)
     settings.way.check(engine, data.questions, settings.data.on_error, say)
-    workdir.mkdir(parents=True, exist_ok=True)
-    with locked(workdir, f"workdir {workdir}: another process evaluates there. Wait for that, or stop it."):
-        with replaced(workdir / "config.json") as stream:
-            stream.write(json.dumps(identity, indent=2).encode() + b"\n")
-        save_questions(workdir / "questions.jsonl", data.questions)
+    with held(workdir):
+        with saving(workdir / "config.json"):
+            write_whole(workdir / "config.json", json.dumps(identity, indent=2) + "\n")
+        with saving(workdir / "questions.jsonl"):
+            save_questions(workdir / "questions.jsonl", data.questions)
         answer(settings, _with_reader(settings), data, engine, params, workdir)
         said: dict[str, bool | None] = {}
         short: dict[str, AnswerScores | None] = {}
@@ -233,7 +242,7 @@ def run(config: Mapping[str, Any], workdir: str | Path, command: Sequence[str] =
                 name = settings.eval.normalization
                 file = verdict_file(workdir, settings.judge.identity() | {"short_answers": name}, answers)
                 short = short_scores(file, judge, rule_named(name), data.questions, answers)
-            _timed(workdir, len(said) - before, judged, judge=time.perf_counter() - began)
+            append_timing(workdir, len(said) - before, judged, judge=time.perf_counter() - began)
         card = card_of(settings, data, command, workdir)
         found = finish(workdir, card, data.questions, settings, said, short, judged)
     print(as_text(found))
@@ -306,71 +315,46 @@ def answer(settings: Settings, way: Way, data: Dataset, engine: Engine, params: 
     """Has all questions answered that results.jsonl does not hold yet; each is there as soon as it is answered."""
     count = len(data.questions)
     reader = way.reader if isinstance(way, Trained) else None
-    with Lines(workdir / "results.jsonl", (question.id for question in data.questions)) as lines:
-        todo = [(at, question) for at, question in enumerate(data.questions) if question.id not in lines.done]
-        right = asked = 0.0
-        with Progress(count, start=len(lines.done), label=settings.way.name.split(" ")[0]) as progress:
+    lines = Lines(workdir / "results.jsonl", (question.id for question in data.questions))
+    todo = [(at, question) for at, question in enumerate(data.questions) if question.id not in lines.done]
+    right = asked = 0.0
+    with Progress(count, start=len(lines.done), label=settings.way.name.split(" ")[0]) as progress:
 
-            def keep(record: dict[str, Any]) -> None:
-                nonlocal right, asked
-                lines.append(record)
-                fields = record["question"]
-                right += _right(record["prediction"], fields["answers"], fields["choices"])
-                asked += 1
-                tokens = record["tokens"] + record["environment_tokens"]
-                progress.update(len(lines.done), {"right": f"{100 * right / asked:.1f}%"}, tokens)
+        def keep(record: dict[str, Any]) -> None:
+            nonlocal right, asked
+            lines.append(record)
+            fields = record["question"]
+            right += _right(record["prediction"], fields["answers"], fields["choices"])
+            asked += 1
+            tokens = record["tokens"] + record["environment_tokens"]
+            progress.update(len(lines.done), {"right": f"{100 * right / asked:.1f}%"}, tokens)
 
-            for start in range(0, len(todo), way.together):
-                some = todo[start : start + way.together]
-                key = jax.random.key(settings.eval.seed)
-                before = reader.seconds if reader else 0.0
-                way.ask(engine, params, some, key, settings.eval.temperature, keep)
-                stats = engine.stats
-                read: dict[str, Any] = {"read": reader.seconds - before} if reader else {}
-                _timed(
-                    workdir,
-                    len(some),
-                    commit=commit_here(),
-                    answer=stats.seconds,
-                    search=stats.retrieval_seconds,
-                    **read,
-                )
+        for start in range(0, len(todo), way.together):
+            some = todo[start : start + way.together]
+            key = jax.random.key(settings.eval.seed)
+            before = reader.seconds if reader else 0.0
+            way.ask(engine, params, some, key, settings.eval.temperature, keep)
+            stats = engine.stats
+            read: dict[str, Any] = {"read": reader.seconds - before} if reader else {}
+            append_timing(
+                workdir,
+                len(some),
+                commit=commit_here(),
+                answer=stats.seconds,
+                search=stats.retrieval_seconds,
+                **read,
+            )
 
 
 def _right(prediction: str, answers: Sequence[str], choices: Sequence[str]) -> float:
     return choice_correct(prediction, answers, choices) if choices else exact_match(prediction, answers)
 
 
-def _timed(workdir: Path, questions: int, judged: str = "", commit: str = "", **seconds: float) -> None:
-    said = {"judged": judged, "commit": commit, "versions": versions_here() if commit else {}}
-    told = {"questions": questions} | {name: value for name, value in said.items() if value}
-    whole_lines(workdir / "timing.jsonl")
-    with (workdir / "timing.jsonl").open("a", encoding="utf-8") as stream:
-        stream.write(json.dumps(told | seconds) + "\n")
-
-
-def latency(workdir: Path, judged: str = "") -> dict[str, float]:
-    """Seconds a question by stage, over the stretches that came to an end; the engine answers many questions at a time.
-
-    "answer" is all of the rollout; searches that ran side by side with it and with each other are added up in "search"; "read"
-    is of the model that answers from what was found (R2AG's generator). "judge" is of the judge whose file of verdicts is
-    `judged`.
-    """
-    lines = read_lines(workdir / "timing.jsonl", "questions")
-    found = {}
-    for stage in STAGES:
-        mine = [line for line in lines if stage != "judge" or line.get("judged") == judged != ""]
-        timed = [line for line in mine if stage in line and line["questions"]]
-        if timed:
-            found[stage] = sum(line[stage] for line in timed) / sum(line["questions"] for line in timed)
-    return found
-
-
 def card_of(
     settings: Settings, data: Dataset, command: Sequence[str] = (), workdir: Path | None = None
 ) -> ResultCard:
     """What the result says of itself; whose code answered is in `workdir`'s timing, where there is one."""
-    answered = [line for line in read_lines(workdir / "timing.jsonl") if "commit" in line] if workdir else []
+    answered = [line for line in read_timing(workdir) if "commit" in line] if workdir else []
     judge = settings.judge
     shortened = {"short_answers": True} if settings.way.long_answers else {}
     encoder = encoder_folder(settings.retriever) if settings.searches else ""
@@ -403,7 +387,7 @@ def card_of(
         gold_sha256=gold_fingerprint(data.questions),
         compute={"dtype": settings.compute.dtype, "attention": settings.compute.attention},
         commit=", ".join(dict.fromkeys(line["commit"] for line in answered)) or commit_here(),
-        versions=answered[-1]["versions"] if answered else versions_here(),
+        versions=answered[-1].get("versions", {}) if answered else versions_here(),
         command=shlex.join(command or ["python", *sys.argv]),
     )
 
@@ -445,15 +429,15 @@ def finish(
     endings = collections.Counter(line["ended"] for line in lines)
     found["ended"] = {name: often / len(lines) for name, often in endings.most_common()}
     found["seconds"] = latency(workdir, judged)
-    found["timed"] = sum(
-        line["questions"] for line in read_lines(workdir / "timing.jsonl", "questions") if "answer" in line
-    )
+    found["timed"] = sum(line["questions"] for line in read_timing(workdir) if "answer" in line)
     # A tag may be a pair of markers, which is no name in JSON.
     found["tags"] = list(settings.way.tags.items())
     found["card"] = dataclasses.asdict(card)
-    shown = scored_trajectories(workdir, scores)[:SHOWN]
-    write_html(shown, workdir / "trajectories.html", f"{card.method}: {card.dataset}", tags=settings.way.tags)
-    save_card(workdir / "card.json", card)
+    shown, page = scored_trajectories(workdir, scores)[:SHOWN], workdir / "trajectories.html"
+    with saving(page):
+        write_html(shown, page, f"{card.method}: {card.dataset}", tags=settings.way.tags)
+    with saving(workdir / "card.json"):
+        save_card(workdir / "card.json", card)
     write_report(workdir, found, scores)
     return found
 

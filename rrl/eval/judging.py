@@ -82,10 +82,8 @@ def _kept(
 ) -> dict[str, dict[str, Any]]:
     """A record of each question, with `fields`, by id: those that `file` holds, and of the others what `graded` says, written as
     it comes."""
-    with (
-        Lines(file, [question.id for question in questions]) as lines,
-        Progress(len(questions), start=len(lines.done), label=label) as progress,
-    ):
+    lines = Lines(file, [question.id for question in questions])
+    with Progress(len(questions), start=len(lines.done), label=label) as progress:
         todo = [question for question in questions if question.id not in lines.done]
         for at in range(0, len(todo), TOGETHER):
             for record in graded(todo[at : at + TOGETHER]):

@@ -8,7 +8,7 @@ from rrl.errors import UserError
 from rrl.eval.comparison import Run, as_csv, as_markdown, load_runs, records
 from rrl.eval.curves import plot_spread
 from rrl.eval.report_html import SIDE_BY_SIDE, page
-from rrl.files import replaced
+from rrl.files import replaced, saving
 
 
 def write_run_report(
@@ -36,11 +36,11 @@ def write_run_report(
     out = Path(out)
     try:
         out.mkdir(parents=True, exist_ok=True)
-        for name, content in (("report.md", text), ("report.csv", as_csv(rows)), ("report.html", html)):
-            with replaced(out / name) as stream:
-                stream.write(content.encode("utf-8", "replace"))
     except OSError as error:
-        raise UserError(f"out={str(out)!r}: cannot be written to ({error}); give another folder") from error
+        raise UserError(f"out={str(out)!r} cannot be made ({error}); give another folder") from error
+    for name, content in (("report.md", text), ("report.csv", as_csv(rows)), ("report.html", html)):
+        with saving(out / name), replaced(out / name) as stream:
+            stream.write(content.encode("utf-8", "replace"))
     return text
 
 

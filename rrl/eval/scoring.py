@@ -16,7 +16,7 @@ from rrl.errors import UserError
 from rrl.eval.intervals import bootstrap, compare
 from rrl.eval.predictions import Prediction
 from rrl.eval.summary import table
-from rrl.files import replaced
+from rrl.files import replaced, saving
 from rrl.retrieval.gold import Hits, hits_of
 from rrl.text.characters import one_form
 from rrl.text.metrics import score_answers
@@ -372,8 +372,8 @@ def _coverage(
 def write_report(folder: str | Path, found: Mapping[str, Any], scores: Scores) -> None:
     """Writes metrics.json (the report) and scores.jsonl (a line a question) into the folder, each only when it is whole.
 
-    Of a question without gold passages the metrics of retrieval are null. Raises UserError where the folder cannot be made or
-    written to.
+    Of a question without gold passages the metrics of retrieval are null. Raises UserError where the folder cannot be made, and
+    SaveError where a file cannot be written.
     """
     folder, lines, coverage = Path(folder), [], scores.coverage
     for at, question in enumerate(scores.questions):
@@ -387,14 +387,12 @@ def write_report(folder: str | Path, found: Mapping[str, Any], scores: Scores) -
         )
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with replaced(folder / "scores.jsonl") as stream:
-            stream.write("".join(lines).encode())
-        with replaced(folder / "metrics.json") as stream:
-            stream.write((json.dumps(found, indent=2, ensure_ascii=False) + "\n").encode())
     except OSError as error:
-        raise UserError(
-            f"out={str(folder)!r}: cannot be written to ({error}); give another folder"
-        ) from error
+        raise UserError(f"out={str(folder)!r} cannot be made ({error}); give another folder") from error
+    text = json.dumps(found, indent=2, ensure_ascii=False) + "\n"
+    for name, content in (("scores.jsonl", "".join(lines)), ("metrics.json", text)):
+        with saving(folder / name), replaced(folder / name) as stream:
+            stream.write(content.encode())
 
 
 def _means(scores: Scores, labels: Sequence[str], label: str) -> dict[str, float]:

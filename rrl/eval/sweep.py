@@ -13,7 +13,7 @@ import numpy as np
 from rrl.errors import UserError
 from rrl.eval.comparison import Run, as_csv, as_markdown, load_runs, records
 from rrl.eval.curves import COLOURS, GRID, legend_below, new_figure, save_figure, style_axis
-from rrl.files import replaced
+from rrl.files import replaced, saving
 
 COSTS = {
     "searches": "searches a question",
@@ -51,7 +51,7 @@ def sweep(
     """Evaluates at each value and writes sweep.md, sweep.csv and sweep.png into `out`; returns the Markdown.
 
     `name` is what is varied, `out` gets a folder a value. A sweep that was broken off goes on where it was. Raises what
-    `evaluate` does.
+    `evaluate` does, and SaveError.
     """
     out = Path(out)
     folders = [out / folder_of(value) for value in values]
@@ -63,9 +63,10 @@ def sweep(
     rows = [{name: value} | row for value, row in zip(values, records(runs, level, seed), strict=True)]
     text = f"# {name}\n\n{as_markdown(runs, rows)}"
     for file, content in (("sweep.md", text), ("sweep.csv", as_csv(rows))):
-        with replaced(out / file) as stream:
+        with saving(out / file), replaced(out / file) as stream:
             stream.write(content.encode("utf-8", "replace"))
-    plot_sweep(name, values, runs, rows, out / "sweep.png")
+    with saving(out / "sweep.png"):
+        plot_sweep(name, values, runs, rows, out / "sweep.png")
     return text
 
 

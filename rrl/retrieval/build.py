@@ -4,7 +4,9 @@ Until it is whole, the folder is called OUT.unfinished. Reading the corpus start
 (embedding, counting words, ScaNN's parts) go on after their last whole block.
 """
 
+import contextlib
 import dataclasses
+import errno
 import itertools
 import json
 import math
@@ -88,8 +90,8 @@ def build_index(
       shard: (i, n): every n-th passage from the i-th (counted from 0), for a corpus that n hosts share.
       progress: told about each block.
 
-    Raises UserError for an unknown kind, an empty or broken corpus, a missing encoder, a folder that exists or cannot be
-    made, a full disk.
+    Raises UserError for an unknown kind, an empty or broken corpus, a missing encoder, a folder that exists, cannot be
+    made, is damaged or is deleted meanwhile, a full disk.
     """
     check_kind(kind, text_encoder)
     out = Path(out)
@@ -105,7 +107,7 @@ def build_index(
     else:
         assert text_encoder is not None
         wanted["encoder"] = {"name": text_encoder.name, "fingerprint": text_encoder.fingerprint}
-    with disk_full_told(work):
+    with disk_full_told(work), _still_there(work):
         try:
             work.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -129,11 +131,25 @@ def build_index(
                 if kind == "scann":
                     manifest["scann"] = _scann(work, passages, embeddings, text_encoder, memory_gb, progress)
             write_manifest(work, manifest, STATE)
-    work.rename(out)
+        work.rename(out)
     # Not before: a build that is killed while it ends must know that all is done.
     for name in STATE:
         (out / name).unlink(missing_ok=True)
     return manifest
+
+
+@contextlib.contextmanager
+def _still_there(work: Path) -> Iterator[None]:
+    """Turns the error of a folder that was deleted, or renamed, while it was written into one that says so."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno != errno.ENOENT or work.is_dir():
+            raise
+        raise UserError(
+            f"index {work}: it is gone, deleted or renamed while the index was built. Put it back, or give the same command "
+            "again to begin anew."
+        ) from error
 
 
 def check_kind(kind: str, text_encoder: "TextEncoder | None") -> None:
@@ -149,8 +165,7 @@ def check_kind(kind: str, text_encoder: "TextEncoder | None") -> None:
 def _refuse_other(work: Path, wanted: dict[str, Any]) -> None:
     """Raises UserError where the unfinished folder was begun with other settings."""
     file = work / "wanted.json"
-    if file.is_file():
-        begun = json.loads(file.read_text(encoding="utf-8"))
+    if begun := _state(file):
         different = [name for name in begun.keys() | wanted.keys() if begun.get(name) != wanted.get(name)]
         if different:
             named = "; ".join(f"{n}: {begun.get(n)} there, {wanted.get(n)} now" for n in sorted(different))
@@ -160,6 +175,21 @@ def _refuse_other(work: Path, wanted: dict[str, Any]) -> None:
             )
     with replaced(file) as stream:
         stream.write(json.dumps(wanted).encode())
+
+
+def _state(file: Path) -> dict[str, Any]:
+    """The JSON object in a file of an unfinished build; empty where it is missing. UserError for a damaged one."""
+    if not file.is_file():
+        return {}
+    try:
+        state = json.loads(file.read_text(encoding="utf-8"))
+        if not isinstance(state, dict):
+            raise TypeError(f"{state!r:.40} is no JSON object")
+    except (ValueError, TypeError, RecursionError) as error:
+        raise UserError(
+            f"index {file.parent}: damaged, {file.name} cannot be read ({error}). Remove that folder and build again."
+        ) from error
+    return state
 
 
 def _read(
@@ -174,7 +204,7 @@ def _read(
     out as empty; what belongs to another corpus is removed.
     """
     file = work / "corpus.json"
-    held = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    held = _state(file)
     before = held.get("read", {"corpus": ""})
     source, skipped, left_out = None, list[str](), list[str]()
     if isinstance(corpus, str | Path):
@@ -228,9 +258,11 @@ def _embed(
 ) -> tuple[np.ndarray, int]:
     """The embeddings, memory-mapped; and how many passages were cut, which `cut.txt` says block by block."""
     file, cuts = VectorFile(work / "embeddings.npy", len(passages), text_encoder.dim, block), work / "cut.txt"
-    kept = cuts.read_text().split()[: -(-file.rows // block)] if cuts.is_file() else []
-    if len(kept) * block < file.rows:
-        raise UserError(f"index {work}: damaged, cut.txt is too short. Remove that folder and build again.")
+    kept = cuts.read_text(errors="replace").split()[: -(-file.rows // block)] if cuts.is_file() else []
+    if len(kept) * block < file.rows or not all(line.isdecimal() for line in kept):
+        raise UserError(
+            f"index {work}: damaged, cut.txt lacks a number of a block. Remove that folder and build again."
+        )
     cuts.write_text("".join(f"{line}\n" for line in kept))
 
     def told(done: int) -> None:

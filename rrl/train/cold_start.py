@@ -9,7 +9,7 @@ import dataclasses
 import json
 import os
 import pathlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -19,7 +19,7 @@ from ml_collections import ConfigDict
 
 from rrl.data.questions import Question
 from rrl.errors import UserError, at_least
-from rrl.files import write_whole
+from rrl.files import json_lines, saving, write_whole
 from rrl.models.hf import folder_hash, load_language_model
 from rrl.parallel.runtime import enable_compilation_cache
 from rrl.recipes.base import Recipe, Scoring, check_tags, uses_chat
@@ -38,7 +38,12 @@ from rrl.train.judges import JudgeSettings
 from rrl.train.rollouts import too_long
 from rrl.train.strong import REFUSED, PolicyFolder, Service, Strong
 from rrl.train.tasks import Corpus, DataConfig, RetrieverConfig, data_files, encoder_folder, load_corpora
-from rrl.train.workdir import refuse_other_config
+from rrl.train.workdir import held, refuse_held, refuse_other_config
+
+FOLDERS = ("blocks", "indexes")
+"""Folders that a run makes in its workdir."""
+FILES = ("pairs.jsonl", "report.json")
+"""Files that it makes, beside config.json."""
 
 
 class Demonstrating(Recipe, Protocol):
@@ -250,31 +255,43 @@ def run(config: Mapping[str, Any], workdir: str | os.PathLike[str]) -> Report | 
     """Samples, and writes `pairs.jsonl` ({id, step, input, output}) and `report.json` to `workdir`.
 
     `blocks/` holds every trajectory, the rejected ones too, with what became of it. None where a signal stopped it; the same
-    command continues. Raises UserError for a wrong config, and for a workdir of another one.
+    command continues. Raises UserError for a wrong config, for a workdir of another one, or that another process holds, and for
+    a damaged block; SaveError where the workdir cannot be written.
     """
     say, settings, folder = Clock(), Settings.of(config), pathlib.Path(workdir)
     identity = json.loads(json.dumps(settings.identity()))
     # The first is read after all is sampled; the others are known by their content.
     refuse_other_config(folder, identity, ("sampling.keep", "data.path", "retriever.encoder"))
-    (folder / "blocks").mkdir(parents=True, exist_ok=True)
-    write_whole(folder / "config.json", json.dumps(identity, indent=2, sort_keys=True))
+    refuse_held(folder, FOLDERS, FILES)
     enable_compilation_cache()
+    with held(folder):
+        return _run(settings, identity, folder, say)
+
+
+def _run(settings: Settings, identity: Mapping[str, Any], folder: pathlib.Path, say: Clock) -> Report | None:
+    """As `run`, in a workdir that this process holds."""
     corpus, _ = load_corpora(settings.data, settings.retriever, say, settings.rollout.search_seconds, folder)
     sampling = settings.sampling
     questions = corpus.questions[: sampling.questions or None]
     corpus = dataclasses.replace(corpus, questions=questions)
-    files = {
-        first: folder / "blocks" / f"{first:08d}.jsonl" for first in range(0, len(questions), sampling.block)
+    blocks = {
+        folder / "blocks" / f"{first:08d}.jsonl": range(first, min(first + sampling.block, len(questions)))
+        for first in range(0, len(questions), sampling.block)
     }
-    missing = [first for first, file in files.items() if not file.exists()]
-    if missing:
-        strong, judge = settings.load(corpus, say)
+    missing = [file for file, block in blocks.items() if not _whole(file, block, sampling, say)]
+    models = settings.load(corpus, say) if missing else None
+    # Not before: what `load` refuses is mended with another config.
+    _write(folder / "config.json", json.dumps(identity, indent=2, sort_keys=True))
+    if models is not None:
+        strong, judge = models
+        with saving(folder / "blocks"):
+            (folder / "blocks").mkdir(exist_ok=True)
         with stop_requested() as stop:
-            for first in missing:
+            for file in missing:
                 if stop:
                     say("stopped; the same command continues")
                     return None
-                some = questions[first : first + sampling.block]
+                some, first = [questions[at] for at in blocks[file]], blocks[file].start
                 try:
                     records = sample_block(strong, settings.recipe, some, first, sampling.temperatures, judge)
                 except Unavailable:
@@ -282,17 +299,34 @@ def run(config: Mapping[str, Any], workdir: str | os.PathLike[str]) -> Report | 
                         raise
                     say("stopped; the same command continues")
                     return None
-                write_whole(files[first], "".join(json.dumps(r, ensure_ascii=False) + "\n" for r in records))
+                _write(file, "".join(json.dumps(r, ensure_ascii=False) + "\n" for r in records))
                 good = sum(not record["fault"] for record in records)
                 say(
                     f"questions {first + 1} to {first + len(some)}: {good} of {len(records)} trajectories are good"
                 )
-    lines = (line for file in files.values() for line in file.read_text(encoding="utf-8").splitlines())
-    pairs, report = select((json.loads(line) for line in lines), sampling.keep, len(questions))
-    write_whole(folder / "pairs.jsonl", "".join(json.dumps(p, ensure_ascii=False) + "\n" for p in pairs))
-    write_whole(folder / "report.json", json.dumps(dataclasses.asdict(report), indent=2))
+    cure = "delete that file and give the same command again, which samples its questions again"
+    lines = (record for file in blocks for _, record in json_lines(file, cure))
+    pairs, report = select(lines, sampling.keep, len(questions))
+    _write(folder / "pairs.jsonl", "".join(json.dumps(p, ensure_ascii=False) + "\n" for p in pairs))
+    _write(folder / "report.json", json.dumps(dataclasses.asdict(report), indent=2))
     print(report.text())
     return report
+
+
+def _whole(file: pathlib.Path, block: Collection[int], sampling: SamplingConfig, say: Clock) -> bool:
+    """Whether a file holds a line for each trajectory of a block; says so where it is there and does not."""
+    if not file.exists():
+        return False
+    count, expected = file.read_bytes().count(b"\n"), len(block) * len(sampling.temperatures)
+    if count != expected:
+        say(f"{file} holds {count} of {expected} trajectories: its questions are sampled again")
+    return count == expected
+
+
+def _write(file: pathlib.Path, text: str) -> None:
+    """Writes a file that is there only when it is whole. Raises SaveError."""
+    with saving(file):
+        write_whole(file, text)
 
 
 def sample_block(

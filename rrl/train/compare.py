@@ -100,7 +100,7 @@ def compare(
     tells, a share that the recipe measures on held-out questions (R2AG: "full_recall"). The plot runs `over` "minutes" of
     training or, where the runs had unlike machines, "updates".
 
-    Raises UserError for a workdir that another config made; as `run` for a run that ended early, which has said why.
+    Raises UserError for a workdir that another config made; SaveError; as `run` for a run that ended early, which has said why.
     """
     for flag, value in (("config", config), ("cold_start", cold_start)):
         if given := [name for name in TAKEN[flag] if name in _split(value)[1]]:
@@ -125,11 +125,14 @@ def compare(
         arm: [_curve(c, plan) for c in plan if c.arm == arm] for arm in dict.fromkeys(c.arm for c in plan)
     }
     panels = {f"eval/{name}": f"held-out {TITLES.get(name, name)}" for name in (metric, "f1")}
-    plot_spread(runs, root / "compare.png", panels, x=AXES[over], title=f"{config}: arms over seeds")
+    with saving(root / "compare.png"):
+        plot_spread(runs, root / "compare.png", panels, x=AXES[over], title=f"{config}: arms over seeds")
     lines = [{"arm": cell.arm, "seed": cell.seed} | line for cell in plan for line in _curve(cell, plan)]
-    write_whole(root / "compare.jsonl", "".join(f"{json.dumps(line)}\n" for line in lines))
     text = "\n".join([*rows(plan, metric), *(f"* {line}" for line in unlike(plan))])
-    write_whole(root / "compare.txt", text + "\n")
+    evaluations = "".join(f"{json.dumps(line)}\n" for line in lines)
+    for name, content in (("compare.jsonl", evaluations), ("compare.txt", text + "\n")):
+        with saving(root / name):
+            write_whole(root / name, content)
     return text
 
 
@@ -209,9 +212,16 @@ def refuse_other_record(cell: Cell, made_by: str) -> None:
 
 
 def _made_by(cell: Cell) -> str | None:
-    """The record in a cell's workdir, if there is one."""
+    """The record in a cell's workdir, if there is one. Raises UserError for one that cannot be read."""
     file = cell.workdir / "command.json"
-    return file.read_text(encoding="utf-8") if file.exists() else None
+    try:
+        return file.read_text(encoding="utf-8") if file.exists() else None
+    except (OSError, UnicodeDecodeError) as error:
+        reason = "it is not UTF-8" if isinstance(error, UnicodeDecodeError) else error.strerror
+        raise UserError(
+            f"{file}, which says what made the run, cannot be read ({reason}); put back the file that the comparison wrote, give "
+            "another --out, or delete that folder"
+        ) from error
 
 
 def refuse_mixed_models(plan: Sequence[Cell]) -> None:

@@ -8,12 +8,14 @@ import os
 import pathlib
 import re
 import shutil
+from typing import Any
 
 import jax
 from flax import nnx
 from transformers import PreTrainedTokenizerBase
 
 from rrl.errors import UserError
+from rrl.files import saving
 from rrl.models.config import DecoderConfig
 from rrl.models.decoder import Decoder
 from rrl.models.hf import (
@@ -28,10 +30,11 @@ from rrl.models.weights import CONFIG, read_json, write_json
 from rrl.parallel.mesh import make_mesh
 from rrl.parallel.rules import shardings
 from rrl.recipes.card import Card, write_card
-from rrl.rl.optim import split_trained
+from rrl.rl.optim import OptimConfig, split_trained
 from rrl.train import learner, sft
 from rrl.train.checkpoints import read_part, saved_metadata, saved_steps
-from rrl.train.workdir import read_run, read_settings
+from rrl.train.fields import build
+from rrl.train.workdir import read_run, read_settings, refuse_unwritable
 
 MODEL_FILES = "model_files"
 _START = "start.json"
@@ -87,11 +90,14 @@ def export(
         What was written, in one line.
 
     Raises:
-        UserError: no workdir, checkpoint or step of this name; the folder is not empty; a size that is none.
+        UserError: no workdir, checkpoint or step of this name; a damaged config.json; the folder is not empty, or cannot be
+            made; a size that is none.
+        SaveError: the folder could not be written.
     """
     workdir, out = pathlib.Path(workdir), pathlib.Path(out)
     shard_size = parse_size(max_shard_size)
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+    refuse_unwritable(out, "out")
+    if out.exists() and any(out.iterdir()):
         raise UserError(f"out={os.fspath(out)} is not an empty folder; choose one that is not there yet")
     steps = saved_steps(workdir)
     step = steps[-1] if step is None else step
@@ -108,6 +114,13 @@ def export(
         raise UserError(
             f"the run has removed its checkpoint of step {step} meanwhile, to keep the latest; run this again"
         ) from error
+    with saving(out):
+        _write(out, decoder, described, dtype, shard_size)
+    return f"wrote {out}: step {step}, {dtype} (sha256 {folder_hash(out)[:12]})"
+
+
+def _write(out: pathlib.Path, decoder: Decoder, described: pathlib.Path, dtype: str, shard_size: int) -> None:
+    """Writes a folder that appears under its name when it is complete."""
     out.parent.mkdir(parents=True, exist_ok=True)
     partial = out.with_name(f".{out.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
@@ -119,7 +132,6 @@ def export(
         os.replace(partial, out)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-    return f"wrote {out}: step {step}, {dtype} (sha256 {folder_hash(out)[:12]})"
 
 
 def parse_size(text: str) -> int:
@@ -152,7 +164,7 @@ def _read_decoder(
     else:
         where = sft.learned_in_checkpoint(settings, saved_metadata(workdir, step))
     mesh = make_mesh(data=1, fsdp=-1, devices=jax.local_devices())
-    frozen, lora = settings["optim"]["frozen"], LoraConfig(**run.get("lora", {}))
+    frozen, lora = _trained(workdir, settings["optim"], run.get("lora", {}))
     if frozen or lora.rank:
         decoder = load_decoder(_start(workdir, described, start), mesh=mesh)
         add_lora(decoder, lora, rngs=nnx.Rngs(0))
@@ -168,6 +180,18 @@ def _read_decoder(
         }
     )
     return nnx.merge(graph, read_part(workdir, step, where, template), fixed)
+
+
+def _trained(workdir: pathlib.Path, optim: Any, lora: Any) -> tuple[tuple[str, ...], LoraConfig]:
+    """Which parameters a run froze, and its adapters, by these sections of its config.json. UserError for a damaged one."""
+    try:
+        for name, section in (("optim", optim), ("lora", lora)):
+            if not isinstance(section, dict):
+                raise UserError(f"{name}={section!r} must be a JSON object")
+        frozen = build(OptimConfig, {"frozen": optim.get("frozen", ())}, "optim").frozen
+        return frozen, build(LoraConfig, lora, "lora")
+    except UserError as error:
+        raise UserError(f"{workdir / CONFIG}: {error}; put back the file that the run wrote") from error
 
 
 def _start(workdir: pathlib.Path, described: pathlib.Path, moved: str | pathlib.Path | None) -> pathlib.Path:

@@ -4,18 +4,18 @@ import contextlib
 import json
 import os
 import pathlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 
 from rrl.errors import UserError
-from rrl.files import locked, saving
+from rrl.files import NAME_BYTES, locked, saving
 
 CONFIG = "config.json"
 """What a workdir's run is, as JSON."""
 FOLDERS = ("checkpoints", "model_files", "policy", "tensorboard", "not_finite", "report", "indexes")
-"""Folders that a run makes in its workdir."""
+"""Folders that a training run makes in its workdir."""
 FILES = (
     "metrics.jsonl",
     "curves.png",
@@ -25,7 +25,11 @@ FILES = (
     "result.json",
 )
 """Files that it makes, beside `CONFIG`."""
-LEFT: Mapping[str, str] = {"checkpoints/*": "checkpoints", "results.jsonl": "answers (results.jsonl)"}
+LEFT: Mapping[str, str] = {
+    "checkpoints/*": "checkpoints",
+    "results.jsonl": "answers (results.jsonl)",
+    "blocks/*.jsonl": "sampled trajectories (blocks)",
+}
 """What only a run of the same config may go on with."""
 ADDED = (
     "run.data.content",
@@ -41,13 +45,13 @@ SHOWN = 6
 _held: set[pathlib.Path] = set()
 """Workdirs that this process holds."""
 _HELD = (
-    "workdir {}: another process trains there. Wait until it has ended, stop it, or choose another --workdir."
+    "workdir {}: another process works there. Wait until it has ended, stop it, or choose another --workdir."
 )
 
 
 @contextlib.contextmanager
 def held(workdir: str | os.PathLike[str]) -> Iterator[None]:
-    """Keeps other processes from training in a workdir within the block; makes the folder where it is missing.
+    """Keeps other processes from running in a workdir within the block; makes the folder where it is missing.
 
     Readers (export, evaluation) take no part. The system releases the lock with the process, however that ends. Blocks of
     one process nest. Of several processes of one run the first holds the workdir.
@@ -69,14 +73,16 @@ def held(workdir: str | os.PathLike[str]) -> Iterator[None]:
         yield
 
 
-def refuse_held(workdir: str | os.PathLike[str]) -> None:
-    """Raises UserError when another process holds the workdir, or a file stands where the run makes a folder, or a folder
-    where it makes a file. Writes nothing: to be called before models are loaded."""
+def refuse_held(
+    workdir: str | os.PathLike[str], folders: Sequence[str] = FOLDERS, files: Sequence[str] = FILES
+) -> None:
+    """Raises UserError when another process holds the workdir, or a file stands where the run makes one of its `folders`, or a
+    folder where it makes one of its `files`. Writes nothing: to be called before models are loaded."""
     folder = pathlib.Path(workdir).absolute()
-    for name in FOLDERS:
+    for name in folders:
         if (folder / name).exists() and not (folder / name).is_dir():
             raise UserError(f"{folder / name} is a file, where the run makes a folder; move it away")
-    for name in FILES:
+    for name in files:
         if (folder / name).is_dir():
             raise UserError(f"{folder / name} is a folder, where the run makes a file; move it away")
     if (folder / "lock").is_file():
@@ -135,17 +141,9 @@ def refuse_other_config(
         may_grow: those of numbers that may be larger than before. Returns the fields that are, with both values.
     """
     path = pathlib.Path(workdir) / CONFIG
-    if pathlib.Path(workdir).is_file():
-        raise UserError(
-            f"workdir {os.fspath(workdir)} is a file; choose a folder, or one that is not there yet."
-        )
-    folder = pathlib.Path(workdir).absolute()
-    there = next(parent for parent in (folder, *folder.parents) if parent.exists())
-    if not there.is_dir() or not os.access(there, os.W_OK):
-        reason = "cannot be written to" if there.is_dir() else "is a file"
-        raise UserError(f"workdir {os.fspath(workdir)}: {there} {reason}; choose another --workdir.")
+    refuse_unwritable(workdir, "workdir")
     if not path.exists():
-        if left := [what for place, what in LEFT.items() if any(folder.glob(place))]:
+        if left := [what for place, what in LEFT.items() if any(path.parent.glob(place))]:
             raise UserError(
                 f"workdir {os.fspath(workdir)} holds {left[0]}, but not the config.json that says of which run; put that "
                 "file back, choose another --workdir, or delete that folder."
@@ -184,6 +182,25 @@ def _is_of(name: str, fields: tuple[str, ...]) -> bool:
 
 def _grew(before: Any, now: Any) -> bool:
     return isinstance(before, int | float) and isinstance(now, int | float) and now > before
+
+
+def refuse_unwritable(folder: str | os.PathLike[str], option: str) -> None:
+    """Raises UserError when the folder that the flag --`option` names is a file, cannot be made, or cannot be written to."""
+    path = pathlib.Path(folder).absolute()
+    for name in path.parts:
+        if (size := len(os.fsencode(name))) > NAME_BYTES:
+            raise UserError(
+                f"{option} {name[:40]}...: a name of {size} bytes is too long for the file system, which takes {NAME_BYTES}; "
+                f"choose a shorter --{option}."
+            )
+    if path.is_file():
+        raise UserError(
+            f"{option} {os.fspath(folder)} is a file; choose a folder, or one that is not there yet."
+        )
+    there = next(parent for parent in (path, *path.parents) if parent.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK):
+        reason = "cannot be written to" if there.is_dir() else "is a file"
+        raise UserError(f"{option} {os.fspath(folder)}: {there} {reason}; choose another --{option}.")
 
 
 def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

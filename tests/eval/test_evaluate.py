@@ -3,8 +3,8 @@
 import dataclasses
 import http.server
 import json
+import shutil
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,10 +15,9 @@ from rrl.eval import evaluate
 from rrl.eval.comparison import cost_table, load_run, records
 from rrl.eval.dataset import Dataset
 from rrl.eval.results import Lines, read_lines
-from rrl.eval.ways import Generator
+from rrl.files import SaveError, locked
 from rrl.recipes.catalogue import RECIPES
 from rrl.recipes.prompted.catalogue import METHODS
-from rrl.rewards.reader import Said
 from rrl.train.launcher import load_config
 from tests.eval.runs import QUESTIONS
 
@@ -196,6 +195,39 @@ def test_wrong_input_is_named_before_anything_is_written(
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize("name", evaluate.FILES)
+def test_a_folder_in_the_place_of_a_file_is_refused_before_anything_is_loaded(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(evaluate, "with_retriever", lambda *_: pytest.fail("loads"))
+    monkeypatch.setattr(evaluate, "refuse_other_config", lambda *_: None)
+    (tmp_path / name).mkdir()
+    with pytest.raises(UserError, match=rf"{name} is a folder, where the run makes a file; move it away"):
+        evaluate.run(config("method=direct,questions=2"), tmp_path)
+
+
+def test_a_workdir_where_another_process_works_is_refused_before_anything_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(evaluate, "with_retriever", lambda *_: pytest.fail("loads"))
+    with locked(tmp_path, ""), pytest.raises(UserError, match=r"another process works there\. Wait"):
+        evaluate.run(config("method=direct,questions=2"), tmp_path)
+
+
+def test_a_workdir_that_is_deleted_during_the_run_is_a_failed_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    append = Lines.append
+
+    def deleted(lines: Lines, record: dict) -> None:
+        append(lines, record)
+        shutil.rmtree(tmp_path / "run")
+
+    monkeypatch.setattr(Lines, "append", deleted)
+    with pytest.raises(SaveError, match=r"could not be saved: the folder .*run is gone\. Put it back"):
+        evaluate.run(config("method=direct,questions=2"), tmp_path / "run")
+
+
 def test_a_field_or_argument_that_is_not_there_is_named() -> None:
     for call, words in (
         (lambda: config("method=react,metod=x"), "unknown config argument 'metod'. Did you mean 'method'"),
@@ -209,29 +241,6 @@ def test_a_field_or_argument_that_is_not_there_is_named() -> None:
     ):
         with pytest.raises(UserError, match=words):
             call()
-
-
-def test_seconds_are_taken_over_the_stretches_that_ended(tmp_path: Path) -> None:
-    lines = [{"questions": 10, "answer": 5.0, "search": 1.0}, {"questions": 30, "answer": 5.0, "search": 1.0}]
-    lines += [{"questions": 0, "judged": "a", "judge": 3.0}, {"questions": 10, "judged": "b", "judge": 20.0}]
-    (tmp_path / "timing.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    for judged, more in (("", {}), ("a", {}), ("b", {"judge": 2.0})):  # each judge by itself
-        assert evaluate.latency(tmp_path, judged) == {"answer": 0.25, "search": 0.05} | more
-
-
-def test_what_a_generator_reads_takes_seconds_of_its_own(tmp_path: Path) -> None:
-    generator = Generator(lambda prompts: time.sleep(0.02) or [Said(str(p).upper(), 1, 1) for p in prompts])
-    assert generator(["a"]) == ["A"] and generator(["b", "c"]) == ["B", "C"]
-    assert 0.04 <= generator.seconds < 5 and [said.text for said in generator.last] == ["B", "C"]
-    (tmp_path / "timing.jsonl").write_text('{"questions": 10, "answer": 5.0, "search": 1.0, "read": 2.0}\n')
-    assert evaluate.latency(tmp_path) == {"answer": 0.5, "search": 0.1, "read": 0.2}
-
-
-def test_a_stretch_that_a_kill_cut_is_dropped(tmp_path: Path) -> None:
-    (tmp_path / "timing.jsonl").write_text('{"questions": 10, "answer": 5.0}\n{"questions": 1')
-    assert evaluate.latency(tmp_path) == {"answer": 0.5}
-    evaluate._timed(tmp_path, 10, answer=1.0)
-    assert evaluate.latency(tmp_path) == {"answer": 0.3}
 
 
 @pytest.mark.parametrize("name", [*RECIPES, *METHODS])

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from rrl.eval.judging import short_scores, verdict_file, verdicts
 from rrl.eval.predictions import Prediction
 from rrl.eval.results import Lines, read_lines
 from rrl.eval.scoring import score
+from rrl.files import SaveError
 from rrl.rewards.judge import ModelJudge
 from rrl.text.metrics import AnswerScores
 from rrl.text.normalize import RULES
@@ -20,15 +22,15 @@ from tests.recipes.prompted.scripted import QUESTION
 
 def test_what_a_kill_cut_is_dropped_and_asked_again(tmp_path: Path) -> None:
     file = tmp_path / "results.jsonl"
-    with Lines(file, "abc") as lines:
-        lines.append({"id": "a", "said": "\u2028\ud800 é"})
-        lines.append({"id": "b"})
+    lines = Lines(file, "abc")
+    lines.append({"id": "a", "said": "\u2028\ud800 é"})
+    lines.append({"id": "b"})
     whole = file.read_bytes()
     for cut in range(len(whole) + 1):
         file.write_bytes(whole[:cut])
-        with Lines(file, "abc") as lines:
-            assert lines.done == set("ab"[: whole[:cut].count(b"\n")])
-            lines.append({"id": "c"})
+        lines = Lines(file, "abc")
+        assert lines.done == set("ab"[: whole[:cut].count(b"\n")])
+        lines.append({"id": "c"})
         assert [line["id"] for line in read_lines(file)] == [*sorted(lines.done - {"c"}), "c"]
     assert read_lines(tmp_path / "none") == []
 
@@ -38,8 +40,10 @@ def test_what_a_kill_cut_is_dropped_and_asked_again(tmp_path: Path) -> None:
     [
         ('{"id": "a"}\n{"id": "a"}\n', "line 2: the id 'a' is there twice, first on line 1"),
         ('{"id": "a"}\n{"id": "z"}\n', "line 2: the id 'z' is none of the questions asked"),
-        ('{"id": "a"}\nnonsense\n', "line 2: no record with an id"),
-        ("[]\n", "line 1: no record with an id"),
+        ('{"id": "a"}\n{"id": [1]}\n', r"line 2: the id \[1\] is none of the questions asked"),
+        ('{"id": "a"}\nnonsense\n', "line 2: Expecting value.*; remove that line, and its question"),
+        ("[]\n", r"line 1: \[\] is no JSON object"),
+        ("{}\n", "line 1: no record with an id"),
     ],
 )
 def test_a_file_of_another_run_is_refused_with_its_line(tmp_path: Path, text: str, words: str) -> None:
@@ -48,6 +52,17 @@ def test_a_file_of_another_run_is_refused_with_its_line(tmp_path: Path, text: st
     with pytest.raises(UserError, match=words):
         Lines(file, "abc")
     assert file.read_text() == text
+
+
+def test_an_answer_that_cannot_be_written_is_a_failed_save(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    lines = Lines(tmp_path / "run" / "results.jsonl", "abc")
+    shutil.rmtree(tmp_path / "run")
+    with pytest.raises(SaveError, match=r"results\.jsonl could not be saved: the folder .*run is gone"):
+        lines.append({"id": "a"})
+    (tmp_path / "results.jsonl").mkdir()
+    with pytest.raises(SaveError, match=r"results\.jsonl could not be saved: a folder is in its place"):
+        Lines(tmp_path / "results.jsonl", "abc")
 
 
 @pytest.mark.parametrize(

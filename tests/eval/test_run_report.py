@@ -12,6 +12,7 @@ from rrl.eval.comparison import as_markdown, coverage_table, group_table, load_r
 from rrl.eval.report_html import told_most
 from rrl.eval.run_report import write_run_report
 from rrl.eval.sweep import plot_sweep, sweep, values_of
+from rrl.files import SaveError
 from tests.eval.runs import QUESTIONS, finished
 from tests.eval.test_trajectories_html import Balanced
 
@@ -236,6 +237,19 @@ def test_a_sweep_evaluates_each_value_and_draws_them(tmp_path: Path) -> None:
     assert (tmp_path / "out/sweep.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(UserError, match="two of them would have one folder"):
         sweep("policy", ["a/b", "a_b"], evaluate, tmp_path / "out")
+
+
+@pytest.mark.parametrize("name", ["sweep.md", "sweep.csv", "sweep.png"])
+def test_a_folder_in_the_place_of_a_sweeps_file_is_a_failed_save(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).mkdir()
+    with pytest.raises(SaveError, match=rf"{name} could not be saved: a folder is in its place"):
+        sweep("rollout.top_k", ["1"], lambda name, value, folder: finished(folder, RIGHT), tmp_path)
+
+
+def test_a_folder_in_the_place_of_a_reports_page_is_a_failed_save(tmp_path: Path) -> None:
+    (tmp_path / "out/report.html").mkdir(parents=True)
+    with pytest.raises(SaveError, match=r"report\.html could not be saved: a folder is in its place"):
+        write_run_report([finished(tmp_path / "run", RIGHT)], tmp_path / "out")
 
 
 def test_a_plot_has_each_metric_with_its_interval_and_each_cost(

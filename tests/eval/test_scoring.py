@@ -22,6 +22,7 @@ from rrl.eval.scoring import (
     without,
     write_report,
 )
+from rrl.files import SaveError
 from rrl.text.normalize import RULES
 from tests.shared_data import shared
 from tests.text.test_metrics import reference_f1, words
@@ -213,8 +214,12 @@ def test_reports_are_written_whole_or_not_at_all(tmp_path: Path) -> None:
     assert [line["em"] for line in lines] == [1, 0, 1] and lines[0]["id"] == "a" and lines[1]["hops"] == 3
     assert sorted(file.name for file in (tmp_path / "out").iterdir()) == ["metrics.json", "scores.jsonl"]
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match="cannot be written to"):
+    with pytest.raises(UserError, match=r"cannot be made .*; give another folder"):
         write_report(tmp_path / "file", {}, scores)
+    (tmp_path / "out/metrics.json").unlink()
+    (tmp_path / "out/metrics.json").mkdir()
+    with pytest.raises(SaveError, match=r"out/metrics\.json could not be saved: a folder is in its place"):
+        write_report(tmp_path / "out", {}, scores)
     np.testing.assert_array_equal(scores.metrics["em"], [1, 0, 1])
 
 

@@ -195,6 +195,41 @@ def test_an_unfinished_build_with_other_settings_is_refused(tmp_path: Path) -> N
         build_index(PASSAGES, tmp_path / "index", "bm25")
 
 
+@pytest.mark.parametrize("content", [b"\xff{}", b"{", b"[1]"])
+@pytest.mark.parametrize("name", ["wanted.json", "corpus.json"])
+def test_a_damaged_file_of_an_unfinished_build_is_named(tmp_path: Path, name: str, content: bytes) -> None:
+    (tmp_path / "index.unfinished").mkdir()
+    (tmp_path / "index.unfinished" / name).write_bytes(content)
+    with pytest.raises(UserError, match=rf"index\.unfinished: damaged, {name} cannot be read .*build again"):
+        build_index(PASSAGES, tmp_path / "index", "bm25")
+
+
+def test_a_line_of_cut_passages_that_is_no_number_is_named(tmp_path: Path) -> None:
+    file, out = corpus(tmp_path), tmp_path / "index"
+
+    def killed(stage: str, done: int, total: int) -> None:
+        if stage == "embed" and done >= 60:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        build_index(file, out, "exact", WordEncoder(), block=10, progress=killed)  # type: ignore[arg-type]
+    cuts = tmp_path / "index.unfinished" / "cut.txt"
+    cuts.write_bytes(b"\xff" + cuts.read_bytes()[1:])
+    with pytest.raises(UserError, match=r"index\.unfinished: damaged, cut\.txt .*build again"):
+        build_index(file, out, "exact", WordEncoder(), block=10)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("kind", "last"), [("exact", "embed"), ("exact", "read"), ("bm25", "count words")])
+def test_a_folder_that_is_deleted_while_it_is_built_is_named(tmp_path: Path, kind: str, last: str) -> None:
+    def deleted(stage: str, done: int, total: int) -> None:
+        if stage == last:
+            shutil.rmtree(tmp_path / "index.unfinished", ignore_errors=True)
+
+    many = [dataclasses.replace(passage, id=f"{i}") for i in range(10) for passage in PASSAGES]
+    with pytest.raises(UserError, match=r"index\.unfinished: it is gone, deleted or renamed while the index"):
+        build_index(many, tmp_path / "index", kind, encoder_for(kind), progress=deleted)
+
+
 FULL = """
 import resource, sys
 from rrl.errors import UserError

@@ -6,6 +6,7 @@ import http.server
 import json
 import os
 import re
+import shutil
 import signal
 import threading
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ import pytest
 from rrl.data.miniwiki import KINDS, generate, mixed_questions
 from rrl.data.tokenizer import load_tokenizer
 from rrl.errors import UserError
+from rrl.files import SaveError, locked
 from rrl.recipes.card import read_card
 from rrl.recipes.r3rag import R3Rag
 from rrl.recipes.r3rag_steps import Step, Steps
@@ -27,6 +29,7 @@ from rrl.train.cold_start import Settings, select
 from rrl.train.demonstrations import demonstrations
 from rrl.train.pairs import PairsConfig, load_pairs
 from rrl.train.strong import Service
+from rrl.train.workdir import refuse_other_config
 from tests.train import made
 from tests.train.made import ROOT, save_random_policy, shrink_cold_start
 
@@ -200,6 +203,70 @@ def test_a_workdir_of_other_settings_is_refused(strong, tmp_path):
     cold_start.run(settings(strong, tmp_path / "cache", questions=1), tmp_path / "run")
     with pytest.raises(UserError, match="holds a run of another config"):
         cold_start.run(settings(strong, tmp_path / "cache", questions=2), tmp_path / "run")
+
+
+def test_a_workdir_that_another_process_holds_is_refused(strong, tmp_path):
+    (tmp_path / "run").mkdir()
+    with (
+        locked(tmp_path / "run", ""),
+        pytest.raises(UserError, match=r"run: another process works there\. Wait"),
+    ):
+        cold_start.run(settings(strong, tmp_path / "cache", questions=1), tmp_path / "run")
+    assert not strong.asked
+
+
+@pytest.mark.parametrize("damage", [lambda data: b"", lambda data: data[: len(data) // 2]])
+def test_a_block_that_is_not_whole_is_sampled_again(strong, tmp_path, damage, capsys):
+    made, file = settings(strong, tmp_path / "cache"), tmp_path / "run" / "blocks" / "00000004.jsonl"
+    report = cold_start.run(made, tmp_path / "run")
+    whole = file.read_bytes()
+    file.write_bytes(damage(whole))
+    assert cold_start.run(made, tmp_path / "run") == report and file.read_bytes() == whole
+    assert "of 16 trajectories: its questions are sampled again" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("line", [b'{"number": 0,', b'{"id": "\xff"}', b"7"])
+def test_a_damaged_line_of_a_block_is_named(strong, tmp_path, line):
+    made, file = settings(strong, tmp_path / "cache", questions=1), tmp_path / "run/blocks/00000000.jsonl"
+    cold_start.run(made, tmp_path / "run")
+    kept = file.read_bytes().split(b"\n")
+    file.write_bytes(b"\n".join([kept[0], line, *kept[2:]]))
+    with pytest.raises(UserError, match=r"00000000\.jsonl, line 2: .*; delete that file"):
+        cold_start.run(made, tmp_path / "run")
+
+
+def test_a_workdir_whose_prompts_were_too_long_takes_a_longer_context(tmp_path):
+    made = config("model=assets/miniwiki-policy,retriever=bm25,questions=1")
+    made.data.update({"train_worlds": 1, "train_per_kind": 1})
+    made.rollout.update({"rows": 4, "context": 64, "feeds": 4})
+    with pytest.raises(UserError, match=r"rollout\.context"):
+        cold_start.run(made, tmp_path / "run")
+    made.rollout.context = 2048
+    refuse_other_config(tmp_path / "run", json.loads(json.dumps(Settings.of(made).identity())))
+
+
+@pytest.mark.parametrize("name", ["blocks", "report.json", "pairs.jsonl"])
+def test_what_stands_in_the_place_of_the_runs_own_is_refused_before_anything_is_sampled(
+    strong, tmp_path, name
+):
+    (tmp_path / name).mkdir() if "." in name else (tmp_path / name).write_text("mine")
+    with pytest.raises(UserError, match=rf"{name} is a (file|folder), where the run makes .*; move it away"):
+        cold_start.run(settings(strong, tmp_path / "cache", questions=1), tmp_path)
+    assert not strong.asked
+
+
+def test_a_workdir_that_is_deleted_while_it_is_sampled_is_a_failed_save(strong, tmp_path):
+    strong.before = lambda text: shutil.rmtree(tmp_path / "run", ignore_errors=True)
+    with pytest.raises(SaveError, match=r"00000000\.jsonl could not be saved: the folder .* is gone"):
+        cold_start.run(settings(strong, tmp_path / "cache", questions=1), tmp_path / "run")
+
+
+def test_blocks_without_the_config_that_made_them_are_refused(strong, tmp_path):
+    made = settings(strong, tmp_path / "cache", questions=1)
+    cold_start.run(made, tmp_path / "run")
+    (tmp_path / "run" / "config.json").unlink()
+    with pytest.raises(UserError, match=r"holds sampled trajectories \(blocks\), but not the config\.json"):
+        cold_start.run(made, tmp_path / "run")
 
 
 def test_a_temperature_that_stands_twice_is_asked_with_another_seed():

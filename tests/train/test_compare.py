@@ -10,6 +10,7 @@ import types
 import pytest
 
 from rrl.errors import UserError
+from rrl.files import SaveError
 from rrl.stopping import Stopped
 from rrl.train.compare import Cell, cells, commands, compare, rows, wait_for, with_arguments
 
@@ -171,6 +172,27 @@ def test_a_finished_run_is_kept_for_the_same_commands_and_refused_for_others(swe
         sweep("steps=3")
     sweep.config.write_text("lr = 2")
     with pytest.raises(UserError, match=r"out/GRPO-0 was made by"):
+        sweep("steps=2")
+
+
+@pytest.mark.parametrize("name", ["compare.png", "compare.jsonl", "compare.txt"])
+def test_a_folder_in_the_place_of_the_comparisons_file_is_a_failed_save(sweep, name):
+    (sweep.root / name).mkdir(parents=True)
+    with pytest.raises(SaveError, match=rf"{name} could not be saved: a folder is in its place"):
+        sweep()
+
+
+def test_a_record_that_cannot_be_read_is_named(sweep):
+    sweep("steps=2")
+    (record,) = sweep.root.glob("*/command.json")
+    record.write_bytes(b"\xff" + record.read_bytes())
+    with pytest.raises(
+        UserError, match=r"GRPO-0/command\.json, .* cannot be read \(it is not UTF-8\); put back"
+    ):
+        sweep("steps=2")
+    record.unlink()
+    record.mkdir()
+    with pytest.raises(UserError, match=r"GRPO-0/command\.json, .* cannot be read \(Is a directory\)"):
         sweep("steps=2")
 
 

@@ -1,5 +1,6 @@
 """Any checkpoint of a run becomes a folder, the run's files are only read, and wrong input is named."""
 
+import errno
 import hashlib
 import json
 import shutil
@@ -13,6 +14,7 @@ from safetensors.numpy import load_file
 
 from rrl.data.tokenizer import load_tokenizer, train_tokenizer
 from rrl.errors import UserError
+from rrl.files import SaveError
 from rrl.models.config import DecoderConfig
 from rrl.models.hf import load_decoder, load_language_model, save_decoder
 from rrl.models.lora import LoraConfig, add_lora, merged
@@ -154,6 +156,30 @@ def test_a_workdir_of_before_is_described_by_the_policy_it_wrote(run, tmp_path):
         export(tmp_path / "old", tmp_path / "other")
 
 
+def edit(workdir, **fields):
+    file = workdir / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | fields))
+
+
+def test_a_folder_under_a_file_is_refused_before_the_checkpoint_is_read(run, tmp_path):
+    (tmp_path / "file").write_text("mine")
+    for out, message in (
+        (tmp_path / "file" / "out", r"out .*file/out: .*file is a file; choose another --out"),
+        (tmp_path / ("x" * 256), "a name of 256 bytes is too long .*; choose a shorter --out"),
+    ):
+        with pytest.raises(UserError, match=message):
+            export(run, out)
+
+
+def test_an_export_that_cannot_be_written_is_a_failed_save(run, tmp_path, monkeypatch):
+    def full(*_, **__):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("rrl.train.export.save_decoder", full)
+    with pytest.raises(SaveError, match=r"out could not be saved: the disk, .* full\. Free space"):
+        export(run, tmp_path / "out")
+
+
 @pytest.mark.parametrize(
     ("change", "options", "message"),
     [
@@ -168,7 +194,14 @@ def test_a_workdir_of_before_is_described_by_the_policy_it_wrote(run, tmp_path):
             "no complete checkpoint yet",
         ),
         (lambda run, out: (out.mkdir(), (out / "file").touch()), {}, r"out=.*out is not an empty folder"),
-        (lambda run, out: out.touch(), {}, r"out=.*out is not an empty folder"),
+        (lambda run, out: out.touch(), {}, r"out .*out is a file; choose a folder"),
+        (lambda run, out: edit(run, optim=[1]), {}, r"config\.json: optim=\[1\] must be a JSON object"),
+        (
+            lambda run, out: edit(run, optim={"frozen": 7}),
+            {},
+            r"config\.json: optim\.frozen=7 must be a tuple",
+        ),
+        (lambda run, out: edit(run, run={"lora": {"rang": 2}}), {}, r"config\.json: lora\.rang is unknown"),
         (
             lambda run, out: (run / "model_files" / "config.json").write_text(
                 json.dumps(SHAPE.to_hf() | {"hidden_size": 8})

@@ -38,7 +38,7 @@ def holder(tmp_path):
 def test_a_workdir_is_held_by_one_process_until_that_dies(tmp_path, holder):
     workdir = tmp_path / "run"
     for hold in (refuse_held, lambda folder: held(folder).__enter__()):
-        with pytest.raises(UserError, match=r"run: another process trains there\. Wait .*another --workdir"):
+        with pytest.raises(UserError, match=r"run: another process works there\. Wait .*another --workdir"):
             hold(workdir)
     refuse_held(tmp_path / "other")
     holder.kill()

@@ -6,7 +6,7 @@ from typing import Any
 
 from rrl.errors import UserError
 from rrl.eval.evaluate import Settings
-from rrl.files import replaced
+from rrl.files import replaced, saving
 from rrl.parallel.runtime import cores_here
 from rrl.train.analyses.listing import evaluated, named, trained
 from rrl.train.analyses.plot import draw
@@ -94,10 +94,12 @@ def analyze(
     curves = {arm: seeds for arm, seeds in logs.items() if all(seeds)}
     text = as_text(analysis, rows, command, missing, smoke)
     for name, content in (("table.md", text), ("table.csv", csv_of(rows))):
-        out.mkdir(parents=True, exist_ok=True)
-        with replaced(out / name) as stream:
-            stream.write(content.encode())
-    draw(analysis, rows, curves, out / "plot.png")
+        with saving(out / name):
+            out.mkdir(parents=True, exist_ok=True)
+            with replaced(out / name) as stream:
+                stream.write(content.encode())
+    with saving(out / "plot.png"):
+        draw(analysis, rows, curves, out / "plot.png")
     logged = {name for arm in curves.values() for lines in arm for line in lines for name in line}
     if curves and (lost := [words for name, words in analysis.curves.items() if name not in logged]):
         print(
