@@ -237,7 +237,7 @@ def test_a_damaged_line_of_a_block_is_named(strong, tmp_path, line):
 
 def test_a_workdir_whose_prompts_were_too_long_takes_a_longer_context(tmp_path):
     made = config("model=assets/miniwiki-policy,retriever=bm25,questions=1")
-    made.data.update({"train_worlds": 1, "train_per_kind": 1})
+    made.data.update({"train_worlds": 1, "train_per_kind": 1, "on_error": "stop"})
     made.rollout.update({"rows": 4, "context": 64, "feeds": 4})
     with pytest.raises(UserError, match=r"rollout\.context"):
         cold_start.run(made, tmp_path / "run")
