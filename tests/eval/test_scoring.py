@@ -256,3 +256,28 @@ def test_kilts_predictions_are_not_their_own_gold_answers(tmp_path: Path) -> Non
     file.write_text('{"id": "1", "input": "Who?", "output": [{"answer": "A"}]}\n')
     with pytest.raises(UserError, match="line 1: no gold answer"):
         own_questions(load_predictions(file), str(file))
+
+
+@pytest.mark.parametrize("field", ["prediction", "answer"])
+def test_our_own_results_and_trajectories_score_by_themselves(tmp_path: Path, field: str) -> None:
+    """The answer beside the question is the policy's, not a gold one."""
+    file = tmp_path / "results.jsonl"
+    question = {
+        "id": "a",
+        "text": "Who?",
+        "answers": ["A", "the A"],
+        "kind": "one",
+        "gold": ["T"],
+        "hops": 0,
+        "choices": [],
+    }
+    records = [
+        {"id": name, field: said, "answer": said, "question": question | {"id": name}, "ended": "answer"}
+        for name, said in (("a", "B"), ("b", "A"))
+    ]
+    file.write_text("".join(json.dumps(record) + "\n" for record in records))
+    predictions = load_predictions(file)
+    questions = own_questions(predictions, str(file))
+    assert [q.answers for q in questions] == [("A", "the A")] * 2 and questions[0].gold == ("T",)
+    pairs = matched(predictions, questions, "p", "d")
+    assert score(pairs, questions, SQUAD).metrics["em"].tolist() == [0, 1]
