@@ -29,6 +29,12 @@ _BM25 = flags.DEFINE_enum(
 _K1 = flags.DEFINE_float("k1", None, "BM25: saturation of repeated words, in place of the published.")
 _B = flags.DEFINE_float("b", None, "BM25: strength of length normalisation, in place of the published.")
 _TITLE = flags.DEFINE_integer("title_weight", 1, "BM25: how often the title counts; 0: the text alone.")
+_TOKENS = flags.DEFINE_enum(
+    "tokens",
+    "lucene",
+    ["lucene", "whitespace", "words"],
+    "BM25: Lucene's English analysis, or what stands between spaces or runs of letters and digits, in lower case alone.",
+)
 _STEM = flags.DEFINE_bool("stem", True, "BM25: whether words are reduced to their stems.")
 _SKIP = flags.DEFINE_bool(
     "skip_broken", False, "Leave broken records out, and count them, in place of refusing the file."
@@ -44,7 +50,7 @@ _SHARD = flags.DEFINE_string(
 flags.mark_flags_as_required(["corpus", "out"])
 
 _ONLY = (
-    (("bm25",), (_BM25, _K1, _B, _TITLE, _STEM)),
+    (("bm25",), (_BM25, _K1, _B, _TITLE, _STEM, _TOKENS)),
     (("scann", "exact"), (_ENCODER,)),
     (("scann",), (_MEMORY,)),
 )
@@ -115,6 +121,7 @@ def main(_: Sequence[str]) -> None:
         b if _B.value is None else _B.value,
         title_weight=_TITLE.value,
         stem=_STEM.value,
+        tokens=_TOKENS.value or "lucene",
     )
     encoder = None
     if _ENCODER.value:

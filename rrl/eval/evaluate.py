@@ -31,6 +31,7 @@ from rrl.eval.dataset import Dataset, DatasetConfig, load_dataset, with_retrieve
 from rrl.eval.judging import PROMPTS, short_scores, verdict_file, verdicts
 from rrl.eval.predictions import load_predictions
 from rrl.eval.result_card import (
+    BM25,
     ResultCard,
     commit_here,
     gold_fingerprint,
@@ -52,6 +53,7 @@ from rrl.recipes.card import read_card, require_policy
 from rrl.recipes.catalogue import RECIPES, make_recipe
 from rrl.recipes.prompted.base import Settings as Prompting
 from rrl.recipes.prompted.catalogue import METHODS, make_method
+from rrl.retrieval.bm25 import Bm25Config
 from rrl.retrieval.gold import hits_at
 from rrl.rewards.reader import Reader
 from rrl.rollout.engine import Engine, EngineConfig
@@ -398,7 +400,9 @@ def _searched_by(identity: Mapping[str, Any]) -> dict[str, Any]:
     index = identity.get("index")
     if not isinstance(index, Mapping):
         return dict(identity)
-    words = {name: value for name, value in (index["bm25"] or {}).items() if name != "stem" or not value}
+    usual = dataclasses.asdict(Bm25Config())
+    chosen = index["bm25"] or {}
+    words = {n: value for n, value in chosen.items() if n in BM25 or value != usual.get(n)}
     return {"kind": index["kind"]} | words
 
 

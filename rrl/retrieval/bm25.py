@@ -16,7 +16,7 @@ import numpy as np
 import regex
 
 from rrl.data.passages import Passage
-from rrl.errors import UserError, at_least
+from rrl.errors import UserError, at_least, one_of
 from rrl.retrieval.files import room_for
 from rrl.retrieval.postings import Allocate, Block, BlockFolder, Vocabulary, count, score_matrix
 from rrl.retrieval.ranking import Ranking, empty_ranking, top_k
@@ -40,6 +40,8 @@ _ASCII_WORD = re.compile(
 """What `WORD` finds in lower-case ASCII, in half the time (WB6, WB7, WB11, WB12)."""
 _CHARACTERS = str.maketrans("’‘`", "'''", "\u00ad\ufeff")
 """Apostrophes become one; soft hyphens and byte order marks vanish."""
+_RUN = re.compile(r"\w+")
+TOKENS = ("lucene", "whitespace", "words")
 _LOCAL = threading.local()
 
 
@@ -55,15 +57,27 @@ class Bm25Config:
     """How often the title counts; 3 in the built-in world, where names are made of shared words. 0: text only."""
     stem: bool = True
     """Whether words are reduced to their stems (Porter2)."""
+    tokens: str = "lucene"
+    """What is counted. lucene: `analyse`. whitespace or words: what stands between spaces, or runs of letters and digits, in
+    lower case alone, with stop words and unstemmed, as figures with rank_bm25 are often made."""
 
     def __post_init__(self) -> None:
+        one_of(TOKENS, self, "tokens")
         at_least(0, self, "k1", "title_weight")
         if not 0 <= self.b <= 1:
             raise UserError(f"b={self.b} must lie in 0..1")
 
     def words(self, passage: Passage) -> list[str]:
         """What is counted of a passage: its title `title_weight` times, then its text."""
-        return analyse(passage.title, self.stem) * self.title_weight + analyse(passage.text, self.stem)
+        return self.analyse(passage.title) * self.title_weight + self.analyse(passage.text)
+
+    def analyse(self, text: str) -> list[str]:
+        """The tokens of a text or query."""
+        if self.tokens == "whitespace":
+            return text.lower().split()
+        if self.tokens == "words":
+            return _RUN.findall(text.lower())
+        return analyse(text, self.stem)
 
 
 PUBLISHED = {
@@ -141,7 +155,7 @@ class Bm25Index:
         """Rank the passages that share a word with the query; others are not returned."""
         ids, scores = empty_ranking(len(queries), k)
         for row, query in enumerate(queries):
-            words = [self._vocabulary[w] for w in analyse(query, self.config.stem) if w in self._vocabulary]
+            words = [self._vocabulary[w] for w in self.config.analyse(query) if w in self._vocabulary]
             if not words:
                 continue
             found = self._model.get_scores_from_ids(words)

@@ -13,7 +13,8 @@ from rrl.data.folder import load_folder
 from rrl.data.passages import Passage
 from rrl.errors import UserError
 from rrl.retrieval.bm25 import PUBLISHED, Bm25Config, Bm25Index, analyse
-from rrl.retrieval.index import make_retriever
+from rrl.retrieval.build import build_index
+from rrl.retrieval.index import make_retriever, open_index
 from rrl.retrieval.measure import recall_at
 from rrl.retrieval.ranking import NOTHING
 from tests.shared_data import shared
@@ -192,3 +193,26 @@ def test_words_can_be_left_unstemmed() -> None:
     assert analyse("The Director's films", stem=False) == ["director", "films"]
     index = Bm25Index.build([Passage("0", "", "many films")], Bm25Config(stem=False))
     assert index.search(["film", "films"], 1)[0].tolist() == [[NOTHING], [0]]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "found"),
+    [
+        ("lucene", ["cat", "sat", "u.s.a"]),
+        ("whitespace", ["the", "cats", "sat,", "u.s.a."]),
+        ("words", ["the", "cats", "sat", "u", "s", "a"]),
+    ],
+)
+def test_published_tokens_are_lower_cased_alone(tmp_path, tokens, found) -> None:
+    config = Bm25Config(tokens=tokens)
+    assert config.analyse("The cats sat, U.S.A.") == found
+    passages = [Passage("a", "", "The cats sat,"), Passage("b", "", "a dog"), Passage("c", "", "a cow")]
+    build_index(passages, tmp_path / "index", "bm25", bm25=config)
+    index = open_index(tmp_path / "index")
+    hits = [len(index.search([query], 3)[0]) for query in ("sat", "sat,", "cat")]
+    assert hits == {"lucene": [1, 1, 1], "whitespace": [0, 1, 0], "words": [1, 1, 0]}[tokens]
+
+
+def test_tokens_that_there_are_none_of_are_refused() -> None:
+    with pytest.raises(UserError, match="tokens='bytes'"):
+        Bm25Config(tokens="bytes")
