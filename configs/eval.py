@@ -10,11 +10,9 @@
 `--config.prompted.passage_chars=800`.
 """
 
-import re
-
 from ml_collections import ConfigDict
 
-from rrl.arguments import parse
+from rrl.arguments import parse, run_name
 from rrl.errors import UserError
 from rrl.train.config_parts import refuse_unused_encoder
 
@@ -64,7 +62,7 @@ def get_config(arg: str = "") -> ConfigDict:
 
     config = ConfigDict()
     # Each argument has a workdir of its own.
-    config.name = "-".join(["eval", *re.findall(r"[\w.=]+", arg)])
+    config.name = run_name("eval", arg)
     config.policy = policy
     config.reader = args.reader
     config.method = {"name": args.method}

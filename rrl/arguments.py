@@ -11,10 +11,13 @@ and what is allowed.
 """
 
 import difflib
+import hashlib
+import re
 import types
 from typing import Any
 
 from rrl.errors import UserError
+from rrl.files import NAME_BYTES
 
 _TRUE, _FALSE = ("true", "1", "yes"), ("false", "0", "no")
 _KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
@@ -57,6 +60,19 @@ def parse(arg: str | None, **defaults: Any) -> types.SimpleNamespace:
         else:
             values[key] = _convert(key, text, default)
     return types.SimpleNamespace(**values)
+
+
+def run_name(stem: str, arg: str) -> str:
+    """The name of a run's folder by its config's name and arguments.
+
+    Of a name that is too long for a file system the end gives way to the name's SHA-256, so that each argument still has a
+    folder of its own.
+    """
+    name = "-".join([stem, *re.findall(r"[\w.=]+", arg)])
+    if len(name.encode()) <= NAME_BYTES:
+        return name
+    digest = hashlib.sha256(name.encode()).hexdigest()[:12]
+    return f"{name.encode()[: NAME_BYTES - 13].decode(errors='ignore')}-{digest}"
 
 
 def _first(key: str, default: Any) -> Any:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from rrl.arguments import parse
+from rrl.arguments import parse, run_name
 from rrl.errors import UserError
 
 
@@ -57,3 +57,13 @@ def test_wrong_argument_names_itself_its_value_and_what_is_allowed(text, words):
 def test_default_of_unknown_type_is_a_mistake_of_the_config():
     with pytest.raises(TypeError):
         parse("", data=None)
+
+
+def test_a_name_that_is_too_long_is_shortened_and_stays_one_arguments_own():
+    assert run_name("eval", "method=rsearch,policy=a/b c") == "eval-method=rsearch-policy=a-b-c"
+    longest = "x" * 250
+    assert run_name("eval", longest) == f"eval-{longest}"  # 255 bytes
+    first, second = (run_name("eval", f"policy={'é/' * 200}{end}") for end in "ab")
+    assert first != second and first.startswith("eval-policy=é-é-")
+    assert all(250 <= len(name.encode()) <= 255 for name in (first, second))
+    assert first == run_name("eval", f"policy={'é/' * 200}a")

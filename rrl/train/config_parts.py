@@ -3,14 +3,13 @@
 It imports no jax, so that a wrong argument is found at once.
 """
 
-import re
 import types
 from collections.abc import Mapping
 from typing import Any
 
 from ml_collections import ConfigDict
 
-from rrl.arguments import parse
+from rrl.arguments import parse, run_name
 from rrl.errors import UserError
 
 TENSOR = {"tiny": 1, "3b": 2, "7b": 4}
@@ -66,7 +65,7 @@ def begin(stem: str, arg: str, args: types.SimpleNamespace) -> ConfigDict:
     tiny, real = args.size == "tiny", args.data != "miniwiki"
     kind = args.retriever or ("bm25" if real and not args.encoder else "scann")
     config = ConfigDict()
-    config.name = "-".join([f"{stem}_{args.size}", *re.findall(r"[\w.=]+", arg)])
+    config.name = run_name(f"{stem}_{args.size}", arg)
     config.reader = ""
     config.reader_rollout = {}
     config.data = {

@@ -14,6 +14,7 @@ from absl import app, flags
 from absl import logging as absl_logging
 from ml_collections import config_flags
 
+from rrl.arguments import run_name
 from rrl.errors import UserError
 from rrl.files import FULL, SaveError, save_error
 from rrl.parallel.runtime import prepare_host, use_huge_pages
@@ -124,9 +125,7 @@ def default_workdir(config: Any) -> str:
     With arguments it has one of its own, so that a smoke run does not stand in the way of the main one.
     """
     file, _, arg = config_flags.get_config_filename(config).partition(":")
-    return "runs/" + "-".join(
-        [pathlib.Path(file).stem.removeprefix("miniwiki_"), *re.findall(r"[\w.=]+", arg)]
-    )
+    return f"runs/{run_name(pathlib.Path(file).stem.removeprefix('miniwiki_'), arg)}"
 
 
 def _cause(error: BaseException) -> BaseException:

@@ -180,9 +180,9 @@ def _run(config: Mapping[str, Any], workdir: str | pathlib.Path, stack: contextl
     if isinstance(shown, PairsConfig):
         identity["pairs"] = shown.fingerprint
     out = pathlib.Path(values["out"] or pathlib.Path(workdir, "model"))
+    refuse_other_config(workdir, dataclasses.asdict(settings) | {"run": identity}, MAY_DIFFER, MAY_GROW)
     if out.exists() and not out.is_dir():
         raise UserError(f"out={str(out)!r} is a file; give a folder, or one that is not there yet")
-    refuse_other_config(workdir, dataclasses.asdict(settings) | {"run": identity}, MAY_DIFFER, MAY_GROW)
     refuse_held(workdir)
     refuse_damaged(workdir)
     mesh = mesh_config.make()

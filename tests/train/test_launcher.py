@@ -9,7 +9,7 @@ import pytest
 from absl import flags
 from ml_collections import config_flags
 
-from rrl.train.launcher import default_workdir
+from rrl.train.launcher import default_workdir, load_config
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -69,6 +69,18 @@ def test_a_run_without_a_workdir_has_one_by_its_config_and_arguments(config, fol
     config_flags.DEFINE_config_file("config", None, "", flag_values=values)
     values["config"].parse(config)
     assert default_workdir(values["config"]) == folder
+
+
+def test_a_long_argument_has_a_workdir_that_a_file_system_takes(tmp_path):
+    arg = f"out={'deep/' * 60}model"
+    values = flags.FlagValues()
+    config_flags.DEFINE_config_file("config", None, "", flag_values=values)
+    values["config"].parse(f"configs/miniwiki_pretrain.py:{arg}")
+    names = [default_workdir(values["config"]).removeprefix("runs/")]
+    names += [load_config(f"configs/eval.py:method=direct,corpus={arg}", []).name]
+    names += [load_config(f"configs/rsearch_grpo.py:policy={arg.removeprefix('out=')}", []).name]
+    for name in names:
+        (tmp_path / name).mkdir()
 
 
 @pytest.mark.parametrize(

@@ -117,3 +117,11 @@ def test_a_workdir_that_cannot_be_made_is_a_failed_save(tmp_path):
         held(tmp_path / "file" / "run"),
     ):
         pass
+
+
+def test_a_workdir_whose_name_is_too_long_is_refused(tmp_path):
+    for workdir in (tmp_path / ("é" * 128), tmp_path / ("x" * 256) / "run"):
+        with pytest.raises(
+            UserError, match=r"a name of 256 bytes is too long .*; choose a shorter --workdir"
+        ):
+            refuse_other_config(workdir, {"a": 1})
