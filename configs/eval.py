@@ -47,7 +47,7 @@ def get_config(arg: str = "") -> ConfigDict:
     # They import jax: after the arguments were found right.
     from rrl.eval.evaluate import with_defaults
     from rrl.recipes.card import read_card
-    from rrl.recipes.catalogue import RECIPES
+    from rrl.recipes.catalogue import is_recipe
     from rrl.recipes.prompted.base import Settings
     from rrl.train.judges import sections_of
 
@@ -66,7 +66,7 @@ def get_config(arg: str = "") -> ConfigDict:
     config.policy = policy
     config.reader = args.reader
     config.method = {"name": args.method}
-    if args.method in RECIPES:
+    if is_recipe(args.method):
         own = card is not None and card.recipe == args.method  # as it was trained
         config.recipe = {**card.fields, "environment": dict(card.environment)} if card and own else {}
         if args.method == "r3rag" and real and not tiny:  # documents are cut in training only (section 4.3)

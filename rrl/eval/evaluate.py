@@ -50,7 +50,7 @@ from rrl.models.hf import folder_hash, load_language_model
 from rrl.models.weights import require_folder
 from rrl.parallel.runtime import enable_compilation_cache
 from rrl.recipes.card import read_card, require_policy
-from rrl.recipes.catalogue import RECIPES, make_recipe
+from rrl.recipes.catalogue import is_recipe, make_recipe
 from rrl.recipes.prompted.base import Settings as Prompting
 from rrl.recipes.prompted.catalogue import METHODS, make_method
 from rrl.retrieval.bm25 import Bm25Config
@@ -135,7 +135,7 @@ def with_defaults(config: ConfigDict) -> ConfigDict:
         fill(config.prompted, Prompting)
         for field in ("temperature", "token_bytes"):  # the evaluation's, and the tokenizer's
             del config.prompted[field]
-    elif name in RECIPES:
+    elif is_recipe(name):
         recipe = make_recipe(name)
         fill(config.recipe, type(recipe))
         if "environment" not in config.recipe:

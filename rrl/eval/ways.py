@@ -18,7 +18,7 @@ from rrl.eval.trajectory_files import searches_as_json
 from rrl.models.weights import folder_hash
 from rrl.recipes.base import ALONE, Recipe, Scoring, check_tags, uses_chat
 from rrl.recipes.card import card_of
-from rrl.recipes.catalogue import RECIPES, make_recipe
+from rrl.recipes.catalogue import RECIPES, is_recipe, make_recipe
 from rrl.recipes.prompted.base import Outcome
 from rrl.recipes.prompted.base import Settings as Prompting
 from rrl.recipes.prompted.catalogue import METHODS, Method, make_method
@@ -119,9 +119,10 @@ def make_way(
         if reader:
             raise UserError(alone)
         return Prompted(name, make_method(name, options), build(Prompting, prompted or {}, "prompted"))
-    if name not in RECIPES:
+    if not is_recipe(name):
         raise UserError(
-            f"method={name!r} is unknown; recipes are {', '.join(RECIPES)}; prompted methods {', '.join(METHODS)}"
+            f"method={name!r} is unknown; recipes are {', '.join(RECIPES)} and MODULE:CLASS; prompted methods "
+            f"{', '.join(METHODS)}"
         )
     fields = dict(recipe or {})
     environment = fields.pop("environment", {})

@@ -11,7 +11,7 @@ from rrl.errors import UserError
 from rrl.files import write_whole
 from rrl.models.weights import require_folder
 from rrl.recipes.base import Recipe
-from rrl.recipes.catalogue import RECIPES, make_recipe
+from rrl.recipes.catalogue import RECIPES, make_recipe, name_of
 
 FILE = "rrl_recipe.json"
 
@@ -24,7 +24,8 @@ class Card:
     """What `rrl_recipe.json` in a policy's folder holds."""
 
     recipe: str
-    """Name in the catalogue."""
+    """Name in the catalogue, or MODULE:CLASS. It is imported only where the same name is asked for: a folder may come from
+    anywhere."""
     fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """The recipe's fields that differ from its defaults."""
     environment: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -51,9 +52,8 @@ class Card:
 
 
 def card_of(recipe: Any, context: int, top_k: int) -> Card:
-    """The card of a recipe of the catalogue."""
-    name = next(name for name, kind in RECIPES.items() if type(recipe) is kind)
-    return Card(name, _changed(recipe), _changed(recipe.environment), context, top_k)
+    """The card of a recipe."""
+    return Card(name_of(recipe), _changed(recipe), _changed(recipe.environment), context, top_k)
 
 
 def require_policy(folder: str | pathlib.Path, field: str = "policy") -> None:

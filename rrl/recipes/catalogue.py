@@ -1,6 +1,7 @@
 """The recipes by the name a config gives them."""
 
 import dataclasses
+import importlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -25,6 +26,44 @@ RECIPES: Mapping[str, Callable[..., Any]] = {
 }
 
 
+def is_recipe(name: str) -> bool:
+    """Whether a name is one of `RECIPES`, or MODULE:CLASS, a recipe of one's own."""
+    return name in RECIPES or ":" in name
+
+
+def recipe_class(name: str) -> Callable[..., Any]:
+    """The recipe of a name. `MODULE:CLASS` is imported: a dataclass with all that `rrl.recipes.base.Recipe` asks for.
+
+    Raises UserError for an unknown name, and for a module or class that cannot be imported.
+    """
+    if name in RECIPES:
+        return RECIPES[name]
+    module, colon, kind = name.partition(":")
+    if not colon:
+        raise UserError(
+            f"recipe.name={name!r} is unknown; there are {', '.join(RECIPES)}, and MODULE:CLASS for one of your own"
+        )
+    try:
+        found: Any = getattr(importlib.import_module(module), kind)
+    except (ImportError, ValueError, AttributeError) as error:
+        raise UserError(
+            f"recipe.name={name!r} cannot be imported ({error}); is its folder on PYTHONPATH?"
+        ) from error
+    if not (isinstance(found, type) and dataclasses.is_dataclass(found)):
+        raise UserError(
+            f"recipe.name={name!r} is no dataclass; see rrl.recipes.base.Recipe for what a recipe is"
+        )
+    return found
+
+
+def name_of(recipe: Recipe) -> str:
+    """The name under which `make_recipe` makes a recipe of this class."""
+    kind = type(recipe)
+    return next(
+        (name for name, known in RECIPES.items() if known is kind), f"{kind.__module__}:{kind.__qualname__}"
+    )
+
+
 def make_recipe(
     name: str, fields: Mapping[str, Any] | None = None, environment: Mapping[str, Any] | None = None
 ) -> Recipe:
@@ -32,9 +71,7 @@ def make_recipe(
 
     Raises UserError for an unknown recipe or field, with what there is.
     """
-    if name not in RECIPES:
-        raise UserError(f"recipe.name={name!r} is unknown; there are {', '.join(RECIPES)}")
-    recipe = RECIPES[name]()
+    recipe = recipe_class(name)()
     known = {field.name for field in dataclasses.fields(recipe)}
     for field in fields or {}:
         if field not in known:

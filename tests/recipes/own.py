@@ -1,0 +1,12 @@
+"""A recipe of one's own, as a user has it in a module."""
+
+import dataclasses
+
+from rrl.recipes.rsearch import RSearch
+
+
+@dataclasses.dataclass(frozen=True)
+class Brief(RSearch):
+    """R-Search with a bonus for short answers."""
+
+    bonus: float = 0.1
