@@ -13,6 +13,7 @@ from rrl.data.decoding import Broken
 from rrl.data.records import (
     LeftOut,
     OnError,
+    asked_fields_of,
     fields_of,
     id_field,
     list_field,
@@ -157,7 +158,7 @@ def question_of(
 
     ValueError says what is wrong with the record, such as no gold answer; LeftOut that its publisher marks it as unanswerable.
     """
-    fields = fields_of(record)
+    fields = asked_fields_of(record)
     metadata = fields.get("metadata")
     if isinstance(metadata, dict):
         fields = {name: metadata[name] for name in METADATA if name in metadata} | fields

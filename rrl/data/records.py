@@ -156,10 +156,16 @@ class _Named:
 
 
 def fields_of(record: Any) -> dict[str, Any]:
-    """The record as a mapping; ValueError if it is none. Of our own results and trajectories, whose question is a record
-    itself, the fields of that stand beside the others, and the answer is the prediction."""
+    """The record as a mapping; ValueError if it is none."""
     if not isinstance(record, dict):
         raise ValueError(f"got {_short(record)}, not an object with named fields")
+    return record
+
+
+def asked_fields_of(record: Any) -> dict[str, Any]:
+    """As `fields_of`. Of our own results and trajectories, whose question is a record itself, the fields of that stand beside
+    the others, and the answer is the prediction."""
+    record = fields_of(record)
     question = record.get("question")
     if isinstance(question, dict) and isinstance(question.get("text"), str):
         own = {name: value for name, value in record.items() if name != "answer"}
