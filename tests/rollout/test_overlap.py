@@ -118,6 +118,7 @@ def test_an_interrupt_ends_all_loops_before_their_episodes_do(world, loops):
     def finish(place, trajectory):
         if not finished:
             os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(1)  # the other loop waits too: the main thread may get its core late
         finished.append(place)
 
     class Slow(SingleTurn):
