@@ -38,7 +38,13 @@ def test_an_index_is_built_searched_and_served(tmp_path: pathlib.Path, corpus: p
     index = tmp_path / "index"
     built = run("build_index", f"--corpus={corpus}", f"--out={index}", "--retriever=bm25", "--bm25=lucene")
     assert built.returncode == 0, built.stderr
-    assert json.loads(built.stdout)["bm25"] == {"k1": 1.2, "b": 0.75, "title_weight": 1, "stem": True}
+    assert json.loads(built.stdout)["bm25"] == {
+        "k1": 1.2,
+        "b": 0.75,
+        "title_weight": 1,
+        "stem": True,
+        "tokens": "lucene",
+    }
     assert re.search(r"40/40 passages/s=\S+ left=0:00", built.stderr)
 
     found = run("search", f"--index={index}", "--k=1", "Town 7", "Town 8")
