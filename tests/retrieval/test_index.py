@@ -215,6 +215,19 @@ def test_a_damaged_stored_index_is_built_again_with_a_warning(
     assert found(again) == found(first)
 
 
+@pytest.mark.usefixtures("a_tree_for_few")
+def test_a_run_that_goes_on_without_its_stored_index_is_told_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        stored(tmp_path / "indexes", "exact")
+        assert not caplog.messages
+        shutil.rmtree(tmp_path / "indexes")
+        (tmp_path / "checkpoints" / "3").mkdir(parents=True)
+        stored(tmp_path / "indexes", "exact")
+    assert "is gone, or was made by an older version" in caplog.text
+
+
 def _as_file(index: Path) -> None:
     shutil.rmtree(index)
     index.write_text("x")
