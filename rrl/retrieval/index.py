@@ -82,8 +82,8 @@ def stored_retriever(
                     index.unlink()
         elif any(folder.parent.glob("checkpoints/[0-9]*")):
             logging.getLogger(__name__).warning(
-                "%s is gone, or was made by an older version: it is built again, and the run that goes on may find other passages "
-                "for a few queries of a hundred.",
+                "%s is gone, or was made by an older version: it is built again, and a run that goes on may find other "
+                "passages for a few queries of a hundred.",
                 index,
             )
         build_index(passages, index, kind, text_encoder)
