@@ -13,9 +13,9 @@ from rrl.text.normalize import RULES
 
 GROUPS: Mapping[str, Callable[[Question], str]] = {
     "kind": lambda question: question.kind or "no kind",
-    "hops": lambda question: f"{len(question.gold)} gold",
+    "hops": lambda question: f"{question.hops} hops" if question.hops else f"{len(question.gold)} gold",
 }
-"""What questions may be grouped by: their kind, or how many gold passages they have."""
+"""What questions may be grouped by: their kind, or their number of hops; of gold passages, if the file has no hops."""
 METRICS = {"recall": "recall", "full_recall": "full", "hits": "hit", "mrr": "MRR", "map": "mAP"}
 """As `Hits.metrics` has them, and in the head of the table."""
 

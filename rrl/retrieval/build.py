@@ -88,7 +88,7 @@ def build_index(
       on_error: what a broken record of the corpus file does.
       columns: of a corpus in a table, what each column is (see `iter_passages`).
       shard: (i, n): every n-th passage from the i-th (counted from 0), for a corpus that n hosts share.
-      progress: told about each block.
+      progress: called at each block, and at each batch that is embedded.
 
     Raises UserError for an unknown kind, an empty or broken corpus, a missing encoder, a folder that exists, cannot be
     made, is damaged or is deleted meanwhile, a full disk.
@@ -265,10 +265,10 @@ def _embed(
         )
     cuts.write_text("".join(f"{line}\n" for line in kept))
 
-    def told(done: int) -> None:
+    def report(done: int) -> None:
         progress("embed", file.rows + done, len(passages))
 
-    told(0)
+    report(0)
     starts = range(file.rows, len(passages), block)
     with ThreadPoolExecutor(1) as pool:
         # The next block is read and tokenised while the device works on this one.
@@ -277,12 +277,12 @@ def _embed(
             ids, cut = ahead.pop().result()
             if start + block < len(passages):
                 ahead.append(pool.submit(_tokens, passages, text_encoder, start + block, block))
-            vectors = _embed_block(work / BEGUN, start, ids, text_encoder, told)
+            vectors = _embed_block(work / BEGUN, start, ids, text_encoder, report)
             with cuts.open("a") as stream:
                 stream.write(f"{cut}\n")
             file.append(vectors)
             (work / BEGUN).unlink(missing_ok=True)
-            told(0)
+            report(0)
     cut = sum(map(int, cuts.read_text().split()))
     return np.load(work / "embeddings.npy", mmap_mode="r"), cut
 
@@ -292,7 +292,7 @@ def _embed_block(
     start: int,
     ids: list[list[int]],
     text_encoder: "TextEncoder",
-    told: Callable[[int], None],
+    report: Callable[[int], None],
 ) -> np.ndarray:
     """Embeddings of the block that begins with the passage `start`. Those that a killed build left in the file `begun` are not
     made again: the others fall into the same batches as before, so that all come out as in a build that was not killed."""
@@ -308,7 +308,7 @@ def _embed_block(
         done[missing[rows]], vectors[missing[rows]] = True, found
         if done.all():
             return
-        told(int(done.sum()))
+        report(int(done.sum()))
         if time.monotonic() - saved >= SAVE_SECONDS:
             with replaced(begun) as stream:
                 np.savez(stream, start=start, rows=np.flatnonzero(done), vectors=vectors[done])

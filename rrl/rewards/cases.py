@@ -405,7 +405,7 @@ _REFUSAL = re.compile(
 
 
 def read_tenths(text: str) -> float | None:
-    """The number in 0..1 of an answer, to the tenth; None where there is none ("7", "70%", "7/10", "high"), and for a refusal.
+    """The number in 0..1 of an answer ("7", "70%", "7/10", "high"), to the tenth; None if it has none, and for a refusal.
 
     One that is called the score counts, else the one that the answer opens with, else the last with a decimal point, else a
     whole one that the answer ends with, after a colon, an equals sign, "is", or alone on its line: elsewhere whole ones count or

@@ -209,7 +209,8 @@ class Engine:
             host.on_finish = finish
         while sum(host.fill(1) for host in hosts):  # by turns, so that no loop gets all that are long
             pass
-        found = self._drive(hosts, finished, params, environment, key, reference)
+        with self._working():
+            found = self._drive(hosts, finished, params, environment, key, reference)
         return [found[index] for index in range(len(requests))]
 
     def run_workflows(
@@ -247,7 +248,8 @@ class Engine:
             (host, Flows(numbered[place::count], host, environment, results, finish).start)
             for place, host in self._own(hosts)
         ]
-        found = self._drive(hosts, results, params, environment, key, reference, starts)
+        with self._working():
+            found = self._drive(hosts, results, params, environment, key, reference, starts)
         return [found[number] for number, _ in numbered]
 
     # -- the host ----------------------------------------------------------------------------------------------------
@@ -315,6 +317,21 @@ class Engine:
         self._stops.append(compile_sets(tuple(wanted), self.bytes))
         return self._stops[-1]
 
+    @contextlib.contextmanager
+    def _working(self) -> Iterator[None]:
+        """The engine is not closed within the block, but at its end."""
+        with self._lock:
+            if self._closed:
+                raise UserError("this engine is closed; make another one")
+            self._at_work = True
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._at_work = False
+            if self._closed:
+                self.close()
+
     def _drive(
         self,
         hosts: list[Host],
@@ -332,35 +349,6 @@ class Engine:
         """
         if reference and jax.process_count() > 1:
             raise UserError("the reference loop runs in one process only; leave reference=True out")
-        with self._working():
-            return self._driven(hosts, found, params, environment, key, reference, starts)
-
-    @contextlib.contextmanager
-    def _working(self) -> Iterator[None]:
-        """The engine is not closed within the block, but at its end."""
-        with self._lock:
-            if self._closed:
-                raise UserError("this engine is closed; make another one")
-            self._at_work = True
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._at_work = False
-            if self._closed:
-                self.close()
-
-    def _driven(
-        self,
-        hosts: list[Host],
-        found: dict[int, Any],
-        params: PyTree,
-        environment: Environment,
-        key: Key,
-        reference: bool,
-        starts: Sequence[tuple[Host, Callable[[], None]]],
-    ) -> dict[int, Any]:
-        """As `_drive`."""
         began, over = time.perf_counter(), threading.Event()
         self._hosts = hosts
         for host in hosts:

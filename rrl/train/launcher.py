@@ -41,9 +41,8 @@ def run(main: Callable[[Sequence[str]], None], callbacks: bool = True) -> None:
     """
     use_huge_pages()
     prepare_host(callbacks)
-    sys.path.append(
-        str(pathlib.Path(sys.argv[0]).resolve().parents[1])
-    )  # a config of another folder may import `configs`
+    # A config of another folder may import `configs`.
+    sys.path.append(str(pathlib.Path(sys.argv[0]).resolve().parent.parent))
 
     def parse(argv: Sequence[str]) -> list[str]:
         try:
@@ -52,7 +51,9 @@ def run(main: Callable[[Sequence[str]], None], callbacks: bool = True) -> None:
             _fail(error)
         except SystemExit:
             # absl's flags of help exit with 1.
-            sys.exit(0 if any(re.fullmatch(r"--?(help\w*|\?)", arg) for arg in argv) else 1)
+            if any(re.fullmatch(r"--?(help\w*|\?)", arg) for arg in argv):
+                sys.exit(0)
+            raise
 
     def guarded(argv: Sequence[str]) -> None:
         absl_logging.set_verbosity(absl_logging.WARNING)  # checkpointing tells every file it touches at INFO

@@ -308,6 +308,8 @@ def train(
                 now = evaluate(nnx.merge(graph, state.params, fixed))
                 if now["loss"] < best["loss"]:
                     best["loss"], best_params = now["loss"], state.params
+            if step > start:
+                _refuse_divergence(step, metrics, checkpoints.latest)
             checkpoints.save(step, (state, best_params), best | {"lines": writer.lines})
             final = best_params if config.patience and best["loss"] is not None else state.params
             nnx.update(decoder, final)

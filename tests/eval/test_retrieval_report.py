@@ -37,6 +37,11 @@ def test_means_over_all_and_over_groups(retriever):
     assert found.by == "gold titles"
 
 
+def test_hops_that_the_file_has_are_the_groups(retriever):
+    found = retrieval_report(retriever, [dataclasses.replace(CITY, hops=3), BOTH], [1], by="hops")
+    assert list(found.groups) == ["all", "2 gold", "3 hops"]
+
+
 def test_questions_without_gold_passages_are_left_out_and_counted(retriever):
     found = retrieval_report(retriever, [CITY, dataclasses.replace(NONE, gold=())], [1])
     assert (

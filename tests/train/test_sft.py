@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import re
 import types
@@ -180,16 +181,25 @@ def test_a_signal_in_the_last_step_does_not_stop_a_run_that_is_over(tmp_path, mo
     assert written(tmp_path / "stopped") == written(tmp_path / "whole")
 
 
-@pytest.mark.parametrize("log_every", [1, 50])
-def test_a_loss_that_is_not_finite_ends_the_run_before_it_is_saved(tmp_path, log_every):
+@pytest.mark.parametrize(("log_every", "checkpoint_every"), [(1, 1), (50, 1), (50, 0)])
+def test_a_loss_that_is_not_finite_ends_the_run_before_it_is_saved(tmp_path, log_every, checkpoint_every):
     config = dataclasses.replace(
         CONFIG,
         steps=50,
         log_every=log_every,
-        checkpoint_every=1,
+        checkpoint_every=checkpoint_every,
         optim=OptimConfig(name="adamw", lr=1e30, total_steps=50),
     )
     with pytest.raises(UserError, match=r"step \d+: the loss is (nan|inf). Lower optim.lr"):
+        train(config, FixedSource(make_examples(6), 2, 32, 0), make_decoder(), tmp_path)
+
+
+def test_a_run_that_its_minutes_end_saves_no_loss_that_is_not_finite(tmp_path, monkeypatch):
+    clock = itertools.count()
+    monkeypatch.setattr("rrl.train.sft.time", types.SimpleNamespace(monotonic=lambda: float(next(clock))))
+    optim = OptimConfig(name="adamw", lr=1e30, total_steps=1000)
+    config = dataclasses.replace(CONFIG, steps=1000, log_every=1000, minutes=0.1, optim=optim)
+    with pytest.raises(UserError, match=r"step \d+: the loss is (nan|inf)"):
         train(config, FixedSource(make_examples(6), 2, 32, 0), make_decoder(), tmp_path)
 
 
