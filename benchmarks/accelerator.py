@@ -31,15 +31,15 @@ from benchmarks.measure import (
     warm_up,
     write,
 )
-from rrl.data.tokenizer import load_tokenizer
 from rrl.models.attention_backends import choose_backend
 from rrl.models.config import DecoderConfig, matrix_parameters
 from rrl.models.decoder import Decoder
+from rrl.models.tokenizer import load_tokenizer
 from rrl.models.weights import read_config
-from rrl.rollout.engine import EngineConfig
+from rrl.plan.estimate import cache_bytes, forward_flops
+from rrl.plan.plan import PUBLISHED
+from rrl.rollout.config import EngineConfig
 from rrl.rollout.protocol import SingleTurn
-from rrl.train.estimate import cache_bytes, forward_flops
-from rrl.train.plan import PUBLISHED
 
 TINY = "assets/miniwiki-policy"
 WANTED = {"decoding": "at least 70 %", "prefilling": "at least 50 %", HF: "at least 5x"}

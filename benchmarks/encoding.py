@@ -13,10 +13,10 @@ import numpy as np
 from flax import nnx
 
 from benchmarks.measure import Peer, Row, alternate, imports, seconds, write
-from rrl.data.miniwiki import generate
-from rrl.data.tokenizer import load_tokenizer
+from rrl.miniwiki import generate
 from rrl.models.config import EncoderConfig
 from rrl.models.encoder import Encoder
+from rrl.models.tokenizer import load_tokenizer
 from rrl.retrieval.encode import TextEncoder, save_text_encoder
 from rrl.retrieval.settings import TextSettings
 

@@ -12,7 +12,8 @@ from transformers import PreTrainedTokenizerBase
 from benchmarks.measure import seconds
 from rrl.data.questions import Question
 from rrl.models.decoder import Decoder
-from rrl.rollout.engine import Engine, EngineConfig
+from rrl.rollout.config import EngineConfig
+from rrl.rollout.engine import Engine
 from rrl.rollout.episodes import Request
 
 KEY = jax.random.key(0)

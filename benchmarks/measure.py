@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from rrl.models.cpu_layers import LANES, can_attend
+from rrl.models.cpu.layers import LANES, can_attend
 
 RESULTS = pathlib.Path(__file__).parent / "RESULTS.md"
 NOT_MEASURED = "not measured"

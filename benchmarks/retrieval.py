@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.measure import Peer, Row, alternate, imports, seconds, write
-from rrl.data.miniwiki import KINDS, MiniWiki, generate
+from rrl.miniwiki import KINDS, MiniWiki, generate
 from rrl.retrieval.dense import ScannIndex
 from rrl.retrieval.encode import TextEncoder, load_text_encoder
 from rrl.retrieval.folder import read_manifest

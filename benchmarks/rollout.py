@@ -25,22 +25,23 @@ from benchmarks import accelerator
 from benchmarks.fastest import CACHES, HF, TUNIX, Fastest, peers
 from benchmarks.fixed_lengths import KEY, FixedLengths
 from benchmarks.measure import Row, command, medians, take_turns, warm_up, write
-from rrl.data.miniwiki import KINDS, generate, mixed_questions
 from rrl.data.questions import Question
-from rrl.data.tokenizer import load_tokenizer
+from rrl.miniwiki import KINDS, generate, mixed_questions
 from rrl.models.config import DecoderConfig
 from rrl.models.decoder import Decoder
 from rrl.models.hf import load_language_model
+from rrl.models.tokenizer import load_tokenizer
 from rrl.models.weights import read_config
 from rrl.parallel.runtime import use_huge_pages
 from rrl.recipes.card import read_card
 from rrl.recipes.catalogue import make_recipe
+from rrl.recipes.episodes import run_questions
 from rrl.retrieval.encode import load_text_encoder
 from rrl.retrieval.index import make_retriever
-from rrl.rollout.engine import Engine, EngineConfig
+from rrl.rollout.config import EngineConfig
+from rrl.rollout.engine import Engine
 from rrl.rollout.episodes import Request
 from rrl.rollout.protocol import Append, Finish, Restart, SearchFor, SingleTurn
-from rrl.train.rollouts import run_questions
 
 SHAPE = "assets/miniwiki-policy"
 TRAINING = {"max_searches": 4, "turn_tokens": 128, "observation_tokens": 256, "correction": ""}

@@ -17,27 +17,28 @@ import numpy as np
 from flax import nnx
 
 from benchmarks.measure import Peer, Row, alternate, imports, seconds, write
-from rrl.data.miniwiki import KINDS, generate, mixed_questions
 from rrl.data.questions import Question
-from rrl.data.tokenizer import load_tokenizer
+from rrl.data.trajectory import POLICY, PROMPT, Trajectory
+from rrl.miniwiki import KINDS, generate, mixed_questions
 from rrl.models.attention_backends import choose_backend
 from rrl.models.block_attention import BLOCK
 from rrl.models.config import DecoderConfig
 from rrl.models.decoder import Decoder
 from rrl.models.hf import load_language_model, save_decoder
+from rrl.models.tokenizer import load_tokenizer
 from rrl.models.weights import read_config
 from rrl.parallel.runtime import use_huge_pages
 from rrl.recipes.card import read_card
 from rrl.recipes.catalogue import make_recipe
+from rrl.recipes.episodes import run_questions
 from rrl.retrieval.index import make_retriever
 from rrl.rl.batch import Batch
 from rrl.rl.logprobs import token_logprobs
+from rrl.rl.objective import ObjectiveConfig
 from rrl.rl.optim import OptimConfig, make_optimizer, split_trained
-from rrl.rollout.engine import Engine, EngineConfig
-from rrl.rollout.trajectory import POLICY, PROMPT, Trajectory
-from rrl.train.objective import ObjectiveConfig
-from rrl.train.rollouts import run_questions
-from rrl.train.update import Updater, microbatches
+from rrl.rl.update import Updater, microbatches
+from rrl.rollout.config import EngineConfig
+from rrl.rollout.engine import Engine
 
 TINY = "assets/miniwiki-policy"
 KERNEL = choose_backend("auto", jax.default_backend(), jnp.float32)

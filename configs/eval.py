@@ -12,9 +12,9 @@
 
 from ml_collections import ConfigDict
 
-from rrl.arguments import parse, run_name
+from rrl.config.arguments import parse, run_name
+from rrl.config.shared import refuse_unused_encoder
 from rrl.errors import UserError
-from rrl.train.config_parts import refuse_unused_encoder
 
 ONE_SHOT = ("naive_rag", "rag_cot")
 """Prompted methods that search once and show all of it."""
@@ -49,7 +49,7 @@ def get_config(arg: str = "") -> ConfigDict:
     from rrl.recipes.card import read_card
     from rrl.recipes.catalogue import is_recipe
     from rrl.recipes.prompted.base import Settings
-    from rrl.train.judges import sections_of
+    from rrl.rewards.judge_settings import sections_of
 
     real = args.dataset != "miniwiki"
     if real and not args.policy:

@@ -19,8 +19,8 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from rrl.arguments import parse
-from rrl.train.config_parts import refuse_unused_encoder
+from rrl.config.arguments import parse
+from rrl.config.shared import refuse_unused_encoder
 
 STREAM = {"max_searches": 4, "turn_tokens": 128, "observation_tokens": 256, "correction": ""}
 """One growing context; the expert is shown no correction."""
@@ -104,6 +104,6 @@ def get_config(arg: str = "") -> ConfigDict:
         "warmup_steps": 10,
         "weight_decay": 0.0,
     }
-    from rrl.train.stages import with_defaults  # imports jax: after the arguments were found right
+    from rrl.sft.stages import with_defaults  # imports jax: after the arguments were found right
 
     return with_defaults(config)

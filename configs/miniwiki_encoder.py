@@ -8,7 +8,7 @@ The folder is written to WORKDIR/model, or to out=FOLDER; with out=assets/miniwi
 
 from ml_collections import ConfigDict
 
-from rrl.arguments import parse
+from rrl.config.arguments import parse
 
 
 def get_config(arg: str = "") -> ConfigDict:
@@ -30,8 +30,8 @@ def get_config(arg: str = "") -> ConfigDict:
         "temperature": 0.05,
     }
     # They import jax: after the arguments were found right.
-    from rrl.retrieval.train_encoder import EncoderTraining
-    from rrl.train.fields import fill
+    from rrl.config.sections import fill
+    from rrl.sft.encoder import EncoderTraining
 
     fill(config.training, EncoderTraining)
     return config

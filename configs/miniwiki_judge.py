@@ -4,7 +4,7 @@
     python launch/judge.py --judge=assets/miniwiki-judge                          # its agreement with the oracle, again
 
 Cases come from training worlds: documents that a step found, trajectories of the scripted expert, right, broken off or faulty,
-and answers (`rrl/train/verdicts.py`). The prompts are the papers' without their system's turn, whose instructions a model of
+and answers (`rrl/sft/judge_examples.py`). The prompts are the papers' without their system's turn, whose instructions a model of
 this size could not follow; a card in the folder says so. At the end its agreement with the oracle in worlds that no training
 shows is printed. The model is written to WORKDIR/model, or to out=FOLDER. 13 minutes of
 one core.
@@ -12,7 +12,7 @@ one core.
 
 from ml_collections import ConfigDict
 
-from rrl.arguments import parse
+from rrl.config.arguments import parse
 
 
 def get_config(arg: str = "") -> ConfigDict:
@@ -47,6 +47,6 @@ def get_config(arg: str = "") -> ConfigDict:
         "warmup_steps": 20,
         "b2": 0.95,
     }
-    from rrl.train.stages import with_defaults  # imports jax: after the arguments were found right
+    from rrl.sft.stages import with_defaults  # imports jax: after the arguments were found right
 
     return with_defaults(config)

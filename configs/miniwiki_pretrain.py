@@ -8,7 +8,7 @@ About 11 minutes on 2 quiet cores. The model is written to WORKDIR/model, or to 
 
 from ml_collections import ConfigDict
 
-from rrl.arguments import parse
+from rrl.config.arguments import parse
 
 
 def get_config(arg: str = "") -> ConfigDict:
@@ -67,6 +67,6 @@ def get_config(arg: str = "") -> ConfigDict:
         "warmup_steps": 20,
         "b2": 0.95,
     }
-    from rrl.train.stages import with_defaults  # imports jax: after the arguments were found right
+    from rrl.sft.stages import with_defaults  # imports jax: after the arguments were found right
 
     return with_defaults(config)

@@ -20,7 +20,7 @@ reward of each token we take 0.001, as for the other recipes. The paper ran Qwen
 
 from ml_collections import ConfigDict
 
-from rrl.train.config_parts import begin, is_smoke, learn_in_miniwiki, parse_run, shorten
+from rrl.config.shared import begin, is_smoke, learn_in_miniwiki, parse_run, shorten
 
 QUESTIONS = {1: 350, 2: 8148}
 """Of each stage: one epoch."""

@@ -28,8 +28,8 @@ as in training.
 
 from ml_collections import ConfigDict
 
+from rrl.config.shared import begin, is_smoke, parse_run, shorten
 from rrl.errors import UserError
-from rrl.train.config_parts import begin, is_smoke, parse_run, shorten
 
 POLICIES = {
     "tiny": "runs/r2ag_cold_start/model",

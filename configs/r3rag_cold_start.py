@@ -23,9 +23,9 @@ others too (Appendix A).
 
 from ml_collections import ConfigDict
 
-from rrl.arguments import parse
+from rrl.config.arguments import parse
+from rrl.config.shared import refuse_unused_encoder
 from rrl.errors import UserError
-from rrl.train.config_parts import refuse_unused_encoder
 
 
 def get_config(arg: str = "") -> ConfigDict:
@@ -52,8 +52,8 @@ def get_config(arg: str = "") -> ConfigDict:
         )
     # They import jax: after the arguments were found right.
     from rrl.recipes.card import read_card
-    from rrl.train.cold_start import with_defaults
-    from rrl.train.judges import sections_of
+    from rrl.rewards.judge_settings import sections_of
+    from rrl.sft.cold_start import with_defaults
 
     real, served = args.data != "miniwiki", args.model.startswith("http")
     card = None if served else read_card(args.model)

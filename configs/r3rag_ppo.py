@@ -36,7 +36,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from rrl.train.config_parts import begin, is_smoke, parse_run, refuse_void, shorten
+from rrl.config.shared import begin, is_smoke, parse_run, refuse_void, shorten
 
 ABLATIONS: dict[str, dict[str, Any]] = {
     "none": {},
@@ -61,8 +61,8 @@ def get_config(arg: str = "") -> ConfigDict:
     if args.size == "tiny" and args.data == "miniwiki":  # where it is asked about documents alone
         refuse_void(args, "process", judge="")
     # They import jax: after the arguments were found right.
+    from rrl.rewards.judge_settings import sections_of
     from rrl.train.experiment import with_defaults
-    from rrl.train.judges import sections_of
 
     tiny, real = args.size == "tiny", args.data != "miniwiki"
     config = begin("r3rag_ppo", arg, args)
@@ -117,7 +117,7 @@ def get_config(arg: str = "") -> ConfigDict:
         "clip_low": 0.2,
         "clip_high": 0.2,
         # Short rows: of long ones a critic's share would take two or four, the latter half empty. One length compiles one
-        # update; the steps of a trajectory that are longer together are parted (`rrl.train.layout`).
+        # update; the steps of a trajectory that are longer together are parted (`rrl.rl.prefix_tree`).
         "lengths": (2048,) if tiny else (1024, 2048, 4096, 8192),
         "microbatch_tokens": 2048 if tiny else 32768,
         "share_prefixes": tiny,

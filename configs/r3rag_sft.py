@@ -13,7 +13,7 @@ size=tiny is for policies of the built-in world.
 
 from ml_collections import ConfigDict
 
-from rrl.arguments import parse
+from rrl.config.arguments import parse
 
 
 def get_config(arg: str = "") -> ConfigDict:
@@ -60,6 +60,6 @@ def get_config(arg: str = "") -> ConfigDict:
     }
     config.mesh = {"fsdp": 1 if tiny else -1}
     config.compute = {"dtype": "float32" if tiny else "auto", "remat": "none" if tiny else "full"}
-    from rrl.train.stages import with_defaults  # imports jax: after the arguments were found right
+    from rrl.sft.stages import with_defaults  # imports jax: after the arguments were found right
 
     return with_defaults(config)

@@ -16,7 +16,7 @@ the retriever is E5-base-v2 over Wikipedia of 2018.
 
 from ml_collections import ConfigDict
 
-from rrl.train.config_parts import begin, is_smoke, learn_in_miniwiki, parse_run, shorten
+from rrl.config.shared import begin, is_smoke, learn_in_miniwiki, parse_run, shorten
 
 
 def get_config(arg: str = "") -> ConfigDict:

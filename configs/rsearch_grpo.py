@@ -17,7 +17,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from rrl.train.config_parts import begin, is_smoke, parse_run, shorten
+from rrl.config.shared import begin, is_smoke, parse_run, shorten
 
 ARGUMENTS: dict[str, Any] = {"reader": "", "prompt": ("auto", "bare", "paper")}
 """Those beside the arguments of every run."""

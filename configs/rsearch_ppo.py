@@ -16,7 +16,7 @@ import types
 
 from ml_collections import ConfigDict
 
-from rrl.train.config_parts import is_smoke, parse_run
+from rrl.config.shared import is_smoke, parse_run
 
 
 def get_config(arg: str = "") -> ConfigDict:

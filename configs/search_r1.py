@@ -21,7 +21,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from rrl.train.config_parts import begin, is_smoke, learn_in_miniwiki, parse_run, shorten
+from rrl.config.shared import begin, is_smoke, learn_in_miniwiki, parse_run, shorten
 
 
 def get_config(arg: str = "") -> ConfigDict:

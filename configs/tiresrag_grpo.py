@@ -24,7 +24,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from rrl.train.config_parts import begin, is_smoke, parse_run, refuse_void, shorten
+from rrl.config.shared import begin, is_smoke, parse_run, refuse_void, shorten
 
 ABLATIONS: dict[str, dict[str, Any]] = {
     "none": {},
@@ -56,8 +56,8 @@ def get_config(arg: str = "") -> ConfigDict:
     refuse_void(args, "naive", schedule="paper", reflect="paper", judge="")
     refuse_void(args, "reflect", reflect="paper")
     # They import jax: after the arguments were found right.
+    from rrl.rewards.judge_settings import sections_of
     from rrl.train.experiment import with_defaults
-    from rrl.train.judges import sections_of
 
     tiny, real = args.size == "tiny", args.data != "miniwiki"
     config = begin("tiresrag_grpo", arg, args)

@@ -7,7 +7,7 @@
 # Why it matters to search-agent RL: a policy with a tokenizer of its own (a small one, a cut or extended vocabulary) is trained
 #   with one tokenizer and served with another. It also hides that a tokenizer.json lacks its normalizer, as conversions from GGUF
 #   leave it: transformers puts NFC back, programs that read the file alone do not.
-# What rrl does: rrl/data/tokenizer.py (`_declared_class`) loads a folder that declares the generic class with the generic class,
+# What rrl does: rrl/models/tokenizer.py (`_declared_class`) loads a folder that declares the generic class with the generic class,
 #   and warns where Qwen's vocabulary comes with a tokenizer.json without a normalizer.
 # Exits with 0 while this is so, with 1 otherwise.
 set -euo pipefail

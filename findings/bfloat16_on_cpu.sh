@@ -7,7 +7,7 @@
 #   avx512_bf16. (jax 0.12.0.1, which needs Python 3.12, made no copy there and was faster than float32 from 16 rows on.)
 # Why it matters to search-agent RL: the published settings say bfloat16, and decoding with few rows, which is most of a rollout,
 #   is bound by reading weights.
-# What rrl does: rrl/train/hardware.py: `compute.dtype=auto`, which the large sizes have, is float32 on a CPU; bfloat16 by name is
+# What rrl does: rrl/models/hardware.py: `compute.dtype=auto`, which the large sizes have, is float32 on a CPU; bfloat16 by name is
 #   done, with a warning.
 # Looks at the compiled program, not at seconds. Exits with 0 while this is so, with 1 otherwise.
 set -euo pipefail

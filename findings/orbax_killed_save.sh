@@ -9,7 +9,7 @@
 #           Orbax itself writes last (commit_success.txt) and without the state: `latest_step` names it, restoring it raises.
 # Matters:  RL runs are preempted often and save often. A disk fills with halves of checkpoints of tens of GB, and a run
 #           whose newest folder was copied or deleted in part does not start, although the step before it is whole.
-# In rrl:   rrl/train/checkpoints.py removes the temporary folders at the start and uses only folders with a commit marker.
+# In rrl:   rrl/runs/checkpoints.py removes the temporary folders at the start and uses only folders with a commit marker.
 set -euo pipefail
 unset PYTHONPATH
 folder="$(mktemp -d)"

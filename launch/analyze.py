@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from absl import flags
 
-from rrl.train import launcher
+from rrl.runs import launcher
 
 _WHAT = flags.DEFINE_string("what", None, "The analysis: see docs/evaluation.md.")
 _OUT = flags.DEFINE_string(
@@ -49,9 +49,9 @@ flags.mark_flags_as_required(["what"])
 def main(_: Sequence[str]) -> None:
     """Runs, writes and prints."""
     from rrl.errors import UserError
-    from rrl.eval.sweep import values_of
-    from rrl.train.analyses.analyze import analyze
-    from rrl.train.reproduction.reproduce import seeds_of
+    from rrl.studies.analyses.analyze import analyze
+    from rrl.studies.reproduction.reproduce import seeds_of
+    from rrl.studies.sweep import values_of
 
     if wrong := [field for field in _SET.value if "=" not in field]:
         raise UserError(f"--set={wrong[0]} must be FIELD=VALUE, such as rollout.rows=32")

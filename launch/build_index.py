@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from absl import flags
 
 from rrl.errors import UserError
-from rrl.train import launcher
+from rrl.runs import launcher
 
 _CORPUS = flags.DEFINE_string(
     "corpus", None, "JSONL, JSON, TSV or CSV, plain, gzip or bzip2; see docs/retrieval.md."
@@ -80,7 +80,7 @@ class Stages:
                     self._show(self._stage, self._done, self._total)
 
     def _show(self, stage: str, done: int, total: int) -> None:
-        from rrl.train.progress import Progress
+        from rrl.runs.progress import Progress
 
         self._done, self._total = done, total
         if stage != self._stage:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from absl import flags
 from ml_collections import config_flags
 
-from rrl.train import launcher
+from rrl.runs import launcher
 
 _CONFIG = config_flags.DEFINE_config_file(
     "config", None, "Config file, with its arguments after a colon.", lock_config=True
@@ -20,7 +20,7 @@ flags.mark_flags_as_required(["config"])
 
 def main(_: Sequence[str]) -> None:
     """Samples, keeps what is right and well-formed, and reports."""
-    from rrl.train.cold_start import run
+    from rrl.sft.cold_start import run
 
     if run(_CONFIG.value, _WORKDIR.value or launcher.default_workdir(flags.FLAGS["config"])) is None:
         sys.exit(launcher.STOPPED)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from absl import flags
 
-from rrl.train import launcher
+from rrl.runs import launcher
 
 _CONFIG = flags.DEFINE_string(
     "config", "configs/rsearch_grpo.py", "Config file, arguments after a colon; not seed or control."
@@ -39,7 +39,7 @@ _SEEDS = flags.DEFINE_list("seeds", ["0", "1", "2", "3"], "Seeds to run.")
 def main(_: Sequence[str]) -> None:
     """Runs what is missing and prints the table."""
     from rrl.errors import UserError
-    from rrl.train.compare import compare
+    from rrl.studies.compare import compare
 
     if not all(seed.isdigit() for seed in _SEEDS.value):
         raise UserError(f"--seeds={','.join(_SEEDS.value)} must be whole numbers, separated by commas")

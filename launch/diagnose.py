@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from absl import flags
 
-from rrl.train import launcher
+from rrl.runs import launcher
 
 _TRAJECTORIES = flags.DEFINE_string("trajectories", None, "trajectories.jsonl of a run.")
 _JUDGE = flags.DEFINE_string("judge", "oracle", "oracle, a model's folder, or http://… of a service.")
@@ -23,13 +23,13 @@ flags.mark_flags_as_required(["trajectories"])
 
 def main(_: Sequence[str]) -> None:
     """Reads, judges and prints."""
+    from rrl.data.trajectory_files import load_trajectories
     from rrl.eval.diagnose import diagnose, report
-    from rrl.eval.trajectory_files import load_trajectories
+    from rrl.models.hardware import ComputeConfig, MeshConfig
     from rrl.rewards.cases import Finding, Sufficiency
     from rrl.rewards.judge_card import JudgeCard, read_judge_card
+    from rrl.rewards.judge_settings import JudgeSettings, sections_of
     from rrl.text.spans import tag_named
-    from rrl.train.hardware import ComputeConfig, MeshConfig
-    from rrl.train.judges import JudgeSettings, sections_of
 
     trajectories = load_trajectories(_TRAJECTORIES.value or "")
     settings = JudgeSettings.parse(sections_of(_JUDGE.value, _MODEL.value, _CONTEXT.value))

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from absl import flags
 from ml_collections import config_flags
 
-from rrl.train import launcher
+from rrl.runs import launcher
 
 _CONFIG = config_flags.DEFINE_config_file(
     "config", None, "Config file, with its arguments after a colon.", lock_config=True
@@ -19,8 +19,8 @@ flags.mark_flags_as_required(["config"])
 
 def main(_: Sequence[str]) -> None:
     """Trains, writes the encoder's folder and prints recall beside BM25's."""
-    from rrl.retrieval.train_encoder import EncoderTraining, train_and_save
-    from rrl.train.fields import build
+    from rrl.config.sections import build
+    from rrl.sft.encoder import EncoderTraining, train_and_save
 
     config = _CONFIG.value
     train_and_save(

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from absl import flags
 from ml_collections import config_flags
 
-from rrl.train import launcher
+from rrl.runs import launcher
 
 _CONFIG = config_flags.DEFINE_config_file(
     "config", None, "Config file, with its arguments after a colon.", lock_config=True

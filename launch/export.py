@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from absl import flags
 
-from rrl.train import launcher
+from rrl.runs import launcher
 
 _WORKDIR = flags.DEFINE_string("workdir", None, "Folder of a run of launch/train.py or launch/sft.py.")
 _OUT = flags.DEFINE_string("out", None, "Folder to write, which must not be there yet or be empty.")
@@ -17,7 +17,7 @@ flags.mark_flags_as_required(["workdir", "out"])
 
 def main(_: Sequence[str]) -> None:
     """Writes the folder and says what it is."""
-    from rrl.train.export import export
+    from rrl.serve.export import export
 
     assert _WORKDIR.value is not None and _OUT.value is not None  # required flags
     print(

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from absl import flags
 
-from rrl.train import launcher
+from rrl.runs import launcher
 
 _JUDGE = flags.DEFINE_string("judge", None, "A model's folder, http://… of a service, or oracle.")
 _MODEL = flags.DEFINE_string("judge_model", "", "Of a service: the model's name.")
@@ -32,11 +32,11 @@ flags.mark_flags_as_required(["judge"])
 
 def main(_: Sequence[str]) -> None:
     """Asks and prints."""
-    from rrl.eval.agreement import held_out_verdicts, judge_report, verdicts_of
-    from rrl.eval.trajectory_files import load_trajectories
+    from rrl.data.trajectory_files import load_trajectories
+    from rrl.models.hardware import ComputeConfig, MeshConfig
+    from rrl.sft.judge_agreement import held_out_verdicts, judge_report, verdicts_of
+    from rrl.sft.judge_examples import VerdictConfig
     from rrl.text.spans import tag_named
-    from rrl.train.hardware import ComputeConfig, MeshConfig
-    from rrl.train.verdicts import VerdictConfig
 
     if _TRAJECTORIES.value:
         cases = verdicts_of(load_trajectories(_TRAJECTORIES.value), tag_named(_TAG.value))

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from absl import flags
 
-from rrl.train import launcher
+from rrl.runs import launcher
 
 _TRAIN = flags.DEFINE_string("train", None, "Questions that a model is trained on, in any form that is read.")
 _HELD_OUT = flags.DEFINE_string("held_out", None, "Questions that it is tested on.")

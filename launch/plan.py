@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from absl import flags
 from ml_collections import config_flags
 
-from rrl.train import launcher
+from rrl.runs import launcher
 
 _CONFIG = config_flags.DEFINE_config_file(
     "config", None, "Config file, with its arguments after a colon.", lock_config=True
@@ -23,8 +23,8 @@ flags.mark_flags_as_required(["config", "topology"])
 
 def main(_: Sequence[str]) -> None:
     """Plans and prints; exit code 1 where it does not fit."""
-    from rrl.train.plan import plan
-    from rrl.train.plan_report import report
+    from rrl.plan.plan import plan
+    from rrl.plan.report import report
 
     found = plan(
         _CONFIG.value,

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from absl import flags
 
-from rrl.train import launcher
+from rrl.runs import launcher
 
 _OUT = flags.DEFINE_string("out", "runs/report", "Folder for report.md, report.csv and report.html.")
 _TITLE = flags.DEFINE_string("title", "Evaluations", "What stands above the page.")
@@ -19,7 +19,7 @@ _SEED = flags.DEFINE_integer("seed", 0, "Seed of the bootstrap.", lower_bound=0)
 
 def main(argv: Sequence[str]) -> None:
     """Reads, compares and writes."""
-    from rrl.eval.run_report import write_run_report
+    from rrl.studies.run_report import write_run_report
 
     text = write_run_report(
         argv[1:],

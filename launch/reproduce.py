@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from absl import flags
 
-from rrl.train import launcher
+from rrl.runs import launcher
 
 _OUT = flags.DEFINE_string(
     "out", None, "Folder of the runs (default: runs/reproduce, or runs/reproduce-smoke)."
@@ -38,7 +38,7 @@ _SMOKE = flags.DEFINE_bool("smoke", False, "Sizes at which nothing is measured: 
 
 def main(_: Sequence[str]) -> None:
     """Runs, judges, writes and prints."""
-    from rrl.train.reproduction.reproduce import reproduce, seeds_of
+    from rrl.studies.reproduction.reproduce import reproduce, seeds_of
 
     out = _OUT.value or ("runs/reproduce-smoke" if _SMOKE.value else "runs/reproduce")
     page = _PAGE.value or f"{out}/reproduction.md"

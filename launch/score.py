@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from absl import flags
 
-from rrl.train import launcher
+from rrl.runs import launcher
 
 _PREDICTIONS = flags.DEFINE_string("predictions", None, "File of predictions; see docs/evaluation.md.")
 _DATA = flags.DEFINE_string(

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from absl import flags
 
 from rrl.errors import UserError
-from rrl.train import launcher
+from rrl.runs import launcher
 
 _INDEX = flags.DEFINE_string(
     "index", None, "Folder that launch/build_index.py wrote, or http://… of a service."
@@ -35,7 +35,7 @@ def _cuts(texts: Sequence[str]) -> list[int]:
 
 def main(argv: Sequence[str]) -> None:
     """Searches and prints."""
-    from rrl.eval.search_results import as_text, write_page
+    from rrl.report.search_results import as_text, write_page
     from rrl.retrieval.index import open_with_encoder
     from rrl.retrieval.remote import open_remote
 

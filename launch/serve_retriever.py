@@ -10,7 +10,7 @@ from typing import Any
 
 from absl import flags
 
-from rrl.train import launcher
+from rrl.runs import launcher
 
 _INDEX = flags.DEFINE_string("index", None, "Folder that launch/build_index.py wrote.")
 _ENCODER = flags.DEFINE_string("encoder", None, "Folder of the encoder it was built with.")

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from absl import flags
 from ml_collections import config_flags
 
-from rrl.train import launcher
+from rrl.runs import launcher
 
 _CONFIG = config_flags.DEFINE_config_file(
     "config", None, "Config file, with its arguments after a colon.", lock_config=True
@@ -20,7 +20,7 @@ flags.mark_flags_as_required(["config"])
 
 def main(_: Sequence[str]) -> None:
     """Trains, then writes the Hugging Face folder."""
-    from rrl.train.stages import run
+    from rrl.sft.stages import run
 
     workdir = _WORKDIR.value or launcher.default_workdir(flags.FLAGS["config"])
     if run(_CONFIG.value, workdir).stopped == "signal":

@@ -12,7 +12,7 @@ from typing import Any
 
 from absl import flags
 
-from rrl.train import launcher
+from rrl.runs import launcher
 
 _CONFIG = flags.DEFINE_string("config", "configs/eval.py", "Config file of launch/eval.py, with arguments.")
 _VARY = flags.DEFINE_string("vary", None, "The field, or the config file's argument, that is varied.")
@@ -29,8 +29,8 @@ flags.mark_flags_as_required(["vary", "values"])
 def main(_: Sequence[str]) -> None:
     """Evaluates at each value, compares and prints."""
     from rrl.eval.evaluate import run
-    from rrl.eval.sweep import sweep, values_of
-    from rrl.train.compare import with_arguments
+    from rrl.studies.compare import with_arguments
+    from rrl.studies.sweep import sweep, values_of
 
     name, values = _VARY.value or "", values_of(_VALUES.value or "")
 

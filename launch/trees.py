@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from absl import flags
 from ml_collections import config_flags
 
-from rrl.train import launcher
+from rrl.runs import launcher
 
 _CONFIG = config_flags.DEFINE_config_file(
     "config", None, "Config file of the run, with its arguments after a colon.", lock_config=True
@@ -23,13 +23,13 @@ flags.mark_flags_as_required(["config"])
 
 def main(_: Sequence[str]) -> None:
     """Draws, measures and prints."""
+    from rrl.data.trajectory_files import load_trajectories
     from rrl.errors import UserError
     from rrl.eval.single_step import as_text, beside_single_step
-    from rrl.eval.trajectory_files import load_trajectories
-    from rrl.eval.trees_html import write_trees
     from rrl.recipes.r2ag import R2AG
+    from rrl.report.trees_html import write_trees
+    from rrl.runs.tasks import load_corpora
     from rrl.train.experiment import Settings
-    from rrl.train.tasks import load_corpora
 
     settings = Settings.parse(_CONFIG.value)
     if not isinstance(settings.recipe, R2AG):

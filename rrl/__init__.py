@@ -20,7 +20,7 @@ prepare_host()
 # Before transformers is imported, which would say that PyTorch is missing.
 os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
 
-_EXPORTS = {"Agent": "rrl.tool.agent", "UserError": "rrl.errors"}
+_EXPORTS = {"Agent": "rrl.serve.agent", "UserError": "rrl.errors"}
 
 
 def __getattr__(name: str) -> Any:

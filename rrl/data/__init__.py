@@ -1,1 +1,1 @@
-"""Questions, passages, the built-in world and its tokenizer."""
+"""Questions, passages and trajectories, in memory and on disk."""

@@ -14,11 +14,10 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from rrl.data.miniwiki import KINDS, generate, mixed_questions
 from rrl.data.mixtures import parts_of, take_part
 from rrl.data.questions import Question, asked, load_questions
-from rrl.data.tokenizer import load_tokenizer
 from rrl.errors import UserError
+from rrl.models.tokenizer import load_tokenizer
 from rrl.text.encoding import text_ids
 from rrl.text.metrics import score_answers
 from rrl.text.normalize import RRL, Rule, rule_named
@@ -261,28 +260,6 @@ def add_mixture(
     return seqio.MixtureRegistry.add(
         name, [(task.name, float(task.num_input_examples("train"))) for task in tasks]
     )
-
-
-def miniwiki_questions(
-    splits: Sequence[str] = ("train", "dev", "test"),
-    seed: int = 0,
-    worlds: int = 8,
-    world_size: int = 200,
-    per_kind: int = 144,
-) -> dict[str, list[Question]]:
-    """Questions of the built-in world by split, as many of each kind; with these defaults, test is what training holds out.
-
-    Raises UserError as `rrl.data.miniwiki.generate`.
-    """
-    return {
-        split: [
-            item.question
-            for item in mixed_questions(
-                generate(split, seed, worlds * world_size, worlds), per_kind, KINDS, seed
-            )
-        ]
-        for split in splits
-    }
 
 
 def questions_of(name: str, split: str = "train", count: int = 0, seed: int = 0) -> list[Question]:

@@ -1,1 +1,1 @@
-"""Reading what a run left behind: pages of trajectories, curves, tables."""
+"""Evaluation: methods, scoring, confidence intervals and comparison."""

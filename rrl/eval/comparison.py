@@ -12,12 +12,12 @@ import numpy as np
 from jaxtyping import Float
 
 from rrl.data.questions import Question, load_questions
+from rrl.data.trajectory import Trajectory
+from rrl.data.trajectory_files import load_trajectories
 from rrl.errors import UserError
 from rrl.eval.intervals import Paired, bootstrap, compare
 from rrl.eval.result_card import UNKNOWN, ResultCard, card_of, differences
 from rrl.eval.scoring import SHORTCOMINGS, shortcomings
-from rrl.eval.trajectory_files import load_trajectories
-from rrl.rollout.trajectory import Trajectory
 from rrl.text.spans import Tag
 
 STAGES = ("answer", "search", "read", "judge")

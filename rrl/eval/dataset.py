@@ -8,20 +8,20 @@ from pathlib import Path
 import numpy as np
 
 from rrl.data.folder import load_folder
-from rrl.data.miniwiki import KINDS, generate, mixed_questions
 from rrl.data.passages import Passage, fingerprint, load_passages
 from rrl.data.questions import Question, load_questions
 from rrl.data.records import OnFault, on_broken, places_of
 from rrl.errors import UserError, at_least, one_of
+from rrl.miniwiki import KINDS, generate, mixed_questions
 from rrl.retrieval.retriever import Retriever
-from rrl.text.normalize import title_key
-from rrl.train.tasks import (
+from rrl.runs.tasks import (
     HELD_OUT_SPLITS,
     RetrieverConfig,
     encoder_folder,
     load_encoder_of,
     load_retriever,
 )
+from rrl.text.normalize import title_key
 
 MINIWIKI = "miniwiki"
 HELD_OUT = ("test", "dev", "questions", "train")
@@ -51,7 +51,7 @@ class DatasetConfig:
     per_kind: int = 144
     """Questions of each kind, where `questions` is 0."""
     on_error: OnFault = "refuse"
-    """As in training (`rrl.train.tasks.DataConfig`)."""
+    """As in training (`rrl.runs.tasks.DataConfig`)."""
 
     def __post_init__(self) -> None:
         at_least(0, self, "questions", "seed")
@@ -134,7 +134,7 @@ def with_retriever(
     workdir: Path | None = None,
     say: Callable[[str], None] = lambda text: None,
 ) -> Dataset:
-    """The dataset with the retriever over its corpus, where it has one; arguments as of `rrl.train.tasks.load_retriever`."""
+    """The dataset with the retriever over its corpus, where it has one; arguments as of `rrl.runs.tasks.load_retriever`."""
     if not dataset.corpus:
         return dataset
     doing = f"searching {retriever.index}" if retriever.index else f"indexing with {retriever.kind}"

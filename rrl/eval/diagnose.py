@@ -3,10 +3,10 @@
 import dataclasses
 from collections.abc import Sequence
 
-from rrl.eval.summary import table
+from rrl.data.trajectory import Trajectory
+from rrl.report.summary import table
 from rrl.rewards.cases import Finding, Sufficiency, shown_searches, told_of
 from rrl.rewards.judge import Judge
-from rrl.rollout.trajectory import Trajectory
 from rrl.text.metrics import cover_exact_match
 from rrl.text.spans import Tag
 

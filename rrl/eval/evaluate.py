@@ -25,10 +25,15 @@ import numpy as np
 from flax import nnx
 from ml_collections import ConfigDict
 
+from rrl.config.renamed import rename_config
+from rrl.config.sections import build, fill, only
 from rrl.data.questions import Question, save_questions
+from rrl.data.trajectory import Trajectory
+from rrl.data.trajectory_files import load_trajectories
 from rrl.errors import UserError, at_least, at_most, one_of
 from rrl.eval.dataset import Dataset, DatasetConfig, load_dataset, with_retriever
 from rrl.eval.judging import PROMPTS, short_scores, verdict_file, verdicts
+from rrl.eval.methods import Generator, Trained, Way, make_way
 from rrl.eval.predictions import load_predictions
 from rrl.eval.result_card import (
     BM25,
@@ -42,10 +47,8 @@ from rrl.eval.result_card import (
 from rrl.eval.results import Lines, read_lines
 from rrl.eval.scoring import CUTS, Scores, as_text, matched, report, score, write_report
 from rrl.eval.timing import append_timing, latency, read_timing
-from rrl.eval.trajectories_html import write_html
-from rrl.eval.trajectory_files import load_trajectories
-from rrl.eval.ways import Generator, Trained, Way, make_way
 from rrl.files import saving, write_whole
+from rrl.models.hardware import ComputeConfig, MeshConfig
 from rrl.models.hf import folder_hash, load_language_model
 from rrl.models.weights import require_folder
 from rrl.parallel.runtime import enable_compilation_cache
@@ -53,23 +56,21 @@ from rrl.recipes.card import read_card, require_policy
 from rrl.recipes.catalogue import is_recipe, make_recipe
 from rrl.recipes.prompted.base import Settings as Prompting
 from rrl.recipes.prompted.catalogue import METHODS, make_method
+from rrl.report.trajectories_html import write_html
 from rrl.retrieval.bm25 import Bm25Config
 from rrl.retrieval.gold import hits_at
+from rrl.rewards.judge_settings import SECTIONS as JUDGE
+from rrl.rewards.judge_settings import JudgeSettings
 from rrl.rewards.reader import Reader
-from rrl.rollout.engine import Engine, EngineConfig
-from rrl.rollout.loop import NO_NUMBERS
-from rrl.rollout.trajectory import Trajectory
+from rrl.rollout.config import NO_NUMBERS, EngineConfig
+from rrl.rollout.engine import Engine
+from rrl.runs.clock import Clock
+from rrl.runs.progress import Progress
+from rrl.runs.tasks import RetrieverConfig, encoder_folder
+from rrl.runs.workdir import held, refuse_held, refuse_other_config
 from rrl.text.metrics import AnswerScores, exact_match
 from rrl.text.normalize import rule_named
 from rrl.text.short_answers import choice_correct
-from rrl.train.experiment import Clock
-from rrl.train.fields import build, fill, only
-from rrl.train.hardware import ComputeConfig, MeshConfig
-from rrl.train.judges import SECTIONS as JUDGE
-from rrl.train.judges import JudgeSettings
-from rrl.train.progress import Progress
-from rrl.train.tasks import RetrieverConfig, encoder_folder
-from rrl.train.workdir import held, refuse_held, refuse_other_config
 
 FOLDERS = ("indexes",)
 """Folders that a run makes in its workdir."""
@@ -120,6 +121,7 @@ SECTIONS: Mapping[str, type] = {
 
 def with_defaults(config: ConfigDict) -> ConfigDict:
     """A config of this form (see configs/eval.py) with every field there is, so that each can be overridden."""
+    rename_config(config)
     for name, kind in SECTIONS.items():
         fill(config[name], kind)
     if "judge" in config:

@@ -11,9 +11,9 @@ from rrl.errors import UserError
 from rrl.eval.results import Lines, read_lines
 from rrl.rewards.cases import Case, Correctness, ShortAnswer, Validation
 from rrl.rewards.judge import Judge
+from rrl.runs.progress import Progress
 from rrl.text.metrics import AnswerScores, score_answer
 from rrl.text.normalize import Rule
-from rrl.train.progress import Progress
 
 PROMPTS: Mapping[str, Callable[[Question, str], Case]] = {"tiresrag": Correctness, "r2ag": Validation}
 """TIRESRAG-R1, Figure 13, and R2AG, Figure A.4."""

@@ -15,8 +15,8 @@ from rrl.data.records import read_records
 from rrl.errors import UserError
 from rrl.eval.intervals import bootstrap, compare
 from rrl.eval.predictions import Prediction
-from rrl.eval.summary import table
 from rrl.files import replaced, saving
+from rrl.report.summary import table
 from rrl.retrieval.gold import Hits, hits_of
 from rrl.text.characters import one_form
 from rrl.text.metrics import score_answers

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from rrl.data.trajectory import Trajectory
 from rrl.errors import UserError
 from rrl.eval.intervals import Paired, compare
-from rrl.eval.summary import table
+from rrl.report.summary import table
 from rrl.retrieval.gold import Hits, hits_of
 from rrl.retrieval.retriever import Retriever
-from rrl.rollout.trajectory import Trajectory
 
 
 @dataclasses.dataclass(frozen=True)

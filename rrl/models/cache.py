@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int
 
 from rrl.models.attention import Groups, cache_attention
 from rrl.models.config import DecoderConfig
-from rrl.models.cpu_layers import cpu_attention, cpu_copy
+from rrl.models.cpu.layers import cpu_attention, cpu_copy
 from rrl.parallel.mesh import ROW_AXES, data_shards
 from rrl.parallel.rules import constrain, fit
 
@@ -44,7 +44,7 @@ class KVCache:
     """Whether keys have their slots last, as a CPU's matrix product wants them: it transposes no block then. A TPU would copy
     all keys to write one there."""
     compiled: bool = dataclasses.field(default=False, metadata={"static": True})
-    """Whether `rrl.models.cpu_layers` reads it and, on one device, writes it: only on a CPU, and with `slots_last`."""
+    """Whether `rrl.models.cpu.layers` reads it and, on one device, writes it: only on a CPU, and with `slots_last`."""
     threads: int = dataclasses.field(default=1, metadata={"static": True})
     """Most that it may use; bits don't depend on it."""
 

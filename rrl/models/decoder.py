@@ -20,7 +20,7 @@ from rrl.errors import UserError
 from rrl.models.attention_backends import Backend, packed_attention
 from rrl.models.cache import KVCache
 from rrl.models.config import DecoderConfig
-from rrl.models.cpu_layers import LANES, can_compute, cpu_layers
+from rrl.models.cpu.layers import LANES, can_compute, cpu_layers
 from rrl.models.products import mean_square, product, sum_products
 from rrl.models.rope import rotate, rotation
 from rrl.parallel.mesh import ROW_AXES
@@ -128,7 +128,7 @@ class Decoder(nnx.Module):
         dtype: of the computation; norms, softmax, RoPE and logits are float32 whatever it is.
         param_dtype: of the stored parameters.
         attention: kernel of packed batches (`rrl.models.attention_backends`); generation reads its cache in XLA
-            or, on a CPU, in `rrl.models.cpu_layers`.
+            or, on a CPU, in `rrl.models.cpu.layers`.
         remat: what the backward pass keeps of each layer: "none" recomputes nothing, "dots" keeps matrix products
             only, "full" keeps the layer's input only.
     """
@@ -220,7 +220,7 @@ class Decoder(nnx.Module):
                 of one text, the later piece sees the earlier.
             readers: how many rows read their past together, a group of those with the longest past first; then to how many a
                 group shrinks when the others of it have read theirs. Each number is below the one before it; those of the
-                CPU give the same bits (`rrl.rollout.sizes`). (): all, as far back as the longest.
+                CPU give the same bits (`rrl.rollout.cpu.shape_probe`). (): all, as far back as the longest.
 
         Returns:
             Hidden states, and the cache with the new slots written.
@@ -260,7 +260,7 @@ class Decoder(nnx.Module):
         return one_layer(carry, jnp.int32(last), of_layer(last), reads=False)[1]
 
     def _in_kernel(self, cache: KVCache) -> bool:
-        """Whether `rrl.models.cpu_layers` computes the layers."""
+        """Whether `rrl.models.cpu.layers` computes the layers."""
         mesh = jax.sharding.get_abstract_mesh()
         adapted = any(str(path[-1]).endswith(LORA_A) for path, _ in nnx.to_flat_state(nnx.state(self.layers)))
         one = mesh.empty or mesh.size == 1
@@ -335,7 +335,7 @@ class Decoder(nnx.Module):
         return constrain(logits, ROW_AXES, *[None] * (logits.ndim - 2), "tensor")
 
     def drawn_by(self, cache: KVCache) -> Float[Array, "D V"] | None:
-        """What `rrl.models.cpu_layers.cpu_draw` draws tokens by, where it can: in a program that computes layers there, too."""
+        """What `rrl.models.cpu.layers.cpu_draw` draws tokens by, where it can: in a program that computes layers there, too."""
         adapted, whole = hasattr(self, "head" + LORA_A), self.config.vocab_size % LANES == 0
         if adapted or not whole or not self._in_kernel(cache):
             return None

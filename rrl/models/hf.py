@@ -17,7 +17,6 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from transformers import PreTrainedTokenizerBase
 
-from rrl.data.tokenizer import check_tokenizer, load_tokenizer
 from rrl.errors import UserError
 from rrl.models.attention_backends import Backend
 from rrl.models.config import ENCODER_FAMILIES, DecoderConfig, EncoderConfig, Pooling
@@ -25,6 +24,7 @@ from rrl.models.decoder import Decoder, Remat
 from rrl.models.encoder import Encoder
 from rrl.models.heads import ValueModel
 from rrl.models.lora import merged
+from rrl.models.tokenizer import check_tokenizer, load_tokenizer
 from rrl.models.transfer import Entry, export, load, shapes
 from rrl.models.weights import (
     CONFIG,

@@ -8,14 +8,14 @@ import numpy as np
 from jaxtyping import Bool, Float
 from transformers import PreTrainedTokenizerBase
 
-from rrl.data.miniwiki.questions import MiniQuestion
 from rrl.data.passages import Passage
 from rrl.data.questions import Question
+from rrl.data.trajectory import Trajectory
 from rrl.errors import UserError
+from rrl.miniwiki.questions import MiniQuestion
 from rrl.rewards.judge import Answers, Judge
 from rrl.rollout.curriculum import Curriculum, Shuffled
 from rrl.rollout.protocol import Append, Environment, Restart, Stream
-from rrl.rollout.trajectory import Trajectory
 from rrl.text.chat import Prompt
 from rrl.text.encoding import special_name
 from rrl.text.spans import Tag, markers

@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from rrl.config.renamed import rename_stored
 from rrl.errors import UserError
 from rrl.files import write_whole
 from rrl.models.weights import require_folder
@@ -83,7 +84,11 @@ def read_card(folder: str | pathlib.Path) -> Card | None:
     if not file.is_file():
         return None
     try:
-        return Card(**json.loads(file.read_text(encoding="utf-8")))
+        card = Card(**json.loads(file.read_text(encoding="utf-8")))
+        fields = rename_stored(card.fields, "recipe")
+        return dataclasses.replace(
+            card, fields=fields, environment=rename_stored(card.environment, "recipe.environment")
+        )
     except (ValueError, TypeError) as error:
         raise UserError(
             f"{file}: not a recipe card ({error}); write it again with write_card, or remove it"

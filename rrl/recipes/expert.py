@@ -1,9 +1,9 @@
 """The scripted expert of the built-in world: what the demonstrations of all protocols with one growing context share."""
 
-from rrl.data.miniwiki.questions import Hop, MiniQuestion, Plan
+from rrl.data.trajectory import Search
+from rrl.miniwiki.questions import Hop, MiniQuestion, Plan
 from rrl.recipes.base import Retrieve, Shown
 from rrl.rollout.protocol import Episode, Stream
-from rrl.rollout.trajectory import Search
 from rrl.text.spans import boxed
 
 

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 import numpy as np
 from jaxtyping import Bool, Float
 
+from rrl.data.trajectory import Trajectory
 from rrl.errors import one_of
 from rrl.rl.advantages import ESTIMATORS
 from rrl.rollout.protocol import Stream
-from rrl.rollout.trajectory import Trajectory
 from rrl.text.metrics import score_answer
 from rrl.text.spans import count_tags
 

@@ -8,14 +8,14 @@ import re
 from collections.abc import Sequence
 from typing import ClassVar
 
-from rrl.data.miniwiki.questions import MiniQuestion
 from rrl.data.questions import Question
+from rrl.data.trajectory import Trajectory
 from rrl.errors import UserError, at_least, one_of
+from rrl.miniwiki.questions import MiniQuestion
 from rrl.recipes.base import Curves, Retrieve, Scoring, Shown
 from rrl.recipes.expert import Demonstration, thoughts
 from rrl.recipes.outcome import OutcomeRecipe, answer_metrics, one_search_a_turn
 from rrl.rollout.protocol import Stream
-from rrl.rollout.trajectory import Trajectory
 from rrl.text.chat import Prompt
 from rrl.text.metrics import token_f1
 from rrl.text.normalize import RULES

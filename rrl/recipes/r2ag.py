@@ -8,15 +8,15 @@ import zlib
 from collections.abc import Iterable, Sequence
 from typing import ClassVar
 
-from rrl.data.miniwiki.questions import Hop, MiniQuestion
 from rrl.data.passages import Passage, render
 from rrl.data.questions import Question, asked
+from rrl.data.trajectory import NOT_FINITE, POLICY, Search, Trajectory
 from rrl.errors import UserError, at_least, one_of
+from rrl.miniwiki.questions import Hop, MiniQuestion
 from rrl.recipes.base import Curves, Retrieve, Scoring, Shown
 from rrl.recipes.outcome import OutcomeRecipe, answer_metrics
-from rrl.recipes.rsearch import READER_TEMPLATE
-from rrl.retrieval.gold import hits_of
-from rrl.rewards.retrieval_tree import (
+from rrl.recipes.r2ag_forest import STOP, Forest, Node
+from rrl.recipes.r2ag_rewards import (
     BASE,
     NONE,
     PREDICTED,
@@ -27,8 +27,9 @@ from rrl.rewards.retrieval_tree import (
     expansion_rewards,
     read_proposal,
 )
+from rrl.recipes.rsearch import READER_TEMPLATE
+from rrl.retrieval.gold import hits_of
 from rrl.rollout.curriculum import Curriculum
-from rrl.rollout.forest import STOP, Forest, Node
 from rrl.rollout.protocol import (
     CONTEXT,
     TURN_TOKENS,
@@ -40,7 +41,6 @@ from rrl.rollout.protocol import (
     SearchFor,
     Stream,
 )
-from rrl.rollout.trajectory import NOT_FINITE, POLICY, Search, Trajectory
 from rrl.text.chat import Prompt
 from rrl.text.normalize import title_key
 from rrl.text.spans import boxed
@@ -94,7 +94,7 @@ class Expanding:
     """Definition 2.1 and B.1: an output proposes queries, all are searched side by side, and a fresh prompt shows the question
     with all documents found so far.
 
-    A tree of the forest (`rrl.rollout.forest.Node`) is expanded once, with all queries: that is training. Any other question
+    A tree of the forest (`rrl.recipes.r2ag_forest.Node`) is expanded once, with all queries: that is training. Any other question
     is asked to its end: that is inference, with the limits below.
     """
 

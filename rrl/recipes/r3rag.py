@@ -8,15 +8,15 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import ClassVar
 
-from rrl.data.miniwiki.questions import MiniQuestion
 from rrl.data.questions import Question
+from rrl.data.trajectory import NOT_FINITE, POLICY, Search, Trajectory
 from rrl.errors import UserError, at_least, one_of
+from rrl.miniwiki.questions import MiniQuestion
 from rrl.recipes.base import Curves, Retrieve, Scoring, Shown
 from rrl.recipes.outcome import OutcomeRecipe, answer_metrics
 from rrl.recipes.r3rag_steps import ANSWER, QUERY, Step, Steps, parse_step
 from rrl.rewards.cases import Case, Correctness, Relevance, ShortAnswer
 from rrl.rollout.protocol import Episode
-from rrl.rollout.trajectory import NOT_FINITE, POLICY, Search, Trajectory
 from rrl.text.chat import Prompt
 from rrl.text.metrics import cover_exact_match, exact_match
 from rrl.text.spans import Tag

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from rrl.data.passages import Passage, render
 from rrl.data.questions import Question
+from rrl.data.trajectory import Search
 from rrl.errors import at_least, one_of
 from rrl.rollout.protocol import (
     CONTEXT,
@@ -20,7 +21,6 @@ from rrl.rollout.protocol import (
     SearchFor,
     Stream,
 )
-from rrl.rollout.trajectory import Search
 from rrl.text.short_answers import FINAL_ANSWER
 
 ANALYSIS, QUERY, ANSWER = "The problem analysis:", "The retrieval query:", FINAL_ANSWER

@@ -7,14 +7,14 @@ import dataclasses
 from collections.abc import Sequence
 from typing import ClassVar
 
-from rrl.data.miniwiki.questions import MiniQuestion
 from rrl.data.questions import Question
+from rrl.data.trajectory import Trajectory
 from rrl.errors import at_least
+from rrl.miniwiki.questions import MiniQuestion
 from rrl.recipes.base import Answers, Curves, Retrieve, Scoring, Shown
 from rrl.recipes.expert import Demonstration, thoughts
 from rrl.recipes.outcome import OutcomeRecipe, answer_metrics
 from rrl.rollout.protocol import Stream
-from rrl.rollout.trajectory import Trajectory
 from rrl.text.metrics import token_f1
 from rrl.text.spans import Tag, boxed, exactly_one, last_box
 

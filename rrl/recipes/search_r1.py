@@ -7,14 +7,14 @@ import dataclasses
 from collections.abc import Sequence
 from typing import ClassVar
 
-from rrl.data.miniwiki.questions import MiniQuestion
 from rrl.data.questions import Question
+from rrl.data.trajectory import ENVIRONMENT, Trajectory
 from rrl.errors import UserError
+from rrl.miniwiki.questions import MiniQuestion
 from rrl.recipes.base import Curves, Retrieve, Scoring, Shown
 from rrl.recipes.expert import think_and_search
 from rrl.recipes.outcome import OutcomeRecipe, answer_metrics
 from rrl.rollout.protocol import Stream
-from rrl.rollout.trajectory import ENVIRONMENT, Trajectory
 from rrl.text.spans import Tag, boxes, in_one_box, last_box, row_of_boxes
 
 INSTRUCTION = (

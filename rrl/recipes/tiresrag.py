@@ -13,17 +13,23 @@ from typing import ClassVar
 import numpy as np
 from jaxtyping import Bool, Float
 
-from rrl.data.miniwiki.questions import MiniQuestion
 from rrl.data.questions import Question
+from rrl.data.trajectory import Trajectory
 from rrl.errors import UserError, at_least, one_of
+from rrl.miniwiki.questions import MiniQuestion
 from rrl.recipes.base import Curves, Retrieve, Scoring, Shown
 from rrl.recipes.expert import Demonstration, thoughts
 from rrl.recipes.outcome import answer_metrics
+from rrl.recipes.tiresrag_shaping import (
+    SCHEDULES,
+    auxiliary_weight,
+    consistency_penalty,
+    difficulty_weight,
+    saturated,
+)
 from rrl.rewards.cases import Case, Sufficiency, Thinking, told_of
 from rrl.rl.advantages import ESTIMATORS, group_normalize
-from rrl.rl.shaping import SCHEDULES, auxiliary_weight, consistency_penalty, difficulty_weight, saturated
 from rrl.rollout.protocol import Append, Stream
-from rrl.rollout.trajectory import Trajectory
 from rrl.text.chat import Prompt
 from rrl.text.metrics import cover_exact_match, token_f1
 from rrl.text.normalize import RULES

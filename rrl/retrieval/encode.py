@@ -19,11 +19,11 @@ from jaxtyping import Float, Int
 from tokenizers import normalizers
 
 from rrl.data.passages import Passage
-from rrl.data.tokenizer import check_tokenizer, load_tokenizer
 from rrl.errors import UserError
 from rrl.models.config import Pooling
 from rrl.models.encoder import Encoder
 from rrl.models.hf import folder_hash, load_encoder, save_encoder
+from rrl.models.tokenizer import check_tokenizer, load_tokenizer
 from rrl.models.weights import require_folder
 from rrl.parallel.mesh import make_mesh
 from rrl.retrieval.settings import SETTINGS_FILE, FolderSettings, TextSettings, read_settings

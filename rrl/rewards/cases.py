@@ -12,7 +12,7 @@ from typing import Protocol
 
 from rrl.data.passages import Passage, render
 from rrl.data.questions import Question
-from rrl.rollout.trajectory import ENVIRONMENT, POLICY, PROMPT, Search, Trajectory
+from rrl.data.trajectory import ENVIRONMENT, POLICY, PROMPT, Search, Trajectory
 from rrl.text.chat import Prompt, after_thought, opened_thought
 from rrl.text.metrics import AnswerScores, score_answer
 from rrl.text.normalize import RRL, Rule

@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterable, Sequence
 
 from rrl.data.questions import Question
+from rrl.data.trajectory import ENVIRONMENT
 from rrl.errors import UserError
 from rrl.rewards.cases import (
     Case,
@@ -16,7 +17,6 @@ from rrl.rewards.cases import (
     Told,
     Validation,
 )
-from rrl.rollout.trajectory import ENVIRONMENT
 from rrl.text.metrics import cover_exact_match
 from rrl.text.normalize import normalize_answer, title_key
 

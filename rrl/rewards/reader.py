@@ -13,12 +13,13 @@ from jaxtyping import Int
 from transformers import PreTrainedTokenizerBase
 
 from rrl.data.questions import Question
+from rrl.data.trajectory import NOT_FINITE, POLICY, Trajectory, responses
 from rrl.errors import UserError
 from rrl.models.decoder import Decoder
-from rrl.rollout.engine import Engine, EngineConfig
+from rrl.rollout.config import EngineConfig
+from rrl.rollout.engine import Engine
 from rrl.rollout.episodes import Request
 from rrl.rollout.protocol import SingleTurn
-from rrl.rollout.trajectory import NOT_FINITE, POLICY, Trajectory, responses
 from rrl.text.chat import Prompt, after_thought, chat_ids, fitting_ids
 
 log = logging.getLogger(__name__)

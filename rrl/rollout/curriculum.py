@@ -6,7 +6,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from rrl.data.questions import Question
-from rrl.rollout.trajectory import Trajectory
+from rrl.data.trajectory import Trajectory
 
 
 class Curriculum(Protocol):

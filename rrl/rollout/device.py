@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from rrl.models.cache import KVCache
-from rrl.models.cpu_layers import cpu_draw
+from rrl.models.cpu.layers import cpu_draw
 from rrl.models.decoder import FEW_TOKENS, Decoder
 from rrl.parallel.mesh import ROW_AXES, data_shards
 from rrl.rollout.drafts import Drafts, following, windows
@@ -109,7 +109,7 @@ def draw(
     model: Decoder, rows: Rows, hidden: Float[Array, "P T D"], sampler: Sampler, cache: KVCache
 ) -> list[Drawn]:
     """T tokens for each of P rows, each as if those before it were the row's. They are drawn together, so that the bits of one
-    do not depend on its place among them; by `rrl.models.cpu_layers`, where that computed the layers over this cache."""
+    do not depend on its place among them; by `rrl.models.cpu.layers`, where that computed the layers over this cache."""
     count, time, width = hidden.shape
     positions = (rows.offset + rows.position)[:, None] + jnp.arange(1, time + 1)
     keys = row_keys(sampler.key, jnp.repeat(rows.request, time), positions.ravel())

@@ -25,21 +25,23 @@ from jaxtyping import Int, Key, PyTree
 from transformers import PreTrainedTokenizerBase
 
 from rrl.data.questions import Question
-from rrl.data.tokenizer import check_tokenizer, end_ids, token_bytes
+from rrl.data.trajectory import Trajectory
 from rrl.errors import UserError, shown, whole
 from rrl.models.decoder import Decoder
+from rrl.models.tokenizer import check_tokenizer, end_ids, token_bytes
 from rrl.parallel.gather import gather_objects
 from rrl.parallel.mesh import make_mesh
 from rrl.retrieval.retriever import Retriever
 from rrl.rollout.automaton import StopSets, compile_sets
+from rrl.rollout.config import EngineConfig
+from rrl.rollout.cpu.shape_probe import narrow
 from rrl.rollout.episodes import Request, check_tokens
 from rrl.rollout.exchange import WAIT, Turns
 from rrl.rollout.host import OF_DEVICE, Host
-from rrl.rollout.loop import EngineConfig, Programs, QueryEncoder
+from rrl.rollout.loop import Programs, QueryEncoder
 from rrl.rollout.protocol import Environment, check_stops
 from rrl.rollout.searches import NAP, Desk
 from rrl.rollout.stats import RolloutStats
-from rrl.rollout.trajectory import Trajectory
 from rrl.rollout.watchdog import Watchdog
 from rrl.rollout.workflow import Completion, Flows, Workflow, numbered_workflows
 from rrl.text.chat import chat_ids
@@ -401,7 +403,7 @@ class Engine:
         if fresh := signature not in self._built:
             if not self._built:
                 self._preparing = "trying row counts"
-                self.programs.narrow(params)
+                narrow(self.programs, params)
             build = self.programs.reference_loop if reference else self.programs.episode_loop
             self._built[signature] = build(environment.turn_tokens, stops.first_accept)
             turns = f"turns of {environment.turn_tokens} tokens, {len(stops.strings)} stop strings"

@@ -7,9 +7,9 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from rrl.data.questions import Question
+from rrl.data.trajectory import ENVIRONMENT, POLICY, PROMPT, Trajectory
 from rrl.errors import UserError, at_least, at_most, whole
 from rrl.rollout.protocol import Episode, check_stops
-from rrl.rollout.trajectory import ENVIRONMENT, POLICY, PROMPT, Trajectory
 
 HOTTEST = float(np.finfo(np.float32).max)
 """The highest temperature that the device can hold."""

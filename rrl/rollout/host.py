@@ -12,6 +12,7 @@ from collections.abc import Callable
 import numpy as np
 from jaxtyping import Float, Int
 
+from rrl.data.trajectory import NOT_FINITE, Search, Trajectory
 from rrl.errors import UserError
 from rrl.retrieval.retriever import Retriever
 from rrl.rollout.automaton import StopSets
@@ -47,7 +48,6 @@ from rrl.rollout.protocol import (
     message_ids,
 )
 from rrl.rollout.searches import NAP, Desk, Found, Searches
-from rrl.rollout.trajectory import NOT_FINITE, Search, Trajectory
 from rrl.text.chat import Prompt
 
 Asker = int | tuple[int, int]

@@ -1,7 +1,7 @@
 """The jitted programs of the rollout: the whole episode loop, which asks the host from inside, and its host-driven double.
 
 They know sizes, a model's graph and a function that answers, but no tokenizer, environment or parameters, so that they can
-also be compiled ahead of time for devices that are not there (`rrl.train.plan`).
+also be compiled ahead of time for devices that are not there (`rrl.plan.plan`).
 """
 
 import dataclasses
@@ -21,87 +21,22 @@ from jax.sharding import Mesh, PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, Int, Key, PyTree
 
-from rrl.errors import UserError, at_least, at_most, number, whole
+from rrl.errors import UserError
 from rrl.models.cache import BLOCK, KVCache
 from rrl.models.config import DecoderConfig
-from rrl.models.cpu_layers import can_attend, can_compute
-from rrl.models.decoder import FEW_TOKENS, Decoder, computed
+from rrl.models.cpu.layers import can_attend, can_compute
+from rrl.models.decoder import Decoder, computed
 from rrl.models.lora import merged
 from rrl.parallel.mesh import ROW_AXES, data_shards
 from rrl.parallel.runtime import cores_here
+from rrl.rollout.config import EngineConfig
+from rrl.rollout.cpu.workers import compiler_options, weights_dominate, workers_of
 from rrl.rollout.device import Rows, Sampler, decode_until, feed, tokens_of_a_row
 from rrl.rollout.drafts import Drafts
 from rrl.rollout.exchange import HEADER, LEAVE, OFF, WAIT, Feed, Limits
-from rrl.rollout.sizes import NARROWED, same_bits
-from rrl.rollout.workers import compiler_options, weights_dominate, workers_of
 
 log = logging.getLogger(__name__)
 
-
-@dataclasses.dataclass(frozen=True)
-class EngineConfig:
-    """Sizes and sampling of an engine; all static, so that one program serves a whole run."""
-
-    rows: int = 64
-    """Episodes that decode side by side, over all data shards."""
-    spare_rows: int = 0
-    """Episodes in flight beside them: one that waits for passages leaves its place to the one that has come least far. They take
-    the memory of their cache, and change no number. Each loop has as many, rounded up. Where far more requests than rows are run,
-    the longest end late."""
-    context: int = 8192
-    """Most tokens that the policy sees at a time, its own among them; a restart begins anew."""
-    feeds: int = 16
-    """How many paused rows of a data shard interrupt decoding; as many queries are encoded together."""
-    feed_tokens: int = 256
-    """Tokens prefilled together, per data shard: pieces of 32 of as many texts as have room (one piece, where it is less)."""
-    draft_tokens: int = 0
-    """Speculative decoding: tokens guessed for each row in a decode step, by looking its last tokens up in what all have read and
-    written (`rrl.rollout.drafts`). A step takes longer, and writes several tokens of a row where they were guessed right. A
-    narrower step guesses more for each. The last bits of a log-probability depend on how many are guessed, not on what. On
-    one CPU this is tried before the first run, and the option left out, with a warning, where it is not so."""
-    patience: int = 8
-    """Decode steps that a paused row waits at most while others run, twice as many where spare rows write in its place; one whose
-    query is being encoded waits for a quarter of them."""
-    loops: int = 0
-    """On one CPU: workers that share the rows and the requests, each on a core of its own; 0: one for all cores if reading the
-    weights is what a decode step costs, else one a core, of eight rows at least (`rrl.rollout.workers`). Other devices have one.
-    Where XLA computes, the last bits of a log-probability depend on how many rows are computed together, and so on this."""
-    top_k: int = 3
-    """Passages a search returns."""
-    top_p: float = 1.0
-    sample_top_k: int = 0
-    """Sampling among the k likeliest tokens; 0 is off."""
-    share_prompts: bool = True
-    """Whether rows copy the beginning of a context from rows that hold it, instead of prefilling it again: a prompt, and what
-    samples of one question wrote and read alike after it. What is copied has the bits of what it stands for."""
-    search_seconds: float = 60.0
-    """A search that takes longer is given up: the policy is told that it failed. Each of three attempts at a search service
-    gets a third of it. Of queries that are searched together and fail, each is searched alone before that, and of a few that
-    take half of it."""
-    stall_seconds: float = 300.0
-    """Without a word from the device for so long, the log says what everything is waiting for."""
-
-    def __post_init__(self) -> None:
-        whole(1, self, "rows", "context", "feeds", "feed_tokens", "patience", "top_k")
-        whole(0, self, "spare_rows", "loops", "sample_top_k", "draft_tokens")
-        at_most(FEW_TOKENS - 1, self, "draft_tokens")
-        at_least(0, self, "stall_seconds")
-        number(self, "search_seconds", "top_p")
-        if not self.search_seconds > 0:
-            raise UserError(
-                f"search_seconds={self.search_seconds} must be above 0: each search would be given up"
-            )
-        if not 0 < self.top_p <= 1:
-            raise UserError(f"top_p={self.top_p} must lie above 0 and not above 1")
-
-    @property
-    def in_flight(self) -> int:
-        """Episodes at a time, with those that wait."""
-        return self.rows + self.spare_rows
-
-
-NO_NUMBERS = ("search_seconds", "stall_seconds", "spare_rows")
-"""Fields of an EngineConfig that touch no number, unless a search is given up."""
 
 ENCODED_TOGETHER = 4
 """On one CPU, so many queries are encoded at a time; elsewhere all that an exchange may bring."""
@@ -292,19 +227,6 @@ class Programs:
 
         return drive
 
-    def narrow(self, params: PyTree) -> None:
-        """Lets decode steps take fewer rows while few run, and prefills fewer pieces where few are left, on one CPU, where what
-        is not there takes time too (in `rrl.models.cpu_layers`, only what follows the layers), unless weights dominate. Leaves
-        draft tokens out, with a warning, where bits depend on them (`rrl.rollout.sizes`). Call it before building loops."""
-        narrower = self.decode_rows >= NARROWED and not self.weights_dominate
-        if self.one_cpu and (narrower or self.step_tokens):
-            self.widths, self.readers, self.together, self.step_tokens = same_bits(self, params)
-        if self.config.draft_tokens and not self.step_tokens:
-            log.warning(
-                "rollout.draft_tokens=%d is left out: on this processor the bits behind a right guess would differ",
-                self.config.draft_tokens,
-            )
-
     def sizes(self) -> str:
         """The shapes that a loop computes in its model, in words."""
 
@@ -337,11 +259,11 @@ class Programs:
         )
 
     def reads_compiled(self, dtype: DTypeLike) -> bool:
-        """Whether the cache is read by `rrl.models.cpu_layers`."""
+        """Whether the cache is read by `rrl.models.cpu.layers`."""
         return self.on_cpu and can_attend(dtype, self.decoder_config.head_dim)
 
     def in_kernel(self, dtype: DTypeLike) -> bool:
-        """Whether `rrl.models.cpu_layers` computes the layers: then what is not there takes no time in them."""
+        """Whether `rrl.models.cpu.layers` computes the layers: then what is not there takes no time in them."""
         return self.one_cpu and self.reads_compiled(dtype) and can_compute(self.decoder_config, dtype)
 
     def _start(self, model: Decoder, turn_tokens: int) -> tuple[Rows, KVCache, Drafts, jax.Array]:

@@ -10,8 +10,8 @@ from jaxtyping import Int
 
 from rrl.data.passages import Passage, render
 from rrl.data.questions import Question
+from rrl.data.trajectory import Search
 from rrl.errors import UserError, one_of, whole
-from rrl.rollout.trajectory import Search
 from rrl.text.chat import Prompt
 from rrl.text.spans import MARKER, Tag, boxes, markers
 

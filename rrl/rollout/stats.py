@@ -19,7 +19,7 @@ class RolloutStats:
     """Of prompts and observations; what is copied from another row is not counted."""
     searches_failed: int = 0
     not_finite: int = 0
-    """Requests that ended where the logits were no distribution (`rrl.rollout.trajectory.NOT_FINITE`)."""
+    """Requests that ended where the logits were no distribution (`rrl.data.trajectory.NOT_FINITE`)."""
 
     @property
     def busy(self) -> float:

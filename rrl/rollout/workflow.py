@@ -22,6 +22,7 @@ from jaxtyping import Int
 
 from rrl.data.passages import Passage
 from rrl.data.questions import Question
+from rrl.data.trajectory import NOT_FINITE, POLICY, Trajectory
 from rrl.errors import UserError, at_least, at_most, whole
 from rrl.rollout.episodes import HOTTEST, Request, check_tokens
 from rrl.rollout.host import Asker, Host
@@ -36,7 +37,6 @@ from rrl.rollout.protocol import (
     Restart,
     check_stops,
 )
-from rrl.rollout.trajectory import NOT_FINITE, POLICY, Trajectory
 from rrl.text.chat import Prompt
 
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
-from rrl.rollout.trajectory import Trajectory
-from rrl.train.update import Advantages
+from rrl.data.trajectory import Trajectory
+from rrl.rl.update import Advantages
 
 MOST = 5
 """Batches that a folder keeps: a run that never recovers does not fill the disk."""

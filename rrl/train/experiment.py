@@ -16,14 +16,14 @@ from flax import nnx
 from ml_collections import ConfigDict
 from transformers import PreTrainedTokenizerBase
 
+from rrl.config.renamed import rename_config
+from rrl.config.sections import build, fill, only
+from rrl.data.trajectory import Trajectory
+from rrl.data.trajectory_files import save_trajectories
 from rrl.errors import UserError
-from rrl.eval.article import HELD_OUT, TRAINING, UNUSED
-from rrl.eval.curves import plot_training
-from rrl.eval.summary import summary
-from rrl.eval.trajectories_html import write_html
-from rrl.eval.trajectory_files import save_trajectories
 from rrl.files import saving, write_whole
 from rrl.models.decoder import Decoder
+from rrl.models.hardware import ComputeConfig, MeshConfig
 from rrl.models.heads import ValueModel
 from rrl.models.hf import folder_hash, load_language_model, load_value_model, save_decoder
 from rrl.models.lora import LoraConfig, add_lora
@@ -34,28 +34,30 @@ from rrl.parallel.runtime import enable_compilation_cache
 from rrl.recipes.base import Grouping, Recipe, Scoring, check_tags, curves_of, uses_chat
 from rrl.recipes.card import Card, card_of, require_policy, write_card
 from rrl.recipes.catalogue import make_recipe
+from rrl.recipes.episodes import too_long
+from rrl.report.article import HELD_OUT, TRAINING, UNUSED
+from rrl.report.curves import plot_training
+from rrl.report.summary import summary
+from rrl.report.trajectories_html import write_html
 from rrl.rewards.judge import Judge
+from rrl.rewards.judge_settings import SECTIONS as JUDGE
+from rrl.rewards.judge_settings import JudgeSettings
 from rrl.rewards.reader import Reader
 from rrl.rl.advantages import WITHIN_GROUPS
+from rrl.rl.critic import CriticConfig
+from rrl.rl.objective import ObjectiveConfig
 from rrl.rl.optim import OptimConfig
-from rrl.rollout.engine import Engine, EngineConfig
-from rrl.rollout.loop import NO_NUMBERS
-from rrl.rollout.trajectory import Trajectory
-from rrl.train.critic import CriticConfig
-from rrl.train.export import MODEL_FILES, write_model_files
-from rrl.train.fields import build, fill, only
+from rrl.rollout.config import NO_NUMBERS, EngineConfig
+from rrl.rollout.engine import Engine
+from rrl.runs.clock import Clock
+from rrl.runs.metrics import read_metrics, refuse_damaged
+from rrl.runs.model_files import MODEL_FILES, write_model_files
+from rrl.runs.shown_trajectories import EACH
+from rrl.runs.tasks import DataConfig, RetrieverConfig, data_files, encoder_folder, load_corpora
+from rrl.runs.workdir import held, refuse_held, refuse_other_config
 from rrl.train.guard import GuardConfig
-from rrl.train.hardware import ComputeConfig, MeshConfig
-from rrl.train.judges import SECTIONS as JUDGE
-from rrl.train.judges import JudgeSettings
-from rrl.train.metrics import read_metrics, refuse_damaged
-from rrl.train.objective import ObjectiveConfig
-from rrl.train.rl import Outcome, Task, train
+from rrl.train.loop import Outcome, Task, train
 from rrl.train.rl_config import MAY_DIFFER, MAY_GROW, RLConfig
-from rrl.train.rollouts import too_long
-from rrl.train.shown import EACH
-from rrl.train.tasks import DataConfig, RetrieverConfig, data_files, encoder_folder, load_corpora
-from rrl.train.workdir import held, refuse_held, refuse_other_config
 
 SECTIONS = {
     "train": RLConfig,
@@ -77,6 +79,7 @@ CRITIC = {"critic": CriticConfig, "critic_optim": OptimConfig}
 
 def with_defaults(config: ConfigDict) -> ConfigDict:
     """A config of this form (see configs/rsearch_grpo.py) with every field there is, so that each can be overridden."""
+    rename_config(config)
     critic = CRITIC if "critic" in config else {}
     judge = JUDGE if any(name in config for name in JUDGE) else {}
     for name in judge:
@@ -223,16 +226,6 @@ class Loaded:
     judge: Judge | None = None
     value_model: ValueModel | None = None
     """Where PPO's critic starts: the policy's body, or its first layers, with a new output that says 0."""
-
-
-class Clock:
-    """Says what is happening, with the seconds since the start."""
-
-    def __init__(self) -> None:
-        self.began = time.perf_counter()
-
-    def __call__(self, text: str) -> None:
-        print(f"[{time.perf_counter() - self.began:5.1f} s] {text}", file=sys.stderr, flush=True)
 
 
 def load(settings: Settings, say: Clock, workdir: pathlib.Path) -> Loaded:

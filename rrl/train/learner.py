@@ -10,9 +10,11 @@ from flax import nnx
 from jax.sharding import Mesh
 from jaxtyping import Float, PyTree
 
+from rrl.data.trajectory import Trajectory
 from rrl.errors import UserError
 from rrl.models.decoder import Decoder, computed
 from rrl.models.heads import ValueModel
+from rrl.rl.critic import State, make_critic
 from rrl.rl.optim import (
     init_optimizer,
     make_optimizer,
@@ -22,10 +24,8 @@ from rrl.rl.optim import (
     split_trained,
     taken_updates,
 )
-from rrl.rollout.trajectory import Trajectory
-from rrl.train.critic import State, make_critic
+from rrl.rl.update import Advantages, Updater
 from rrl.train.rl_config import RLConfig
-from rrl.train.update import Advantages, Updater
 
 
 def learned_in_checkpoint(settings: Mapping[str, Any]) -> str:

@@ -8,17 +8,17 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
+from rrl.data.trajectory import Trajectory
 from rrl.files import saving
 from rrl.rollout.curriculum import Curriculum
-from rrl.rollout.trajectory import Trajectory
-from rrl.train.checkpoints import Checkpoints
+from rrl.runs.checkpoints import Checkpoints
+from rrl.runs.metrics import MetricsWriter
+from rrl.runs.progress import Progress
+from rrl.runs.shown_trajectories import Shown
 from rrl.train.dump import dump_batch
 from rrl.train.guard import Guard
 from rrl.train.learner import Learner, Lesson
-from rrl.train.metrics import MetricsWriter
-from rrl.train.progress import Progress
 from rrl.train.rl_config import MAY_DIFFER, MAY_GROW, RLConfig
-from rrl.train.shown import Shown
 
 
 class Record:

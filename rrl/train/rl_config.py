@@ -3,10 +3,10 @@
 import dataclasses
 
 from rrl.errors import UserError, at_least, at_most
+from rrl.rl.critic import CriticConfig
+from rrl.rl.objective import ObjectiveConfig
 from rrl.rl.optim import OptimConfig
-from rrl.train.critic import CriticConfig
 from rrl.train.guard import GuardConfig
-from rrl.train.objective import ObjectiveConfig
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerFast
 
 from rrl.data.questions import Question, load_questions, save_questions
 from rrl.errors import UserError
+from rrl.miniwiki import questions_by_split
 from tests.shared_data import shared
 
 ROOT = Path(__file__).parents[2]
@@ -199,7 +200,7 @@ def test_real_files_make_a_papers_mixture(tasks: Any, vocabulary: Any) -> None:
 
 
 def test_the_built_in_world_is_a_task(tasks: Any, vocabulary: Any) -> None:
-    splits = tasks.miniwiki_questions(("dev", "test"), worlds=1, per_kind=3)
+    splits = questions_by_split(("dev", "test"), worlds=1, per_kind=3)
     task = tasks.add_task("rrl_miniwiki", splits, vocabulary)
     assert task.num_input_examples("test") == 15 and sorted(task.splits) == ["dev", "test"]
     assert Counter(question.kind for question in splits["dev"]).most_common(1)[0][1] == 3

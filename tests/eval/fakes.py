@@ -5,7 +5,7 @@ import re
 import numpy as np
 
 from rrl.data.questions import Question
-from rrl.rollout.trajectory import ENVIRONMENT, POLICY, PROMPT, Search, Trajectory
+from rrl.data.trajectory import ENVIRONMENT, POLICY, PROMPT, Search, Trajectory
 from rrl.text.metrics import exact_match, token_f1
 
 PROMPT_TEXT = (

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from rrl.data.questions import Question, save_questions
+from rrl.data.trajectory import Search
 from rrl.eval.evaluate import scores_of
+from rrl.eval.methods import of_trajectory
 from rrl.eval.result_card import ResultCard, questions_fingerprint, versions_here
 from rrl.eval.scoring import report, write_report
-from rrl.eval.ways import of_trajectory
-from rrl.rollout.trajectory import Search
 from tests.eval.fakes import fake
 
 QUESTIONS = [

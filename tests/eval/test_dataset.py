@@ -8,7 +8,7 @@ import pytest
 from rrl.data.questions import Question, save_questions
 from rrl.errors import UserError
 from rrl.eval.dataset import DatasetConfig, load_dataset, with_retriever
-from rrl.train.tasks import DataConfig, RetrieverConfig, load_corpora
+from rrl.runs.tasks import DataConfig, RetrieverConfig, load_corpora
 from tests.shared_data import shared
 
 OFF, BM25 = RetrieverConfig(kind="off"), RetrieverConfig(kind="bm25")

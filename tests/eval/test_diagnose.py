@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 
 from rrl.data.questions import Question
+from rrl.data.trajectory import ENVIRONMENT, POLICY, PROMPT, Search, Trajectory
 from rrl.eval.diagnose import ERRORS, GOOD, OVER, UNDER, Diagnosis, diagnose, report
 from rrl.rewards.cases import Finding, Sufficiency, told_of
 from rrl.rewards.oracle import Oracle
-from rrl.rollout.trajectory import ENVIRONMENT, POLICY, PROMPT, Search, Trajectory
 
 QUESTION = Question(
     "q", "Who is the spouse of the director of Silver Harbour?", ("Ivo Danes",), gold=("Film", "Director")

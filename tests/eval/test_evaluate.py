@@ -18,7 +18,7 @@ from rrl.eval.results import Lines, read_lines
 from rrl.files import SaveError, locked
 from rrl.recipes.catalogue import RECIPES
 from rrl.recipes.prompted.catalogue import METHODS
-from rrl.train.launcher import load_config
+from rrl.runs.launcher import load_config
 from tests.eval.runs import QUESTIONS
 
 SMALL = ("rollout.rows=8", "data.worlds=1")

@@ -5,10 +5,10 @@ import pytest
 
 from rrl.data.passages import Passage
 from rrl.data.questions import Question
+from rrl.data.trajectory import Search, Trajectory
 from rrl.errors import UserError
 from rrl.eval.single_step import as_text, beside_single_step
 from rrl.retrieval.retriever import Hit
-from rrl.rollout.trajectory import Search, Trajectory
 
 
 class Shelf:

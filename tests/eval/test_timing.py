@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from rrl.errors import UserError
+from rrl.eval.methods import Generator
 from rrl.eval.timing import append_timing, latency, read_timing
-from rrl.eval.ways import Generator
 from rrl.rewards.reader import Said
 
 

@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from rrl.data.tokenizer import load_tokenizer
-from rrl.eval.article import HELD_OUT, TRAINING, UNUSED
 from rrl.models.config import DecoderConfig
 from rrl.models.decoder import Decoder
 from rrl.models.hf import load_decoder, save_decoder
-from rrl.train.metrics import read_metrics
+from rrl.models.tokenizer import load_tokenizer
+from rrl.report.article import HELD_OUT, TRAINING, UNUSED
+from rrl.runs.metrics import read_metrics
 
 pytestmark = pytest.mark.slow
 

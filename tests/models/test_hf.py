@@ -10,7 +10,6 @@ import pytest
 from flax import nnx
 from safetensors.numpy import load_file, save_file
 
-from rrl.data.tokenizer import train_tokenizer
 from rrl.errors import UserError
 from rrl.models.config import ENCODER_FAMILIES
 from rrl.models.hf import (
@@ -22,6 +21,7 @@ from rrl.models.hf import (
     save_decoder,
     save_encoder,
 )
+from rrl.models.tokenizer import train_tokenizer
 from rrl.parallel.mesh import make_mesh
 from tests.models.small import SMALL, filled
 

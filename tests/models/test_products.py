@@ -12,7 +12,7 @@ from rrl.models.decoder import Decoder, rms_norm
 from rrl.models.products import mean_square, product, sum_products
 from rrl.parallel.mesh import make_mesh
 from rrl.parallel.rules import shard
-from rrl.train.hlo import collectives
+from rrl.plan.hlo import collectives
 
 DTYPES = pytest.mark.parametrize(("dtype", "tolerance"), [(jnp.float32, 1e-5), (jnp.bfloat16, 2e-2)])
 

@@ -3,8 +3,8 @@
 import numpy as np
 
 from rrl.data.questions import Question
+from rrl.data.trajectory import ENVIRONMENT, POLICY, Search, Trajectory
 from rrl.recipes.base import Scoring
-from rrl.rollout.trajectory import ENVIRONMENT, POLICY, Search, Trajectory
 
 QUESTION = Question("q", "Who directed Silver Harbour?", ("Marta Velikov",))
 

@@ -2,15 +2,15 @@
 
 import pytest
 
-from rrl.data.tokenizer import load_tokenizer
+from rrl.data.trajectory import PROMPT
 from rrl.errors import UserError
+from rrl.models.tokenizer import load_tokenizer
 from rrl.recipes.base import check_tags
 from rrl.recipes.catalogue import RECIPES, make_recipe
 from rrl.recipes.r1_searcher import R1Searcher
 from rrl.recipes.research import ReSearch
 from rrl.recipes.search_r1 import SearchR1
 from rrl.rewards.cases import told_of
-from rrl.rollout.trajectory import PROMPT
 from tests.recipes.made import scored, trajectory, turns
 
 OPENED = (PROMPT, "system\nuser\nWho directed Silver Harbour?\nassistant\n<think>\n")

@@ -3,7 +3,7 @@
 import pytest
 
 from rrl.errors import UserError
-from rrl.eval.ways import make_way
+from rrl.eval.methods import make_way
 from rrl.recipes.card import Card, card_of
 from rrl.recipes.catalogue import RECIPES, is_recipe, make_recipe, name_of
 from tests.recipes.own import Brief

@@ -4,7 +4,7 @@ import hashlib
 
 import pytest
 
-from rrl.data.miniwiki import KINDS, generate
+from rrl.miniwiki import KINDS, generate
 from rrl.recipes.catalogue import make_recipe
 from tests.recipes.made import spoken
 

@@ -5,14 +5,14 @@ import dataclasses
 import numpy as np
 import pytest
 
-from rrl.data.miniwiki import KINDS, generate
+from rrl.data.trajectory import ENVIRONMENT, POLICY, PROMPT
 from rrl.errors import UserError
+from rrl.miniwiki import KINDS, generate
 from rrl.recipes.base import uses_chat
 from rrl.recipes.card import card_of, read_card, write_card
 from rrl.recipes.catalogue import make_recipe
 from rrl.recipes.r1_searcher import INSTRUCTION, R1Searcher
 from rrl.rollout.protocol import EOS, Episode, Finish, SearchFor
-from rrl.rollout.trajectory import ENVIRONMENT, POLICY, PROMPT
 from tests.recipes.made import QUESTION, scored, spoken, trajectory, turns
 
 RECIPE, FIRST = R1Searcher(), R1Searcher(stage=1)

@@ -6,20 +6,20 @@ import math
 import numpy as np
 import pytest
 
-from rrl.data.miniwiki import KINDS, generate
 from rrl.data.passages import Passage
 from rrl.data.questions import Question
+from rrl.data.trajectory import NOT_FINITE, POLICY, PROMPT, Search, Trajectory
 from rrl.errors import UserError
+from rrl.miniwiki import KINDS, generate
 from rrl.recipes.base import ALONE, Scoring, curriculum_of, uses_chat
 from rrl.recipes.card import card_of, read_card, write_card
 from rrl.recipes.catalogue import make_recipe
 from rrl.recipes.r2ag import INSTRUCTION, R2AG, Expanding, generator_prompt
+from rrl.recipes.r2ag_forest import Forest, Node
+from rrl.recipes.r2ag_rewards import Weights, read_proposal
 from rrl.recipes.rsearch import RSearch
-from rrl.rewards.retrieval_tree import Weights, read_proposal
 from rrl.rollout.curriculum import Shuffled
-from rrl.rollout.forest import Forest, Node
 from rrl.rollout.protocol import CONTEXT, EOS, TURN_TOKENS, Episode, Finish, Restart, SearchFor
-from rrl.rollout.trajectory import NOT_FINITE, POLICY, PROMPT, Search, Trajectory
 
 A, B, NOISE = (Passage(name, name, f"text of {name}") for name in ("A", "B", "Noise"))
 QUESTION = Question("q", "Who?", ("Marta Velikov",), gold=("A", "B"))
@@ -137,7 +137,7 @@ def test_a_run_asks_the_forest_and_other_recipes_ask_their_questions():
     assert isinstance(curriculum_of(RSearch(), [QUESTION], 1, 0), Shuffled)
 
 
-# -- rewards (Eq. 5; the terms themselves: tests/rewards/test_retrieval_tree.py) --------------------------------------
+# -- rewards (Eq. 5; the terms themselves: tests/recipes/test_r2ag_rewards.py) --------------------------------------
 
 
 def test_the_defaults_are_the_papers_coefficients():

@@ -6,10 +6,11 @@ import hashlib
 import numpy as np
 import pytest
 
-from rrl.data.miniwiki import KINDS, generate
 from rrl.data.passages import Passage
 from rrl.data.questions import Question
+from rrl.data.trajectory import ENVIRONMENT, NOT_FINITE, POLICY, PROMPT, Search, Trajectory
 from rrl.errors import UserError
+from rrl.miniwiki import KINDS, generate
 from rrl.recipes.base import ALONE, Scoring, uses_chat
 from rrl.recipes.card import card_of
 from rrl.recipes.catalogue import make_recipe
@@ -18,7 +19,6 @@ from rrl.recipes.r3rag_steps import Step, Steps, parse_step
 from rrl.rewards.cases import Correctness, Relevance, ShortAnswer
 from rrl.rewards.oracle import Oracle
 from rrl.rollout.protocol import CONTEXT, EOS, TURN_TOKENS, Episode, Finish, Restart, SearchFor
-from rrl.rollout.trajectory import ENVIRONMENT, NOT_FINITE, POLICY, PROMPT, Search, Trajectory
 
 QUESTION = Question("q", "Who directed Silver Harbour?", ("Marta Velikov",), gold=("Silver Harbour",))
 FILM = Passage("1", "Silver Harbour", "Silver Harbour is a film by Marta Velikov.")

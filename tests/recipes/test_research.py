@@ -4,14 +4,14 @@ import dataclasses
 
 import pytest
 
-from rrl.data.miniwiki import KINDS, generate
+from rrl.data.trajectory import ENVIRONMENT, POLICY, PROMPT
 from rrl.errors import UserError
+from rrl.miniwiki import KINDS, generate
 from rrl.recipes.base import uses_chat
 from rrl.recipes.card import card_of, read_card, write_card
 from rrl.recipes.catalogue import make_recipe
 from rrl.recipes.research import INSTRUCTION, ReSearch, last_boxed
 from rrl.rollout.protocol import CONTEXT, EOS, Episode, Finish, SearchFor
-from rrl.rollout.trajectory import ENVIRONMENT, POLICY, PROMPT
 from tests.recipes.made import QUESTION, scored, spoken, turns
 
 RECIPE = ReSearch()

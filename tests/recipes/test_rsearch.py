@@ -3,12 +3,12 @@
 import numpy as np
 import pytest
 
-from rrl.data.miniwiki import generate
 from rrl.data.questions import Question
+from rrl.data.trajectory import ENVIRONMENT, POLICY, PROMPT, Search, Trajectory
+from rrl.miniwiki import generate
 from rrl.recipes.base import Scoring
 from rrl.recipes.rsearch import NO_EVIDENCE_TEMPLATE, READER_TEMPLATE, SYSTEM_TEMPLATE, RSearch
 from rrl.rollout.protocol import Append
-from rrl.rollout.trajectory import ENVIRONMENT, POLICY, PROMPT, Search, Trajectory
 from rrl.text.spans import boxes
 
 QUESTION = Question("q", "Who directed Silver Harbour?", ("Marta Velikov",))

@@ -3,15 +3,15 @@
 import numpy as np
 import pytest
 
-from rrl.data.miniwiki import KINDS, generate
 from rrl.data.passages import Passage
+from rrl.data.trajectory import ENVIRONMENT, POLICY, PROMPT, Search
 from rrl.errors import UserError
+from rrl.miniwiki import KINDS, generate
 from rrl.recipes.base import uses_chat
 from rrl.recipes.card import card_of, read_card, write_card
 from rrl.recipes.catalogue import make_recipe
 from rrl.recipes.search_r1 import INSTRUCTION, SearchR1
 from rrl.rollout.protocol import EOS, TURN_TOKENS, Append, Episode, Finish, SearchFor
-from rrl.rollout.trajectory import ENVIRONMENT, POLICY, PROMPT, Search
 from tests.recipes.made import QUESTION, scored, spoken, trajectory, turns
 
 RECIPE = SearchR1()

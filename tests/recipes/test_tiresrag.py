@@ -7,18 +7,18 @@ import types
 import numpy as np
 import pytest
 
-from rrl.data.miniwiki import KINDS, generate
 from rrl.data.questions import Question
+from rrl.data.trajectory import ENVIRONMENT, POLICY, PROMPT, Search, Trajectory
 from rrl.errors import UserError
+from rrl.miniwiki import KINDS, generate
 from rrl.recipes.base import Scoring, uses_chat
 from rrl.recipes.card import card_of, read_card, write_card
 from rrl.recipes.catalogue import make_recipe
 from rrl.recipes.tiresrag import BASE_PROMPT, INSTRUCT_PROMPT, TiresRag, answer_reward, reflect_reward
+from rrl.recipes.tiresrag_shaping import consistency_penalty, difficulty_weight
 from rrl.rewards.cases import Sufficiency, Thinking
 from rrl.rl.advantages import group_normalize
-from rrl.rl.shaping import consistency_penalty, difficulty_weight
 from rrl.rollout.protocol import EOS, TURN_TOKENS, Append, Episode, Finish, SearchFor
-from rrl.rollout.trajectory import ENVIRONMENT, POLICY, PROMPT, Search, Trajectory
 from rrl.text.metrics import token_f1
 from rrl.text.spans import boxes
 

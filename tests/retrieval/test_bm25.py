@@ -15,8 +15,8 @@ from rrl.errors import UserError
 from rrl.retrieval.bm25 import PUBLISHED, Bm25Config, Bm25Index, analyse
 from rrl.retrieval.build import build_index
 from rrl.retrieval.index import make_retriever, open_index
-from rrl.retrieval.measure import recall_at
 from rrl.retrieval.ranking import NOTHING
+from rrl.sft.encoder_recall import recall_at
 from tests.shared_data import shared
 
 CORPUS = [

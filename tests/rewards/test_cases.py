@@ -6,6 +6,7 @@ import pytest
 
 from rrl.data.passages import Passage
 from rrl.data.questions import Question
+from rrl.data.trajectory import ENVIRONMENT, POLICY
 from rrl.rewards.cases import (
     CORRECTNESS_TEMPLATE,
     SUFFICIENCY_SYSTEM,
@@ -21,7 +22,6 @@ from rrl.rewards.cases import (
     read_tenths,
     read_verdict,
 )
-from rrl.rollout.trajectory import ENVIRONMENT, POLICY
 
 QUESTION = Question(
     "q", "Who directed Silver Harbour?", ("Marta Velikov", "M. Velikov"), gold=("Silver Harbour",)

@@ -3,12 +3,12 @@
 import pytest
 
 from rrl.data.questions import Question
+from rrl.data.trajectory import ENVIRONMENT, POLICY
 from rrl.errors import UserError
 from rrl.rewards.cases import Correctness, Sufficiency, Thinking, Told
 from rrl.rewards.judge import ModelJudge
 from rrl.rewards.reader import Reader
-from rrl.rollout.engine import EngineConfig
-from rrl.rollout.trajectory import ENVIRONMENT, POLICY
+from rrl.rollout.config import EngineConfig
 from tests.rollout.world import make_world
 
 QUESTION = Question("q", "Who directed Silver Harbour?", ("Marta Velikov",))

@@ -3,11 +3,11 @@
 import pytest
 
 from rrl.data.questions import Question
+from rrl.data.trajectory import POLICY
 from rrl.errors import UserError
 from rrl.rewards.cases import Correctness, Sufficiency, Told, Validation
 from rrl.rewards.judge import ModelJudge
 from rrl.rewards.judge_card import FILE, JudgeCard, read_judge_card, write_judge_card
-from rrl.rollout.trajectory import POLICY
 
 QUESTION = Question("q", "Who?", ("Ivo Danes",), gold=("A",))
 CASE = Sufficiency(QUESTION, Told(((POLICY, "thought"),)))

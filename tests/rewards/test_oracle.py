@@ -2,14 +2,14 @@
 
 import pytest
 
-from rrl.data.miniwiki import KINDS, generate
 from rrl.data.passages import Passage
 from rrl.data.questions import Question
+from rrl.data.trajectory import ENVIRONMENT, POLICY
 from rrl.errors import UserError
+from rrl.miniwiki import KINDS, generate
 from rrl.recipes.tiresrag import TiresRag
 from rrl.rewards.cases import Correctness, Relevance, ShortAnswer, Sufficiency, Thinking, Told, Validation
 from rrl.rewards.oracle import Oracle, grounded
-from rrl.rollout.trajectory import ENVIRONMENT, POLICY
 
 QUESTION = Question(
     "q",

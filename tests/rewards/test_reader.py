@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from rrl.data.tokenizer import train_tokenizer
+from rrl.data.trajectory import POLICY, PROMPT
 from rrl.models.decoder import Decoder
+from rrl.models.tokenizer import train_tokenizer
 from rrl.rewards.reader import Reader, Said
-from rrl.rollout.engine import EngineConfig
-from rrl.rollout.trajectory import POLICY, PROMPT
+from rrl.rollout.config import EngineConfig
 from rrl.text.chat import Prompt
 from tests.tiny import tiny_shape
 

@@ -6,11 +6,11 @@ import re
 import numpy as np
 import pytest
 
-from rrl.eval.agreement import agreement, held_out_verdicts
+from rrl.models.hardware import ComputeConfig, MeshConfig
 from rrl.models.weights import folder_hash
-from rrl.train.hardware import ComputeConfig, MeshConfig
-from rrl.train.judges import JudgeSettings, sections_of
-from rrl.train.verdicts import VerdictConfig
+from rrl.rewards.judge_settings import JudgeSettings, sections_of
+from rrl.sft.judge_agreement import agreement, held_out_verdicts
+from rrl.sft.judge_examples import VerdictConfig
 
 ROOT = pathlib.Path(__file__).parents[2]
 FOLDER = ROOT / "assets" / "miniwiki-judge"

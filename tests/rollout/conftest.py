@@ -2,7 +2,7 @@
 
 import pytest
 
-from rrl.rollout import sizes
+from rrl.rollout.cpu import shape_probe as sizes
 
 
 @pytest.fixture(autouse=True)

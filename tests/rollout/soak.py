@@ -14,7 +14,8 @@ def soak(mesh, loops: int = 0) -> int:
     """Asks the hosts of a mesh, or of the loops of one device, until each has been asked `TURNS` times, one row fed at a time;
     returns how often that was."""
     from rrl.parallel.rules import shard
-    from rrl.rollout.engine import Engine, EngineConfig
+    from rrl.rollout.config import EngineConfig
+    from rrl.rollout.engine import Engine
     from tests.rollout.test_engine import ENVIRONMENT_
     from tests.rollout.world import make_world
 

@@ -12,6 +12,7 @@ from rrl.models.decoder import Decoder
 from rrl.parallel.mesh import make_mesh
 from rrl.parallel.rules import shard
 from rrl.rollout import device
+from rrl.rollout.cpu.shape_probe import narrow
 from rrl.rollout.drafts import Drafts, following, windows
 from rrl.rollout.engine import Engine
 from rrl.rollout.exchange import NO_TOKEN, RECENT
@@ -161,7 +162,7 @@ def test_where_bits_depend_on_guesses_nothing_is_guessed(world, monkeypatch, cap
     decoder, tokenizer, _, requests = world
     config = dataclasses.replace(GUESSING, rows=8, loops=1)
     engines = [Engine(decoder, tokenizer, config) for _ in range(2)]
-    engines[0].programs.narrow(nnx.state(decoder))
+    narrow(engines[0].programs, nnx.state(decoder))
     assert engines[0].programs.step_tokens == 24 and "8 rows x 3 tokens" in engines[0].programs.sizes()
     draw = device.draw
 
@@ -192,7 +193,7 @@ def test_fewer_rows_guess_more(world, monkeypatch):  # noqa: F811
 
     monkeypatch.setattr(Decoder, "extend", seen)
     engine = Engine(decoder, tokenizer, dataclasses.replace(CONFIG, rows=32, loops=1, draft_tokens=1))
-    engine.programs.narrow(nnx.state(decoder))
+    narrow(engine.programs, nnx.state(decoder))
     assert shapes == {(32, 2), (16, 4), (8, 8)}
 
 

@@ -5,7 +5,7 @@ import importlib
 import pathlib
 import re
 
-from rrl.eval.article import ENDINGS, EXPECTED
+from rrl.report.article import ENDINGS, EXPECTED
 
 ROOT = pathlib.Path(__file__).parents[2]
 

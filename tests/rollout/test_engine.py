@@ -12,11 +12,12 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from rrl.data.miniwiki import generate
 from rrl.data.passages import Passage
+from rrl.data.trajectory import ENVIRONMENT, POLICY, PROMPT
+from rrl.data.trajectory_files import load_trajectories, save_trajectories
 from rrl.errors import UserError
-from rrl.eval.trajectory_files import load_trajectories, save_trajectories
-from rrl.models.cpu_layers import can_attend
+from rrl.miniwiki import generate
+from rrl.models.cpu.layers import can_attend
 from rrl.models.decoder import Decoder
 from rrl.parallel.mesh import make_mesh
 from rrl.parallel.rules import shard
@@ -24,13 +25,13 @@ from rrl.retrieval.encode import load_text_encoder
 from rrl.retrieval.index import make_retriever
 from rrl.retrieval.retriever import Hit
 from rrl.rl.logprobs import token_logprobs
-from rrl.rollout.engine import KEPT_STOPS, Engine, EngineConfig, RolloutStats
+from rrl.rl.packing import pack
+from rrl.rollout.config import EngineConfig
+from rrl.rollout.engine import KEPT_STOPS, Engine, RolloutStats
 from rrl.rollout.episodes import Request
 from rrl.rollout.host import Host
 from rrl.rollout.protocol import Append, Finish, Restart, SearchFor, SingleTurn, Stream
 from rrl.rollout.sampling import truncate
-from rrl.rollout.trajectory import ENVIRONMENT, POLICY, PROMPT
-from rrl.train.pack import pack
 from tests.rollout.world import make_world
 
 KEY = jax.random.key(3)

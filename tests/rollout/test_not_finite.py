@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from rrl.data.trajectory import NOT_FINITE, POLICY
 from rrl.models.decoder import Decoder
 from rrl.parallel.mesh import make_mesh
 from rrl.parallel.rules import shard
 from rrl.rollout import loop
 from rrl.rollout.engine import Engine
 from rrl.rollout.protocol import SingleTurn
-from rrl.rollout.trajectory import NOT_FINITE, POLICY
 from rrl.rollout.workflow import Completion, Generate
 from tests.rollout.test_engine import CONFIG, ENVIRONMENT_, KEY, TEMPERATURES, same
 from tests.rollout.world import make_world

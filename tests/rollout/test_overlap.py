@@ -14,7 +14,8 @@ from flax import nnx
 from rrl.errors import UserError
 from rrl.parallel.mesh import make_mesh
 from rrl.parallel.rules import shard
-from rrl.rollout.engine import Engine, EngineConfig
+from rrl.rollout.config import EngineConfig
+from rrl.rollout.engine import Engine
 from rrl.rollout.episodes import Request
 from rrl.rollout.protocol import Append, Finish, SearchFor, SingleTurn
 from rrl.rollout.searches import Searches

@@ -8,10 +8,11 @@ import pytest
 from flax import nnx
 
 from rrl.data.questions import Question
-from rrl.data.tokenizer import train_tokenizer
 from rrl.errors import UserError
 from rrl.models.decoder import Decoder
-from rrl.rollout.engine import Engine, EngineConfig
+from rrl.models.tokenizer import train_tokenizer
+from rrl.rollout.config import EngineConfig
+from rrl.rollout.engine import Engine
 from rrl.rollout.episodes import Request
 from rrl.rollout.protocol import SingleTurn
 from tests.memory import collect, memory_maps

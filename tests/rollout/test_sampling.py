@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from rrl.models.cpu_layers import can_attend, cpu_draw
+from rrl.models.cpu.layers import can_attend, cpu_draw
 from rrl.rollout.sampling import _inverted, row_keys, sample, truncate, uniform
 
 BASE = jax.random.key(7)

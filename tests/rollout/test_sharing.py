@@ -9,16 +9,17 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from rrl.data.trajectory import POLICY, PROMPT
 from rrl.errors import UserError
 from rrl.parallel.mesh import make_mesh
 from rrl.parallel.rules import shard
 from rrl.rl.logprobs import token_logprobs
-from rrl.rollout.engine import Engine, EngineConfig, deal
+from rrl.rl.packing import pack
+from rrl.rollout.config import EngineConfig
+from rrl.rollout.engine import Engine, deal
 from rrl.rollout.prefixes import Prefixes
 from rrl.rollout.protocol import Append, Finish, Restart, SearchFor, SingleTurn, Stream
-from rrl.rollout.trajectory import POLICY, PROMPT
 from rrl.text.chat import chat_ids
-from rrl.train.pack import pack
 from tests.rollout.world import make_world
 
 KEY = jax.random.key(3)

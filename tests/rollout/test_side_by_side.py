@@ -7,13 +7,13 @@ import pytest
 
 from rrl.data.passages import Passage
 from rrl.data.questions import Question
+from rrl.data.trajectory import Search
 from rrl.retrieval.retriever import Hit
 from rrl.rollout.automaton import compile_sets
 from rrl.rollout.episodes import Request
 from rrl.rollout.exchange import RUN, WAIT, Limits, Turns
 from rrl.rollout.host import Host
 from rrl.rollout.protocol import Finish, SearchFor, SingleTurn
-from rrl.rollout.trajectory import Search
 
 
 class Asks(SingleTurn):

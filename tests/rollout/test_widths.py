@@ -12,10 +12,13 @@ from rrl.models import cache
 from rrl.models.decoder import Decoder
 from rrl.models.lora import LoraConfig, add_lora
 from rrl.parallel.mesh import make_mesh
-from rrl.rollout import device, loop, sizes, workers
-from rrl.rollout.engine import Engine, EngineConfig
+from rrl.rollout import device, loop
+from rrl.rollout.config import EngineConfig
+from rrl.rollout.cpu import shape_probe as sizes
+from rrl.rollout.cpu import workers
+from rrl.rollout.cpu.shape_probe import _adapted, narrow
+from rrl.rollout.engine import Engine
 from rrl.rollout.protocol import SingleTurn
-from rrl.rollout.sizes import _adapted
 from tests.rollout.world import make_world
 
 KEY = jax.random.key(3)
@@ -36,15 +39,18 @@ def test_a_row_has_the_same_bits_among_few_as_among_all(world, spare_rows, compi
         monkeypatch.setattr(loop, "can_attend", lambda *_: False)
     decoder, tokenizer, requests = world
     config = dataclasses.replace(CONFIG, spare_rows=spare_rows)
-    narrow, wide = (Engine(decoder, tokenizer, config) for _ in range(2))
-    monkeypatch.setattr(wide.programs, "narrow", lambda params: None)
+    narrowed, wide = (Engine(decoder, tokenizer, config) for _ in range(2))
+    monkeypatch.setattr(
+        "rrl.rollout.engine.narrow",
+        lambda programs, params: None if programs is wide.programs else narrow(programs, params),
+    )
     params, environment = nnx.state(decoder), SingleTurn(turn_tokens=48)
-    found, whole = (engine.run(params, requests, environment, KEY) for engine in (narrow, wide))
+    found, whole = (engine.run(params, requests, environment, KEY) for engine in (narrowed, wide))
     assert (wide.programs.widths, wide.programs.readers, wide.programs.together) == ((32,), (), (4,))
-    found_sizes = narrow.programs.widths, narrow.programs.readers, narrow.programs.together
+    found_sizes = narrowed.programs.widths, narrowed.programs.readers, narrowed.programs.together
     if found_sizes == ((32,), (), (4,)):
         pytest.skip("on this processor no smaller sizes have the same bits")
-    assert narrow.stats.row_steps == wide.stats.row_steps
+    assert narrowed.stats.row_steps == wide.stats.row_steps
     for one, other in zip(found, whole, strict=True):
         for name in ("tokens", "logps", "sampled_logps"):
             np.testing.assert_array_equal(getattr(one, name), getattr(other, name))
@@ -73,7 +79,7 @@ def test_sizes_on_which_bits_depend_are_not_taken(world, monkeypatch, place, siz
 
     monkeypatch.setattr(owner, place, attention if place == "cache_attention" else depends)
     engine = Engine(decoder, tokenizer, CONFIG)
-    engine.programs.narrow(nnx.state(decoder))
+    narrow(engine.programs, nnx.state(decoder))
     found = engine.programs.widths, engine.programs.readers, engine.programs.together
     for some, most in zip(found, kept, strict=True):  # a processor may leave out others of its own
         assert set(some) <= set(most)
@@ -92,7 +98,7 @@ def test_a_last_bit_that_seldom_differs_is_seen(world, monkeypatch):
 
     def widths():
         engine = Engine(decoder, tokenizer, CONFIG)
-        engine.programs.narrow(nnx.state(decoder))
+        narrow(engine.programs, nnx.state(decoder))
         return engine.programs.widths
 
     monkeypatch.setattr(device, "draw", off)
@@ -122,7 +128,7 @@ def test_where_the_weights_dominate_only_guesses_are_tried(world, monkeypatch):
     for draft_tokens, tried in ((0, set()), (1, {(32, 2, 2)})):
         config = dataclasses.replace(CONFIG, loops=0, draft_tokens=draft_tokens)
         programs = Engine(decoder, tokenizer, config).programs
-        programs.narrow(nnx.state(decoder))
+        narrow(programs, nnx.state(decoder))
         assert programs.loops == 1 and shapes == tried
         found = programs.widths, programs.readers, programs.together, programs.step_tokens
         assert found == ((32,), (), (4,), 64 * draft_tokens)
@@ -132,7 +138,7 @@ def test_sizes_are_tried_over_the_first_layers(world, monkeypatch):
     deep = Decoder(dataclasses.replace(world[0].config, layers=6), rngs=nnx.Rngs(0))
     shapes = shapes_of_steps(monkeypatch)
     programs = Engine(deep, world[1], dataclasses.replace(CONFIG, rows=16)).programs
-    programs.narrow(nnx.state(deep))
+    narrow(programs, nnx.state(deep))
     assert shapes == {(16, 1, 4), (8, 1, 4)} and programs.decoder_config.layers == deep.config.layers == 6
 
 
@@ -143,8 +149,8 @@ def test_once_the_time_is_up_the_full_width_is_left_and_guesses_are_still_tried(
     monkeypatch.setattr(sizes, "remember", lambda key, found: kept.append(found))
     shapes = shapes_of_steps(monkeypatch)
     programs = Engine(decoder, tokenizer, dataclasses.replace(CONFIG, draft_tokens=1)).programs
-    with caplog.at_level("INFO", "rrl.rollout.sizes"):
-        programs.narrow(nnx.state(decoder))
+    with caplog.at_level("INFO", "rrl.rollout.cpu.shape_probe"):
+        narrow(programs, nnx.state(decoder))
     assert programs.widths == (32,) and programs.step_tokens == 64 and shapes == {(32, 2, 2)}
     assert not kept and "after 0 s no further row counts were tried" in caplog.text
 
@@ -154,7 +160,7 @@ def test_few_rows_and_several_devices_have_one_width(world):
     few = Engine(decoder, tokenizer, dataclasses.replace(CONFIG, rows=15))
     many = Engine(decoder, tokenizer, CONFIG, mesh=make_mesh(2, devices=jax.devices()[:2]))
     for engine, rows in ((few, 15), (many, 32)):
-        engine.programs.narrow(nnx.state(decoder))
+        narrow(engine.programs, nnx.state(decoder))
         assert engine.programs.widths == (rows,)
 
 

@@ -6,10 +6,11 @@ import pytest
 from flax import nnx
 
 from rrl.data.questions import Question
+from rrl.data.trajectory import NOT_FINITE, POLICY
 from rrl.errors import UserError
-from rrl.rollout.engine import Engine, EngineConfig
+from rrl.rollout.config import EngineConfig
+from rrl.rollout.engine import Engine
 from rrl.rollout.protocol import CONTEXT, EOS, TURN_TOKENS, Episode
-from rrl.rollout.trajectory import NOT_FINITE, POLICY
 from rrl.rollout.workflow import ENDS, Completion, Generate, PromptTooLong, Retrieve
 from rrl.text.chat import Prompt
 from tests.rollout.world import make_world

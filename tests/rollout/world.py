@@ -4,10 +4,10 @@ import dataclasses
 
 from flax import nnx
 
-from rrl.data.miniwiki import generate
-from rrl.data.tokenizer import train_tokenizer
+from rrl.miniwiki import generate
 from rrl.models.config import DecoderConfig
 from rrl.models.decoder import Decoder
+from rrl.models.tokenizer import train_tokenizer
 from rrl.retrieval.index import make_retriever
 from rrl.rollout.episodes import Request
 from rrl.text.chat import chat_ids

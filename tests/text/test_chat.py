@@ -2,8 +2,8 @@
 
 import pytest
 
-from rrl.data.tokenizer import load_tokenizer, train_tokenizer
 from rrl.errors import UserError
+from rrl.models.tokenizer import load_tokenizer, train_tokenizer
 from rrl.text.chat import (
     Prompt,
     chat_ids,

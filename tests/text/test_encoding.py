@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from rrl.data.tokenizer import load_tokenizer, token_bytes
+from rrl.models.tokenizer import load_tokenizer, token_bytes
 from rrl.text.encoding import cut_names, plain_ids, special_name, template_ids, text_ids
 from tests.text.tokenizers import sentence_piece
 

@@ -2,11 +2,12 @@
 
 import pytest
 
-from rrl.data.miniwiki import generate
-from rrl.data.tokenizer import train_tokenizer
+from rrl.miniwiki import generate
+from rrl.models.tokenizer import train_tokenizer
 from rrl.recipes.rsearch import RSearch
 from rrl.retrieval.index import make_retriever
-from rrl.rollout.engine import Engine, EngineConfig
+from rrl.rollout.config import EngineConfig
+from rrl.rollout.engine import Engine
 from rrl.rollout.protocol import Stream
 from tests.train.small_run import CONFIG, fresh, run
 

@@ -107,8 +107,8 @@ def main(kills: int, workdir: pathlib.Path, last: int, launcher: str, flags: lis
     from rrl.parallel.runtime import prepare_host
 
     prepare_host(callbacks="train" in launcher)
-    import rrl.train.experiment
-    import rrl.train.stages  # noqa: F401
+    import rrl.sft.stages
+    import rrl.train.experiment  # noqa: F401
 
     log = workdir.with_name(workdir.name + ".log")
 

@@ -5,9 +5,9 @@ import pathlib
 
 from flax import nnx
 
-from rrl.data.tokenizer import load_tokenizer
 from rrl.models.decoder import Decoder
 from rrl.models.hf import save_decoder
+from rrl.models.tokenizer import load_tokenizer
 from tests.tiny import tiny_shape
 
 ROOT = pathlib.Path(__file__).parents[2]

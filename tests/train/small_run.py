@@ -6,12 +6,12 @@ import json
 import numpy as np
 from flax import nnx
 
+from rrl.data.trajectory import POLICY
 from rrl.models.decoder import Decoder
 from rrl.recipes.rsearch import RSearch
+from rrl.rl.objective import ObjectiveConfig
 from rrl.rl.optim import OptimConfig
-from rrl.rollout.trajectory import POLICY
-from rrl.train.objective import ObjectiveConfig
-from rrl.train.rl import Task, train
+from rrl.train.loop import Task, train
 from rrl.train.rl_config import RLConfig
 from tests.tiny import tiny_shape
 

@@ -7,9 +7,10 @@ from rrl.recipes.card import read_card
 from rrl.recipes.r1_searcher import R1Searcher
 from rrl.recipes.research import ReSearch
 from rrl.recipes.search_r1 import SearchR1
-from rrl.train import experiment, stages
+from rrl.runs.metrics import read_metrics
+from rrl.sft import stages
+from rrl.train import experiment
 from rrl.train.experiment import CRITIC, Settings
-from rrl.train.metrics import read_metrics
 from tests.train.made import ROOT, config, save_random_policy, shrink_cold_start, shrink_run
 
 NAMES = ("search_r1", "r1_searcher", "research_grpo")

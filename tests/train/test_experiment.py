@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 from ml_collections import ConfigDict
 
+from rrl.config.sections import DERIVED, fill
 from rrl.errors import UserError
-from rrl.eval.article import HELD_OUT, TRAINING, UNUSED
 from rrl.recipes.card import card_of, write_card
 from rrl.recipes.rsearch import RSearch
+from rrl.report.article import HELD_OUT, TRAINING, UNUSED
 from rrl.rl.advantages import ESTIMATORS
 from rrl.rl.optim import OptimConfig
 from rrl.train.experiment import SECTIONS, Settings, identity_of, run, shown_with_sources
-from rrl.train.fields import DERIVED, fill
 from tests.eval.fakes import many
 from tests.train import made
 

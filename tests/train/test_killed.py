@@ -12,9 +12,9 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
-from rrl.train.checkpoints import saved_metadata, saved_steps
+from rrl.runs.checkpoints import saved_metadata, saved_steps
+from tests.runs.event_files import scalars_of
 from tests.train import made
-from tests.train.event_files import scalars_of
 
 pytestmark = pytest.mark.slow
 

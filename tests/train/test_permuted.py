@@ -4,7 +4,8 @@ import jax
 import numpy as np
 from flax import nnx
 
-from rrl.train.rollouts import permute_rewards, run_questions
+from rrl.recipes.episodes import run_questions
+from rrl.train.sample import permute_rewards
 from tests.train.small_run import fresh
 
 

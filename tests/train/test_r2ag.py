@@ -10,10 +10,12 @@ import pytest
 from rrl.errors import UserError
 from rrl.recipes.card import read_card
 from rrl.recipes.r2ag import R2AG, Expanding
-from rrl.train import experiment, rl, stages
-from rrl.train.checkpoints import saved_metadata
+from rrl.runs.checkpoints import saved_metadata
+from rrl.runs.metrics import read_metrics
+from rrl.sft import stages
+from rrl.train import experiment
+from rrl.train import loop as rl
 from rrl.train.experiment import Settings
-from rrl.train.metrics import read_metrics
 from tests.train import made
 from tests.train.made import ROOT, save_random_policy, shrink_cold_start
 

@@ -10,14 +10,14 @@ from flax import nnx
 
 from rrl.errors import UserError
 from rrl.models.heads import ValueModel
+from rrl.rl.critic import CriticConfig
 from rrl.rl.optim import OptimConfig
+from rrl.runs.checkpoints import saved_steps
+from rrl.runs.metrics import MetricsWriter
+from rrl.runs.shown_trajectories import as_json
 from rrl.stopping import StopSignal, Unavailable
-from rrl.train import rl
-from rrl.train.checkpoints import saved_steps
-from rrl.train.critic import CriticConfig
+from rrl.train import loop as rl
 from rrl.train.guard import GuardConfig
-from rrl.train.metrics import MetricsWriter
-from rrl.train.shown import as_json
 from tests.train.small_run import CONFIG, EVERY_LINE, STEPS, fresh, lines, run, steps_of
 
 

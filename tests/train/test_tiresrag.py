@@ -9,10 +9,11 @@ import pytest
 from rrl.errors import UserError
 from rrl.recipes.card import read_card
 from rrl.recipes.tiresrag import TiresRag
-from rrl.train import experiment, stages
+from rrl.rewards.judge_settings import SECTIONS as JUDGE
+from rrl.runs.metrics import read_metrics
+from rrl.sft import stages
+from rrl.train import experiment
 from rrl.train.experiment import CRITIC, Settings
-from rrl.train.judges import SECTIONS as JUDGE
-from rrl.train.metrics import read_metrics
 from tests.train import made
 from tests.train.made import ROOT, save_random_policy, shrink_cold_start, shrink_run
 

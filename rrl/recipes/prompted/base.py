@@ -6,8 +6,8 @@ from collections.abc import Generator, Iterable, Sequence
 from typing import Any
 
 from rrl.data.passages import Passage, render
+from rrl.data.trajectory import NOT_FINITE
 from rrl.errors import at_least
-from rrl.rollout.trajectory import NOT_FINITE
 from rrl.rollout.workflow import Ask, Generate, Generated, PromptTooLong, Retrieve
 from rrl.text.short_answers import FINAL_ANSWER, final_answer
 

@@ -7,10 +7,10 @@ import numpy as np
 
 from rrl.data.passages import Passage
 from rrl.data.questions import Question, asked
+from rrl.data.trajectory import POLICY
 from rrl.errors import UserError
 from rrl.recipes.prompted.base import FINISH, Flow, Settings, answer_of, collected, listed
 from rrl.recipes.prompted.single import cot, rag_cot, reasoned_answer
-from rrl.rollout.trajectory import POLICY
 from rrl.rollout.workflow import Generated, Retrieve
 from rrl.text.short_answers import FINAL_ANSWER, final_answer
 

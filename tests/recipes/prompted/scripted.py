@@ -7,9 +7,9 @@ import numpy as np
 
 from rrl.data.passages import Passage
 from rrl.data.questions import Question
+from rrl.data.trajectory import POLICY, PROMPT, Trajectory
 from rrl.recipes.prompted.base import Outcome, Settings
 from rrl.recipes.prompted.catalogue import make_method
-from rrl.rollout.trajectory import POLICY, PROMPT, Trajectory
 from rrl.rollout.workflow import Generate, Generated, Retrieve
 
 QUESTION = Question("q", "Where was the director of Silver Harbour born?", ("Oslo",))

@@ -6,7 +6,8 @@ from flax import nnx
 
 from rrl.recipes.prompted.base import Settings
 from rrl.recipes.prompted.catalogue import METHODS
-from rrl.rollout.engine import Engine, EngineConfig
+from rrl.rollout.config import EngineConfig
+from rrl.rollout.engine import Engine
 from rrl.rollout.workflow import Completion
 from tests.rollout.world import make_world
 

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from rrl.data.trajectory import NOT_FINITE
 from rrl.errors import UserError
 from rrl.recipes.prompted.base import Settings, collected, listed
 from rrl.recipes.prompted.catalogue import METHODS, make_method
-from rrl.rollout.trajectory import NOT_FINITE
 from rrl.rollout.workflow import PromptTooLong, Retrieve
 from tests.recipes.prompted.scripted import FILM, PERSON, QUESTION, play, ramble, said
 

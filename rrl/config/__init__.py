@@ -1,0 +1,1 @@
+"""Arguments and sections of config files, as typed values."""

@@ -1,0 +1,86 @@
+"""Config fields that have a new name: the old name is accepted for one release, with a warning that gives the new one.
+
+To rename a field, rename it in its dataclass and add a row to `RENAMED`. Configs, `--config.SECTION.FIELD=VALUE` and the
+config.json of existing workdirs then take both names.
+"""
+
+import logging
+import re
+from collections.abc import Mapping, MutableMapping, Sequence
+from typing import Any
+
+from ml_collections import ConfigDict
+
+log = logging.getLogger(__name__)
+
+RENAMED: Mapping[str, Mapping[str, str]] = {}
+"""Section -> old field -> new field. A section matches under its own name and with a prefix: "rollout" also matches
+"reader_rollout" and "judge_rollout". A section inside another is written with a dot: "recipe.environment"."""
+
+LAST_RELEASE = "0.1"
+"""The last release that accepts the old names."""
+
+
+def new_name(path: str) -> str:
+    """The dotted path of a field under its present name: "rollout.feeds" -> "rollout.wake_threshold"."""
+    section, _, field = path.rpartition(".")
+    new = _fields_of(section).get(field)
+    return f"{section}.{new}" if new else path
+
+
+def rename_fields(section: str, values: MutableMapping[str, Any]) -> None:
+    """Moves the values of renamed fields to their new names, in place, and logs a warning for each.
+
+    Args:
+      section: dotted path of the section, such as "rollout" or "recipe.environment".
+      values: its fields. The value under the old name wins: somebody gave it, the other may be a default.
+    """
+    for old, new in _fields_of(section).items():
+        if old in values:
+            _warn(f"{section}.{old}", f"{section}.{new}")
+            value = values[old]
+            del values[old]
+            values[new] = value
+
+
+def rename_config(config: ConfigDict, section: str = "") -> None:
+    """`rename_fields` in a config and in all its sections."""
+    rename_fields(section, config)
+    for name in config:
+        if isinstance(config[name], ConfigDict):
+            rename_config(config[name], f"{section}.{name}".lstrip("."))
+
+
+def rename_overrides(argv: Sequence[str]) -> list[str]:
+    """Command-line arguments with `--config.SECTION.FIELD` under its present name; logs a warning for each that changes."""
+    return [_override(argument) for argument in argv]
+
+
+def rename_stored(config: Mapping[str, Any], section: str = "") -> dict[str, Any]:
+    """The settings of a config.json under their present names, in all sections, without a warning."""
+    fields = _fields_of(section)
+    return {
+        fields.get(name, name): rename_stored(value, f"{section}.{name}".lstrip("."))
+        if isinstance(value, dict)
+        else value
+        for name, value in config.items()
+    }
+
+
+def _override(argument: str) -> str:
+    match = re.match(r"(--?(?:no)?config\.)([\w.]+)(?==|$)", argument)
+    if match is None or new_name(match[2]) == match[2]:
+        return argument
+    _warn(match[2], new_name(match[2]))
+    return match[1] + new_name(match[2]) + argument[match.end() :]
+
+
+def _fields_of(section: str) -> Mapping[str, str]:
+    return next(
+        (fields for name, fields in RENAMED.items() if re.search(rf"(^|[._]){re.escape(name)}$", section)),
+        {},
+    )
+
+
+def _warn(old: str, new: str) -> None:
+    log.warning("config.%s is now config.%s; the old name is accepted until rrl %s", old, new, LAST_RELEASE)

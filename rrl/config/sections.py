@@ -1,0 +1,91 @@
+"""A section of a config and the frozen dataclass behind it: filled with its defaults, checked, built."""
+
+import dataclasses
+import types
+import typing
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeVar
+
+from ml_collections import ConfigDict, FieldReference
+
+from rrl.config.renamed import rename_fields
+from rrl.errors import UserError
+
+Fields = TypeVar("Fields")
+
+DERIVED = ("total_steps", "vocab_size", "eos_token_id", "pad_token_id")
+"""Fields that a run sets itself, from its steps and its tokenizer."""
+
+
+def fill(section: ConfigDict, kind: type) -> None:
+    """Adds the fields of a dataclass that a config section does not list, with their defaults.
+
+    A locked config refuses to override what it does not hold. Fields without a default, and those that hold a dataclass
+    (a section of its own), stay out. A field that may be None takes any literal on the command line, `None` among them;
+    its dataclass says what fits.
+    """
+    hints = typing.get_type_hints(kind)
+    for field in dataclasses.fields(kind):
+        factory = field.default_factory
+        default = field.default if factory is dataclasses.MISSING else factory()
+        hint = hints[field.name]
+        if isinstance(hint, types.UnionType):
+            hint = next(part for part in typing.get_args(hint) if part is not types.NoneType)
+            if field.name in section:
+                default = section[field.name]
+                del section[field.name]
+            default = FieldReference(default, field_type=object)
+        own = dataclasses.is_dataclass(hint) or dataclasses.is_dataclass(default)
+        if field.name not in (*section, *DERIVED) and default is not dataclasses.MISSING and not own:
+            section[field.name] = default
+
+
+def build(kind: type[Fields], values: Mapping[str, Any], where: str, **more: Any) -> Fields:
+    """A frozen dataclass from config values and what a run sets itself.
+
+    Raises UserError that names the section `where` and a field that the dataclass does not have, lacks or refuses.
+    """
+    known = [field.name for field in dataclasses.fields(kind) if field.name not in more]  # type: ignore[arg-type]
+    values = dict(values)
+    rename_fields(where, values)
+    only(known, values, where)
+    plain = {name: tuple(v) if isinstance(v, list) else v for name, v in values.items()}
+    hints = typing.get_type_hints(kind)
+    for name, value in plain.items():
+        kinds = typing.get_args(hints[name]) if isinstance(hints[name], types.UnionType) else ()
+        if kinds and not _is_a(value, kinds):
+            allowed = " or ".join("None" if k is types.NoneType else k.__name__ for k in kinds)
+            raise UserError(f"{where}.{name}={value!r} must be {allowed}")
+        item = typing.get_args(hints[name])[0] if typing.get_origin(hints[name]) is tuple else None
+        if item in (int, float, str) and not (
+            isinstance(value, tuple) and all(_is_a(v, (item,)) for v in value)
+        ):
+            raise UserError(
+                f"{where}.{name}={value!r} must be a tuple, each item of which is {item.__name__}"
+            )
+    try:
+        return kind(**plain, **more)
+    except UserError as error:
+        if str(error).startswith(f"{where}."):
+            raise
+        kind_of, _, rest = str(error).partition(".")  # "optim.lr=..." of the section critic_optim
+        text = rest if where.endswith(f"_{kind_of}") else str(error)
+        raise UserError(f"{where}.{text}") from error
+    except TypeError as error:
+        raise UserError(f"{where}: {error}") from error
+
+
+def _is_a(value: object, kinds: tuple[type, ...]) -> bool:
+    """Whether a value is of one of these kinds, as people mean it: 1 is a float too, True is no number."""
+    if isinstance(value, bool):
+        return bool in kinds
+    return isinstance(value, (*kinds, int) if float in kinds else kinds)
+
+
+def only(known: Iterable[str], values: Iterable[str], where: str) -> None:
+    """Raises UserError for a name in `values` that is not known in the section `where`."""
+    for name in values:
+        if name not in known:
+            raise UserError(
+                f"{where}.{name} is unknown; the fields of {where} are {', '.join(sorted(known))}"
+            )

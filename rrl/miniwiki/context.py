@@ -1,0 +1,138 @@
+"""Sets of passages that belong together, as a search might return them: linked, confusable and unrelated ones."""
+
+import collections
+import dataclasses
+
+import numpy as np
+
+from rrl.miniwiki import MiniWiki
+from rrl.miniwiki.names import COUNTRY
+from rrl.miniwiki.passages import RELATION, RELATIONS, TYPES
+from rrl.miniwiki.questions import Hop, Key, hop
+from rrl.miniwiki.world import World
+
+_KEYS: dict[str, list[Key]] = {
+    kind: [(r.subject, r.name) for r in RELATIONS if r.subject == kind] for kind in TYPES
+}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Entity:
+    """An entity by type and number."""
+
+    kind: str
+    index: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Context:
+    """Entities whose passages have been read."""
+
+    entities: list[Entity]
+    recent: list[Entity]
+    """Those of the last block; half of the facts asked for are theirs."""
+
+    def of(self, kind: str) -> list[Entity]:
+        """Entities of one type."""
+        return [entity for entity in self.entities if entity.kind == kind]
+
+
+def facts_of(world: World, entity: Entity) -> list[Key]:
+    """The facts an entity has."""
+    return [key for key in _KEYS[entity.kind] if world.facts[key][entity.index] >= 0]
+
+
+class Shelf:
+    """The passages of a wiki by entity, and which share a word of their title."""
+
+    def __init__(self, wiki: MiniWiki) -> None:
+        self.world = wiki.world
+        self.spans = wiki.spans
+        self._text = {
+            entity: passage.text for entity, passage in zip(self._in_order(), wiki.passages, strict=True)
+        }
+        self._by_title = {self.title(entity): entity for entity in self._text}
+        self._by_word: dict[tuple[int, str], list[Entity]] = collections.defaultdict(list)
+        for entity in self._text:
+            for word in self.title(entity).split():
+                if word[0].isupper() and word != "The":
+                    self._by_word[self.where(entity), word].append(entity)
+
+    def _in_order(self) -> list[Entity]:
+        starts = self.world.layout.starts
+        return [
+            Entity(kind, i)
+            for w in range(len(self.spans))
+            for kind in TYPES
+            for i in range(int(starts[kind][w]), int(starts[kind][w + 1]))
+        ]
+
+    def title(self, entity: Entity) -> str:
+        """Title of an entity's passage: its name."""
+        return self.world.names[entity.kind][entity.index]
+
+    def knows(self, title: str) -> bool:
+        """Whether there is an entity of this name."""
+        return title in self._by_title
+
+    def named(self, title: str) -> Entity:
+        """The entity of a name, which must be there."""
+        return self._by_title[title]
+
+    def text(self, entity: Entity) -> str:
+        """Text of an entity's passage."""
+        return self._text[entity]
+
+    def where(self, entity: Entity) -> int:
+        """Sub-world of an entity."""
+        return int(self.world.layout.world[entity.kind][entity.index])
+
+    def follow(self, entity: Entity, key: Key) -> Entity | None:
+        """The entity a fact leads to; None for years, countries and facts that are not there."""
+        kind, number = RELATION[key].value, int(self.world.facts[key][entity.index])
+        return Entity(kind, number) if kind in TYPES and number >= 0 else None
+
+    def fact(self, rng: np.random.Generator, seen: Context) -> Hop:
+        """A random fact of a passage that was read."""
+        among = seen.recent if rng.random() < 0.5 else seen.entities
+        entity = among[int(rng.integers(len(among)))]
+        keys = facts_of(self.world, entity)
+        return hop(self.world, keys[int(rng.integers(len(keys)))], entity.index)
+
+    def some(self, rng: np.random.Generator, world: int, kind: str, n: int) -> list[str]:
+        """`n` different names of one type (or countries) of a sub-world."""
+        if kind == "country":
+            return [COUNTRY[i] for i in rng.choice(len(COUNTRY), n, replace=False)]
+        low, high = self.world.layout.starts[kind][world : world + 2].tolist()
+        return [self.world.names[kind][low + i] for i in rng.choice(high - low, n, replace=False).tolist()]
+
+    def gather(self, rng: np.random.Generator, n: int) -> Context:
+        """`n` different entities of one sub-world in random order: linked to each other, namesakes, or any."""
+        world = int(rng.integers(len(self.spans)))
+        chosen: dict[Entity, None] = {self.any(rng, world): None}
+        while len(chosen) < n:
+            known = list(chosen)
+            last = known[int(rng.integers(len(known)))]
+            draw = rng.random()
+            other: Entity | None = None
+            if draw < 0.4:
+                keys = facts_of(self.world, last)
+                other = self.follow(last, keys[int(rng.integers(len(keys)))])
+            elif draw < 0.6:
+                words = [word for word in self.title(last).split() if (world, word) in self._by_word]
+                namesakes = self._by_word[world, words[int(rng.integers(len(words)))]]
+                other = namesakes[int(rng.integers(len(namesakes)))]
+            elif draw < 0.8:
+                low, high = self.world.layout.starts[last.kind][world : world + 2].tolist()
+                other = Entity(last.kind, int(rng.integers(low, high)))
+            chosen[other or self.any(rng, world)] = None
+        entities = list(chosen)
+        order = rng.permutation(n)
+        shuffled = [entities[i] for i in order]
+        return Context(shuffled, shuffled)
+
+    def any(self, rng: np.random.Generator, world: int) -> Entity:
+        """Any entity of a sub-world."""
+        kind = TYPES[int(rng.integers(len(TYPES)))]
+        low, high = self.world.layout.starts[kind][world : world + 2].tolist()
+        return Entity(kind, int(rng.integers(low, high)))

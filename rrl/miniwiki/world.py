@@ -1,0 +1,228 @@
+"""A closed encyclopedia with random facts: entities, what is true of them, and one passage about each."""
+
+import dataclasses
+from collections.abc import Callable
+
+import numpy as np
+from jaxtyping import Int
+
+from rrl.data.passages import Passage
+from rrl.errors import UserError
+from rrl.miniwiki.names import COUNTRY, SPLITS, draw_names
+from rrl.miniwiki.passages import RELATION, RELATIONS, SLOT_OF, SLOTS, TEMPLATES_PER_SLOT, TYPES
+
+SHARES = {"person": 0.36, "film": 0.20, "book": 0.16, "company": 0.14, "city": 0.14}
+"""Entities of each type in a sub-world."""
+
+SMALLEST = 50
+LARGEST = 1_000_000
+"""Allowed passages in a sub-world, and in all of them together."""
+
+MARRIED = 0.8
+EMPLOYED = 0.5
+"""Chance of a pair to be married, and of a married person to have an employer (the others always have one)."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """Where the entities of each sub-world lie, by type: those of world w are starts[w]:starts[w + 1]."""
+
+    starts: dict[str, Int[np.ndarray, "W+1"]]
+    world: dict[str, Int[np.ndarray, "n"]]
+    """World of each entity."""
+
+    def random_other(self, rng: np.random.Generator, subject: str, value: str) -> Int[np.ndarray, "n"]:
+        """For each entity of type `subject`, a random entity of type `value` of the same world."""
+        start, world = self.starts[value], self.world[subject]
+        size = np.diff(start)[world]
+        return start[world] + (rng.random(len(world)) * size).astype(np.int64)
+
+
+@dataclasses.dataclass(frozen=True)
+class World:
+    """One or more closed sub-worlds. Entities are numbers, counted from 0 in each type."""
+
+    split: str
+    seed: int
+    layout: Layout
+    names: dict[str, list[str]]
+    facts: dict[tuple[str, str], Int[np.ndarray, "n"]]
+    """By (subject type, relation): a year, the number of a country, or of an entity; -1 where there is none."""
+    wording: dict[str, Int[np.ndarray, "n slots"]]
+    """Template of each sentence."""
+    turn: dict[str, Int[np.ndarray, "n"]]
+    """The sentence a passage starts with."""
+
+    def value(self, kind: str, relation: str, entity: int) -> str:
+        """The value of a fact as text; "" where the entity has no such fact."""
+        number = int(self.facts[kind, relation][entity])
+        if number < 0:
+            return ""
+        target = RELATION[kind, relation].value
+        if target == "year":
+            return str(number)
+        return COUNTRY[number] if target == "country" else self.names[target][number]
+
+    def sentence(self, kind: str, slot: int, entity: int) -> str:
+        """The sentence of the passage about `entity` that fills `slot`; "" if its fact does not exist."""
+        layout = SLOTS[kind][slot]
+        values = [self.value(kind, relation, entity) for relation in layout.relations]
+        if not values[0]:
+            return ""
+        return layout.templates[self.wording[kind][entity, slot]].format(self.names[kind][entity], *values)
+
+    def sentence_of(self, kind: str, relation: str, entity: int) -> str:
+        """The sentence that states a relation."""
+        return self.sentence(kind, SLOT_OF[kind, relation], entity)
+
+    def sentences(self, kind: str, entity: int) -> list[str]:
+        """All sentences of the passage about `entity`, in their order."""
+        slots = len(SLOTS[kind])
+        first = int(self.turn[kind][entity])
+        written = (self.sentence(kind, (first + i) % slots, entity) for i in range(slots))
+        return [sentence for sentence in written if sentence]
+
+
+def build_world(split: str, seed: int, passages: int, worlds: int = 1) -> World:
+    """Draw names, facts and wordings. Same arguments, same world.
+
+    Args:
+      split: "train", "dev" or "test"; no name of one split occurs in another.
+      seed: chooses names, facts and wordings.
+      passages: entities of all sub-worlds together, 50 .. 1,000,000.
+      worlds: number of sub-worlds; facts never lead out of one. At least 50 passages each.
+
+    Raises:
+      UserError: an argument out of range.
+    """
+    _check(split, seed, passages, worlds)
+    rng = np.random.default_rng((seed, SPLITS.index(split), passages, worlds))
+    layout = _lay_out(passages, worlds)
+    names = _name(rng, layout, split, seed)
+    facts = _draw_facts(rng, layout)
+    wording, turn = {}, {}
+    for kind in TYPES:
+        n, slots = len(names[kind]), len(SLOTS[kind])
+        wording[kind] = rng.integers(0, TEMPLATES_PER_SLOT, (n, slots), dtype=np.int8)
+        # Mostly the natural order, now and then another sentence first.
+        turn[kind] = np.where(rng.random(n) < 0.7, 0, rng.integers(0, slots, n)).astype(np.int8)
+    return World(split, seed, layout, names, facts, wording, turn)
+
+
+def _check(split: str, seed: int, passages: int, worlds: int) -> None:
+    if split not in SPLITS:
+        raise UserError(f"split={split!r}: allowed are {', '.join(SPLITS)}")
+    if seed < 0:
+        raise UserError(f"seed={seed}: must be 0 or more")
+    if worlds < 1:
+        raise UserError(f"worlds={worlds}: must be 1 or more")
+    if not SMALLEST * worlds <= passages <= LARGEST:
+        raise UserError(
+            f"passages={passages} in worlds={worlds}: allowed are {SMALLEST} a world to {LARGEST:,} in all; "
+            f"give at least {SMALLEST * worlds} passages or fewer worlds"
+        )
+
+
+def _lay_out(passages: int, worlds: int) -> Layout:
+    edges = np.arange(worlds + 1, dtype=np.int64) * passages // worlds
+    sizes = np.diff(edges)
+    counts = {kind: (sizes * SHARES[kind]).astype(np.int64) for kind in TYPES}
+    counts["person"] = sizes - counts["film"] - counts["book"] - counts["company"] - counts["city"]
+    starts = {kind: np.concatenate([[0], np.cumsum(counts[kind])]) for kind in TYPES}
+    world = {kind: np.repeat(np.arange(worlds), counts[kind]) for kind in TYPES}
+    return Layout(starts, world)
+
+
+def _name(rng: np.random.Generator, layout: Layout, split: str, seed: int) -> dict[str, list[str]]:
+    names = {}
+    for family, kinds in {
+        "person": ["person"],
+        "work": ["film", "book"],
+        "company": ["company"],
+        "city": ["city"],
+    }.items():
+        world = np.concatenate([layout.world[kind] for kind in kinds])
+        kind = np.repeat(np.arange(len(kinds)), [len(layout.world[k]) for k in kinds])
+        drawn = np.asarray(draw_names(family, len(world), split, seed), object)
+        # Namesakes come side by side: keep them in one world, where they mislead, but in any order and type.
+        named = np.empty(len(world), object)
+        named[np.lexsort((rng.random(len(world)), world))] = drawn
+        for i, k in enumerate(kinds):
+            names[k] = named[kind == i].tolist()
+    return names
+
+
+def _draw_facts(rng: np.random.Generator, layout: Layout) -> dict[tuple[str, str], Int[np.ndarray, "n"]]:
+    facts = {}
+    for relation in RELATIONS:
+        n = len(layout.world[relation.subject])
+        if relation.value == "year":
+            drawn = rng.integers(relation.years[0], relation.years[1] + 1, n)
+        elif relation.value == "country":
+            drawn = rng.integers(0, len(COUNTRY), n)
+        else:
+            drawn = layout.random_other(rng, relation.subject, relation.value)
+        facts[relation.subject, relation.name] = drawn
+    spouse = _marry(rng, layout)
+    jobless = (spouse >= 0) & (rng.random(len(spouse)) >= EMPLOYED)
+    facts["person", "spouse"] = spouse
+    facts["person", "employer"] = np.where(jobless, -1, facts["person", "employer"])
+    return facts
+
+
+def _marry(rng: np.random.Generator, layout: Layout) -> Int[np.ndarray, "n"]:
+    """Spouse of each person: neighbours in a world marry (names are already shuffled), some stay single."""
+    world = layout.world["person"]
+    n = len(world)
+    rank = np.arange(n) - layout.starts["person"][world]
+    spouse = np.arange(n) + np.where(rank % 2 == 0, 1, -1)
+    alone = (spouse >= n) | (world[np.minimum(spouse, n - 1)] != world)
+    single = rng.random(n) >= MARRIED
+    # Both of a pair follow the draw of the first.
+    single = np.where(rank % 2 == 0, single, np.roll(single, 1))
+    return np.where(alone | single, -1, spouse)
+
+
+def write_passages(world: World) -> list[Passage]:
+    """One passage for each entity, sub-world after sub-world, person to city inside one."""
+    texts = {kind: _write(world, kind) for kind in TYPES}
+    passages: list[Passage] = []
+    prefix = f"{world.split}-{world.seed}-"
+    for w in range(len(next(iter(world.layout.starts.values()))) - 1):
+        for kind in TYPES:
+            low, high = world.layout.starts[kind][w : w + 2].tolist()
+            first = len(passages)
+            passages.extend(
+                Passage(f"{prefix}{first + i}", name, text)
+                for i, (name, text) in enumerate(
+                    zip(world.names[kind][low:high], texts[kind][low:high], strict=True)
+                )
+            )
+    return passages
+
+
+def _write(world: World, kind: str) -> list[str]:
+    """Texts of all passages of a type, column by column: the same words as `World.sentences`, much faster."""
+    names = world.names[kind]
+    columns = []
+    for i, slot in enumerate(SLOTS[kind]):
+        templates = [template.format for template in slot.templates]
+        values = [_texts(world, kind, relation) for relation in slot.relations]
+        rows = zip(world.wording[kind][:, i].tolist(), names, *values, strict=True)
+        columns.append([templates[t](name, *rest) if rest[0] else "" for t, name, *rest in rows])
+    turn = world.turn[kind].tolist()
+    join: Callable[..., str] = " ".join
+    return [
+        join([sentence for sentence in row[first:] + row[:first] if sentence])
+        for first, row in zip(turn, zip(*columns, strict=True), strict=True)
+    ]
+
+
+def _texts(world: World, kind: str, relation: str) -> list[str]:
+    """Values of a relation as text, "" where there is none."""
+    numbers = world.facts[kind, relation]
+    target = RELATION[kind, relation].value
+    if target == "year":
+        return list(map(str, numbers.tolist()))
+    table = [*(COUNTRY if target == "country" else world.names[target]), ""]
+    return [table[i] for i in numbers.tolist()]

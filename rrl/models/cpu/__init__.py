@@ -1,0 +1,1 @@
+"""The decoder's layers on a CPU, as one compiled kernel."""

@@ -1,0 +1,1 @@
+"""Memory, traffic and time of a run on devices that need not be present."""

@@ -1,0 +1,123 @@
+"""A plan as text."""
+
+from rrl.parallel.mesh import data_shards
+from rrl.parallel.topology import GIB
+from rrl.plan.plan import Plan, first_knob
+
+CAVEAT = "XLA counts the body of a loop (layers, chunks, tokens) once; the times below count every turn"
+
+
+def report(plan: Plan) -> str:
+    """What `launch/plan.py` prints."""
+    blocks = (_head(plan), _memory(plan), _programs(plan), _time(plan), _verdict(plan))
+    return "\n\n".join("\n".join(block) for block in blocks if block)
+
+
+def _head(plan: Plan) -> list[str]:
+    chip, mesh, rollout = plan.topology.chip, plan.mesh.shape, plan.settings.rollout
+    objective = plan.settings.train.objective
+    length = objective.lengths[-1]
+    rows = objective.rows(length, data_shards(plan.mesh))
+    adapters = f", {plan.trained / 1e9:.3g} B of them trained" if plan.trained < plan.parameters else ""
+    lines = [
+        f"{plan.settings.name} on {plan.topology.name}: {plan.topology.size} x {chip.label}, "
+        f"{chip.memory / GIB:.2f} GiB of memory each",
+        f"policy    {plan.parameters / 1e9:.3g} B parameters{adapters} ({plan.shape_of})",
+        "mesh      " + ", ".join(f"{axis}={size}" for axis, size in mesh.items()),
+        f"numbers   {plan.computation} computation and reference, "
+        f"{plan.settings.compute.param_dtype} trained parameters",
+        f"kernels   remat={plan.remat}, attention={plan.attention}",
+        f"rollout   {rollout.rows} rows{f' and {rollout.spare_rows} spare ones' if rollout.spare_rows else ''} "
+        f"of {rollout.context} tokens",
+        f"update    microbatches of {rows} rows of {length} tokens",
+    ]
+    if rows * length > objective.microbatch_tokens:
+        lines.append(
+            f"          (objective.microbatch_tokens={objective.microbatch_tokens} is less than a row for each of the "
+            f"{data_shards(plan.mesh)} data shards)"
+        )
+    return [*lines, "left out  reader and query encoder"]
+
+
+def _memory(plan: Plan) -> list[str]:
+    unit, size = _unit(plan)
+    how = "as compiled" if plan.programs else "AN ESTIMATE by count, nothing was compiled"
+    phases = list(plan.memory)
+    parts = list(dict.fromkeys(part for phase in phases for part in plan.memory[phase]))
+    lines = [f"memory of each device, {unit} ({how}){'':4}" + "".join(f"{phase:>16}" for phase in phases)]
+    width = len(lines[0]) - 16 * len(phases)
+    for part in parts:
+        cells = (plan.memory[phase].get(part) for phase in phases)
+        row = "".join(f"{'-' if cell is None else f'{cell / size:.2f}':>16}" for cell in cells)
+        lines.append(f"  {part:<{width - 2}}{row}")
+    totals = "".join(f"{sum(plan.memory[phase].values()) / size:>16.2f}" for phase in phases)
+    return [*lines, f"  {'total':<{width - 2}}{totals}"]
+
+
+def _programs(plan: Plan) -> list[str]:
+    lines = []
+    for program in plan.programs:
+        if program.too_large:
+            lines.append(
+                f"{program.name}: the compiler refused it after {program.seconds:.0f} s: {program.too_large}"
+            )
+            continue
+        lines.append(
+            f"{program.name}: compiled in {program.seconds:.0f} s, {program.flops:.3g} FLOPs of a device as XLA counts them"
+        )
+        for part, kinds in program.traffic.items():
+            sent = "; ".join(f"{t.count:.0f} {kind} {_bytes(t.bytes)}" for kind, t in kinds.items()) or "none"
+            lines.append(f"  collectives of one {part}, a device: {sent}")
+    return [*lines, f"  ({CAVEAT})"] if lines else []
+
+
+def _time(plan: Plan) -> list[str]:
+    chip, chips, work = plan.topology.chip, plan.topology.size, plan.workload
+    train = plan.settings.train
+    lines = [
+        f"a step: {train.questions} questions x {train.samples} episodes of {work.tokens} tokens, {work.policy_tokens} of them "
+        "the policy's (assumed; --tokens, --policy_tokens)"
+    ]
+    if not chip.flops:
+        flops = sum(cost.flops for cost in plan.costs.values())
+        return [*lines, f"  {flops:.3g} FLOPs; no roofline: no speeds are published for {chip.label}"]
+    total = 0.0
+    for name, cost in plan.costs.items():
+        seconds = cost.seconds(chip, chips)
+        total += seconds
+        # What is sent is read from compiled programs.
+        links = f"{cost.sent / chip.interconnect:.1f} s" if plan.programs or chips == 1 else "not counted"
+        lines.append(
+            f"  {name:<16}{seconds:>8.1f} s at least: {cost.flops:.3g} FLOPs {cost.flops / chip.flops / chips:.1f} s, memory "
+            f"{cost.bytes / chip.bandwidth / chips:.1f} s, links {links}"
+        )
+    return [*lines, f"  {'in all':<16}{total:>8.1f} s at least, at the chip's published speeds"]
+
+
+def _verdict(plan: Plan) -> list[str]:
+    unit, size = _unit(plan)
+    need = sum(plan.memory[plan.fullest].values()) / size
+    room = plan.topology.chip.memory / size
+    guess = "" if plan.programs else " (an estimate)"
+    if plan.fits:
+        return [f"IT FITS{guess}: the {plan.fullest} needs {need:.2f} of {room:.2f} {unit} on each device"]
+    totals = {
+        phase: sum(parts.values()) / size for phase, parts in plan.memory.items() if phase != plan.fullest
+    }
+    others = "".join(f"; {phase}: {total:.2f}" for phase, total in totals.items() if total > room)
+    return [
+        f"IT DOES NOT FIT{guess}: the {plan.fullest} needs {need:.2f} of {room:.2f} {unit} on each device{others}",
+        f"turn first: {first_knob(plan)}",
+    ]
+
+
+def _unit(plan: Plan) -> tuple[str, float]:
+    """What a plan's memory is told in."""
+    return ("GiB", GIB) if sum(plan.memory[plan.fullest].values()) >= GIB / 4 else ("MiB", 2.0**20)
+
+
+def _bytes(count: float) -> str:
+    for unit, size in (("GiB", GIB), ("MiB", 2.0**20)):
+        if count >= size:
+            return f"{count / size:.1f} {unit}"
+    return f"{count / 1024:.1f} KiB"

@@ -1,0 +1,271 @@
+"""Curves of a run over its steps (R-Search, Figure 3), and of several arms with their spread over seeds."""
+
+import dataclasses
+import itertools
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import matplotlib.figure
+import matplotlib.ticker
+import numpy as np
+
+from rrl.errors import UserError
+from rrl.recipes.base import Curves
+from rrl.report.summary import decoding
+from rrl.runs.metrics import read_metrics
+
+Rows = Sequence[Mapping[str, Any]]
+Source = Rows | str | pathlib.Path
+"""Rows of metrics, each with "step", or the path of a metrics.jsonl."""
+
+INK, QUIET, GRID = "#2a2927", "#7a766f", "#e4e0d9"
+COLOURS = ("#2667c9", "#c26a00", "#7a3fc0", "#1c7f4a", "#c0362c", "#5b6570", "#b0912f", "#c2559b")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Panel:
+    title: str
+    lines: Mapping[str, str]
+    """Metrics of training, with their labels."""
+    held_out: tuple[str, str] = ("", "")
+    """Metric and label of what evaluations measure: markers, joined by dashes."""
+
+
+def _panels(lines: Rows, curves: Curves, temperature: float) -> list[_Panel]:
+    """What there is to draw of one run."""
+    paid = {name.removeprefix("reward/") for line in lines for name in line if name.startswith("reward/")}
+    components = {name: words for name, words in curves.rewards.items() if name in paid}
+    components |= {name: name for name in sorted(paid - {"total", *components})}
+    how = f"held out, {decoding(temperature)}"
+    panels = [
+        _Panel("reward", {"reward/total": "total"} | {f"reward/{n}": w for n, w in components.items()}),
+        *(
+            _Panel(words, {f"train/{name}": "training, sampled"}, (f"eval/{name}", how))
+            for name, words in curves.metrics.items()
+        ),
+        _Panel("valid searches a question", {"train/searches": "training"}, ("eval/searches", "held out")),
+        _Panel("entropy (nats a token)", {"train/entropy": "policy"}),
+        _Panel("KL to the start (nats a token)", {"train/kl": "policy"}),
+    ]
+    if any("critic/explained_variance" in line for line in lines):
+        panels.append(
+            _Panel("variance of returns explained by the critic", {"critic/explained_variance": "critic"})
+        )
+    return panels
+
+
+def plot_training(
+    rows: Source,
+    out_png: str | pathlib.Path,
+    title: str = "",
+    temperature: float = 0.0,
+    curves: Curves | None = None,
+) -> None:
+    """Draws the reward with its components, the metrics of the recipe, searches, entropy and KL over the steps of one run, and of
+    a critic how much it explains.
+
+    Held-out evaluations, at `temperature`, are markers. `curves` says what the recipe declares
+    (`rrl.recipes.base.curves_of`). A panel without metrics says so. Raises UserError for a run without steps.
+    """
+    lines = _rows(rows)
+    panels = _panels(lines, curves or Curves(), temperature)
+    columns = 4 if len(panels) > 6 else 3
+    figure, axes = new_figure(-(-len(panels) // columns), columns, title)
+    smoothed = 0
+    for axis, panel in zip(axes, panels):
+        style_axis(axis, panel.title)
+        for colour, (metric, label) in zip(itertools.cycle(COLOURS), panel.lines.items()):
+            steps, values = series(lines, metric)
+            smoothed = max(smoothed, _line(axis, steps, values, label, colour))
+        metric, label = panel.held_out
+        steps, values = series(lines, metric)
+        if len(steps):
+            axis.plot(steps, values, "D--", color=COLOURS[1], label=label, markersize=6, linewidth=1)
+            for at in {0, len(steps) - 1}:
+                axis.annotate(
+                    f"{values[at]:.3g}",
+                    (steps[at], values[at]),
+                    textcoords="offset points",
+                    xytext=(0, 7),
+                    ha="center",
+                    fontsize=8,
+                    color=INK,
+                )
+        _finish(axis, legend=len(axis.get_legend_handles_labels()[1]) > 1)
+    for axis in axes[len(panels) :]:
+        axis.remove()
+    if smoothed:
+        figure.supxlabel(
+            f"Bold lines: mean over {smoothed} steps, centred. Pale lines: each step.",
+            fontsize=9,
+            color=QUIET,
+        )
+    save_figure(figure, out_png)
+
+
+ARMS_INSIDE = 4
+"""More arms have their legend below the panels, where it covers no curve."""
+
+
+def plot_spread(
+    runs: Mapping[str, Sequence[Source]],
+    out_png: str | pathlib.Path,
+    metrics: Mapping[str, str] | None = None,
+    x: str = "step",
+    title: str = "",
+) -> None:
+    """Draws the mean over seeds of several arms, with a band from the lowest seed to the highest.
+
+    `runs` maps an arm's name to the runs of its seeds; `metrics` maps metrics to panel titles; `x` is "step" or a
+    metric such as minutes, so that arms whose steps cost differently share an axis. Points are paired over seeds by
+    their place in the run; a run that is shorter shortens its arm. Raises UserError for an arm without runs.
+    """
+    metrics = metrics or {
+        "eval/em": "held-out exact match",
+        "eval/f1": "held-out F1",
+        "reward/total": "reward",
+        "train/searches": "valid searches a question",
+    }
+    columns = min(2, len(metrics))
+    figure, axes = new_figure(-(-len(metrics) // columns), columns, title)
+    loaded = {}
+    for name, sources in runs.items():
+        if not sources:
+            raise UserError(
+                f"runs[{name!r}] is empty: give the metrics.jsonl of one seed or more, or leave the arm out"
+            )
+        loaded[name] = [_rows(source) for source in sources]
+    for axis, (metric, panel) in zip(axes, metrics.items()):
+        style_axis(axis, panel, "" if x == "step" else x.split("/")[-1])
+        for at, (name, seeds) in enumerate(loaded.items()):
+            band(
+                axis,
+                seeds,
+                metric,
+                x,
+                f"{name} ({len(seeds)} seed{'s' if len(seeds) > 1 else ''})",
+                COLOURS[at % len(COLOURS)],
+            )
+        _finish(axis, legend=len(loaded) <= ARMS_INSIDE)
+    lines: Sequence[Any] = next((axis.get_lines() for axis in axes if axis.get_lines()), [])
+    if len(loaded) > ARMS_INSIDE and lines:
+        figure.set_figheight(figure.get_figheight() + 0.22 * -(-len(loaded) // 2))
+        # The lines themselves, not their copies: constrained layout keeps room for it.
+        figure.legend(
+            handles=lines, loc="outside lower center", ncols=2, fontsize=7.5, frameon=False, labelcolor=INK
+        )
+    save_figure(figure, out_png)
+
+
+def series(rows: Rows, metric: str, x: str = "step") -> tuple[np.ndarray, np.ndarray]:
+    """(x, value) of the rows that hold a finite value of `metric`, as float64 arrays in order of x."""
+    points = [(row[x], row[metric]) for row in rows if row.get(metric) is not None and row.get(x) is not None]
+    found = np.array(points, np.float64).reshape(-1, 2)
+    found = found[np.isfinite(found).all(axis=1)]
+    found = found[np.argsort(found[:, 0], kind="stable")]
+    return found[:, 0], found[:, 1]
+
+
+def smooth(values: np.ndarray, width: int) -> np.ndarray:
+    """Mean over a centred window, which is narrower at both ends."""
+    if width < 2:
+        return values
+    sums = np.concatenate([[0.0], np.cumsum(values)])
+    at = np.arange(len(values))
+    low, high = np.maximum(at - width // 2, 0), np.minimum(at + width // 2 + 1, len(values))
+    return (sums[high] - sums[low]) / (high - low)
+
+
+def _line(axis: Any, steps: np.ndarray, values: np.ndarray, label: str, colour: str) -> int:
+    """Draws a curve, and where it has many steps each of them behind it; returns the steps that a point is the mean of, or 0."""
+    if not len(steps):
+        return 0
+    width = len(values) // 12
+    if width >= 2:
+        axis.plot(steps, values, color=colour, alpha=0.22, linewidth=0.9)
+    marker = "." if len(steps) < 10 else ""
+    axis.plot(steps, smooth(values, width), marker=marker, color=colour, label=label, linewidth=1.7)
+    return width if width >= 2 else 0
+
+
+def band(axis: Any, seeds: Sequence[Rows], metric: str, x: str, label: str, colour: str) -> None:
+    """Draws the mean over seeds of one metric, in a band from the lowest to the highest; nothing where one has none of it."""
+    curves = [series(rows, metric, x) for rows in seeds]
+    length = min(len(values) for _, values in curves)
+    if not length:
+        return
+    places = np.mean([at[:length] for at, _ in curves], axis=0)
+    # A noisy curve is smoothed; the few points of an evaluation are drawn as they are.
+    width = length // 12 if length > 24 else 0
+    values = np.stack([smooth(found[:length], width) for _, found in curves])
+    axis.fill_between(places, values.min(axis=0), values.max(axis=0), color=colour, alpha=0.16, linewidth=0)
+    marker = "o" if length <= 24 else ""
+    axis.plot(
+        places, values.mean(axis=0), marker=marker, markersize=4, color=colour, label=label, linewidth=1.8
+    )
+
+
+def _rows(source: Source) -> Rows:
+    if not isinstance(source, str | pathlib.Path):
+        rows: Rows = source
+    elif not pathlib.Path(source).is_file():
+        raise UserError(f"no metrics at {source}: give the metrics.jsonl of a run's workdir")
+    else:
+        rows = read_metrics(source)
+    if not rows:
+        raise UserError(
+            f"{source if isinstance(source, str | pathlib.Path) else 'rows'}: no step has been logged yet"
+        )
+    return rows
+
+
+def new_figure(rows: int, columns: int, title: str) -> tuple[matplotlib.figure.Figure, list[Any]]:
+    """A figure in the house's style and its axes, row by row."""
+    # A Figure of its own, without pyplot: no window system, no global state.
+    figure = matplotlib.figure.Figure(figsize=(4.3 * columns, 3.1 * rows), dpi=120, layout="constrained")
+    if title:
+        figure.suptitle(title, fontsize=12, color=INK)
+    return figure, list(np.ravel(figure.subplots(rows, columns)))
+
+
+def style_axis(axis: Any, title: str, x: str = "") -> None:
+    """Titles and dresses one axis; without `x` it is over steps."""
+    axis.set_title(title, fontsize=10.5, color=INK, loc="left")
+    axis.set_xlabel(x or "step", fontsize=9, color=QUIET)
+    if not x:
+        axis.xaxis.set_major_locator(matplotlib.ticker.MaxNLocator(integer=True))
+    axis.grid(color=GRID, linewidth=0.7)
+    axis.tick_params(labelsize=8, colors=QUIET, length=0)
+    axis.margins(y=0.14)
+    for side in ("top", "right", "left"):
+        axis.spines[side].set_visible(False)
+    axis.spines["bottom"].set_color(GRID)
+
+
+def legend_below(axis: Any) -> None:
+    """A legend that covers no line."""
+    labels = axis.get_legend_handles_labels()[1]
+    columns = 2 if len(labels) > 1 and max(map(len, labels)) < 28 else 1
+    axis.legend(
+        loc="upper center",
+        bbox_to_anchor=(0.5, -0.2),
+        ncols=columns,
+        fontsize=7.5,
+        frameon=False,
+        labelcolor=INK,
+        borderaxespad=0.0,
+    )
+
+
+def _finish(axis: Any, legend: bool) -> None:
+    if not axis.lines:
+        axis.text(0.5, 0.5, "not logged", transform=axis.transAxes, ha="center", color=QUIET, fontsize=9)
+    elif legend:
+        legend_below(axis)
+
+
+def save_figure(figure: matplotlib.figure.Figure, out_png: str | pathlib.Path) -> None:
+    """Writes the figure; its folder is made."""
+    pathlib.Path(out_png).parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(out_png)

@@ -1,0 +1,1 @@
+"""What is special to rollouts on a CPU: workers, and which shapes give the same bits."""

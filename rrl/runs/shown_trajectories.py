@@ -1,0 +1,119 @@
+"""Trajectories for the page of the closing report, kept in the workdir from the moment they exist.
+
+The page shows what the last evaluation and the last training step did. Both are over when the report is written, so that a
+run that is killed in its report could not make them again. Hence they are on disk before the run says that they are done:
+an evaluation's before its line of metrics, those of the last step before the last checkpoint.
+"""
+
+import dataclasses
+import json
+import os
+import pathlib
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import Bool
+
+from rrl.data.passages import Passage
+from rrl.data.questions import Question
+from rrl.errors import UserError
+from rrl.files import json_lines, replaced, saving
+from rrl.data.trajectory import Search, Trajectory
+
+EACH = 30
+"""Trajectories of each source on the page. Of these the tokens are kept; of others the text, as in trajectories.jsonl."""
+FOLDER = "report"
+EVALUATED, SAMPLED = "evaluated", "sampled"
+"""Files in it."""
+_ARRAYS = ("tokens", "roles", "logps", "sampled_logps", "turns")
+_REMEDY = "remove that file: the page of trajectories is then made without it"
+
+
+class Shown:
+    """The folder `report` of a workdir; of several processes the first writes."""
+
+    def __init__(self, workdir: str | os.PathLike[str]) -> None:
+        self._folder = pathlib.Path(workdir) / FOLDER
+
+    def save_evaluated(self, step: int, trajectories: Sequence[Trajectory]) -> None:
+        """Keeps what the evaluation after `step` updates did."""
+        self._save(EVALUATED, {"step": step}, trajectories)
+
+    def save_sampled(
+        self, step: int, trajectories: Sequence[Trajectory], left_out: Bool[np.ndarray, "N"]
+    ) -> None:
+        """Keeps what the page shows of the update that made it `step`; `left_out` are those that it did not learn from."""
+        about = {"step": step, "left_out": left_out[:EACH].tolist()}
+        self._save(SAMPLED, about, trajectories[:EACH])
+
+    def evaluated(self, step: int) -> list[Trajectory]:
+        """What `save_evaluated` kept of this step, or nothing."""
+        return self._load(EVALUATED, step)[1]
+
+    def sampled(self, step: int) -> tuple[list[Trajectory], Bool[np.ndarray, "N"]]:
+        """What `save_sampled` kept of this step, or nothing."""
+        about, trajectories = self._load(SAMPLED, step)
+        return trajectories, np.array(about.get("left_out", []), bool)
+
+    def _save(self, name: str, about: dict[str, Any], trajectories: Sequence[Trajectory]) -> None:
+        if jax.process_index() != 0:
+            return
+        records = [about, *(as_json(t, tokens=place < EACH) for place, t in enumerate(trajectories))]
+        file = self._folder / f"{name}.jsonl"
+        with saving(file):
+            self._folder.mkdir(parents=True, exist_ok=True)
+            with replaced(file) as stream:
+                stream.writelines(json.dumps(record, default=_scalar).encode() + b"\n" for record in records)
+
+    def _load(self, name: str, step: int) -> tuple[dict[str, Any], list[Trajectory]]:
+        file = self._folder / f"{name}.jsonl"
+        if not file.is_file():
+            return {}, []
+        about, *records = [record for _, record in json_lines(file, _REMEDY)] or [{}]
+        if about.get("step") != step:
+            return {}, []
+        try:
+            return about, [from_json(record) for record in records]
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            raise UserError(f"{file}: no trajectory ({error!r}); {_REMEDY}") from error
+
+
+def as_json(trajectory: Trajectory, tokens: bool = True) -> dict[str, Any]:
+    """All of a trajectory, as values for JSON; without `tokens` its arrays are empty, and passages only have their titles."""
+    record = dataclasses.asdict(trajectory)
+    for name in _ARRAYS:
+        array = np.asarray(record[name]) if tokens else np.zeros(0, record[name].dtype)
+        record[name] = {"dtype": array.dtype.name, "values": array.tolist()}
+    if not tokens:
+        for search in record["searches"]:
+            search["passages"] = ()
+    return record
+
+
+def from_json(record: dict[str, Any]) -> Trajectory:
+    """The trajectory that `as_json` wrote."""
+    arrays = {name: np.array(record[name]["values"], record[name]["dtype"]) for name in _ARRAYS}
+    turn_rewards = record["turn_rewards"]
+    made: dict[str, Any] = {
+        "question": Question(**_tuples(record["question"])),
+        "segments": [tuple(segment) for segment in record["segments"]],
+        "searches": [
+            Search(**_tuples(search) | {"passages": tuple(Passage(**p) for p in search["passages"])})
+            for search in record["searches"]
+        ],
+        "starts": tuple(record["starts"]),
+        "cuts": tuple(tuple(cut) for cut in record["cuts"]),
+        "turn_rewards": turn_rewards and {int(turn): reward for turn, reward in turn_rewards.items()},
+    }
+    return Trajectory(**record | arrays | made)
+
+
+def _tuples(fields: dict[str, Any]) -> dict[str, Any]:
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}
+
+
+def _scalar(value: Any) -> Any:
+    """A NumPy number in JSON."""
+    return value.item()

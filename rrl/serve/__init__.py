@@ -1,0 +1,1 @@
+"""A trained agent in use: as a Python object, and as a folder for other tools."""

@@ -1,0 +1,191 @@
+"""A trained policy and a search index as one thing that answers questions."""
+
+import dataclasses
+import pathlib
+import queue
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+from flax import nnx
+
+from rrl.data.questions import Question
+from rrl.data.trajectory import Trajectory
+from rrl.errors import UserError
+from rrl.models.hf import load_language_model
+from rrl.parallel.runtime import enable_compilation_cache
+from rrl.recipes.base import Recipe, Scoring, check_tags, uses_chat
+from rrl.recipes.card import Card, card_of, read_card
+from rrl.recipes.catalogue import make_recipe
+from rrl.retrieval.index import open_with_encoder
+from rrl.retrieval.retriever import Retriever
+from rrl.rewards.reader import Reader
+from rrl.rollout.config import EngineConfig
+from rrl.rollout.engine import Engine
+from rrl.rollout.episodes import Request
+from rrl.serve.events import Event, Watched
+from rrl.serve.shown import Shown
+from rrl.text.chat import chat_ids
+
+READER_CONTEXT = 1024
+CONTEXT = 4096
+"""Tokens of a trajectory, for a policy whose folder does not say what it was trained with."""
+
+
+class Agent:
+    """Answers questions by searching. One engine serves every call; calls from several threads take turns."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        params: Any,
+        recipe: Recipe,
+        *,
+        reader: Reader | None = None,
+        temperature: float = 0.0,
+        seed: int = 0,
+    ) -> None:
+        self.engine, self.params, self.recipe, self.reader = engine, params, recipe, reader
+        self.temperature = temperature
+        self._key = jax.random.key(seed)
+        self._lock = threading.Lock()
+
+    @classmethod
+    def load(
+        cls,
+        policy: str | pathlib.Path,
+        recipe: str | Recipe = "rsearch",
+        index: str | pathlib.Path | Retriever | None = None,
+        *,
+        encoder: str | pathlib.Path | None = None,
+        reader: str | pathlib.Path | None = None,
+        temperature: float = 0.0,
+        top_k: int | None = None,
+        context: int | None = None,
+        rows: int = 8,
+        seed: int = 0,
+    ) -> "Agent":
+        """Loads a policy's Hugging Face folder and an index.
+
+        Args:
+          policy: the folder; the recipe card in it, where there is one, says how the policy was trained.
+          recipe: a name of the catalogue, or a recipe, which then overrides the card.
+          index: an index folder, or a retriever. Without one every search comes back empty.
+          encoder: folder of the query encoder, for an index over embeddings.
+          reader: folder of a model that answers from the evidence alone (R-Search, Eq. 4); only to show its answer.
+          temperature: 0 is greedy.
+          top_k: passages a search returns; the card's number if None.
+          context: most tokens of a trajectory; the card's number if None.
+          rows: questions of `ask_all` that run at once.
+
+        Raises UserError for a folder or a recipe that is not there or does not fit.
+        """
+        if not pathlib.Path(policy, "config.json").is_file():
+            raise UserError(
+                f"policy={str(policy)!r} is no Hugging Face folder (no config.json there); give one that is"
+            )
+        enable_compilation_cache()
+        card = read_card(policy)
+        if isinstance(recipe, str):
+            if card is None or card.recipe != recipe:
+                card = card_of(make_recipe(recipe), 0, 3)
+            recipe = card.make()
+        card = card or Card("", {}, {})
+        decoder, tokenizer = load_language_model(policy, "policy", chat=uses_chat(recipe))
+        config = EngineConfig(
+            rows=rows,
+            context=min(context or card.context or CONTEXT, decoder.config.max_positions),
+            feeds=min(rows, 16),
+            top_k=top_k or card.top_k,
+        )
+        check_tags(recipe, tokenizer)
+        engine = Engine(decoder, tokenizer, config, retriever=_retriever(index, encoder))
+        read = None
+        if reader is not None:
+            model = load_language_model(reader, "reader")
+            reader_context = min(READER_CONTEXT, model[0].config.max_positions)
+            read = Reader(*model, EngineConfig(rows=rows, context=reader_context))
+        return cls(engine, nnx.state(decoder), recipe, reader=read, temperature=temperature, seed=seed)
+
+    def close(self) -> None:
+        """Gives back the engines' compiled programs, after the call that is running; later calls raise UserError. Also done by
+        `with`."""
+        with self._lock:
+            self.engine.close()
+            if self.reader is not None:
+                self.reader.close()
+
+    def __enter__(self) -> "Agent":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def ask(self, question: str | Question, sample: int = 0) -> Shown:
+        """Answers one question. `sample` chooses among the trajectories of a temperature above 0.
+
+        A `Question` with gold answers is scored: its trajectory carries rewards and metrics.
+        """
+        return self.ask_all([question], sample)[0]
+
+    def ask_all(self, questions: Sequence[str | Question], sample: int = 0) -> list[Shown]:
+        """Answers many questions, `rows` at a time; each trajectory is what `ask` would give."""
+        return self._run(questions, sample, self.recipe.environment)
+
+    def stream(self, question: str | Question, sample: int = 0) -> Iterator[Event]:
+        """Yields what happens as it happens: reasoning, search, observation, evidence, answer, and at last "end",
+        which carries the trajectory.
+        """
+        events: queue.SimpleQueue[Event | BaseException] = queue.SimpleQueue()
+        watched = Watched(self.recipe.environment, self.recipe.tags, events.put)
+
+        def work() -> None:
+            try:
+                (trajectory,) = self._run([question], sample, watched)
+                events.put(Event("end", trajectory.ended, trajectory=trajectory))
+            except BaseException as error:  # raised again below, in the caller's thread
+                events.put(error)
+
+        threading.Thread(target=work, name="rrl-agent", daemon=True).start()
+        while True:
+            event = events.get()
+            if isinstance(event, BaseException):
+                raise event
+            yield event
+            if event.kind == "end":
+                return
+
+    def _run(self, questions: Sequence[str | Question], sample: int, environment: Any) -> list[Shown]:
+        asked = [q if isinstance(q, Question) else Question(str(n), q, ()) for n, q in enumerate(questions)]
+        requests = []
+        for number, question in enumerate(asked):
+            if not question.text.strip():
+                raise UserError(f"question {number} is empty; give a text")
+            prompt = chat_ids(self.engine.tokenizer, self.recipe.prompt(question))
+            requests.append(Request(question, prompt, sample, number, self.temperature))
+        with self._lock:
+            trajectories = self.engine.run(self.params, requests, environment, self._key)
+            self._score(trajectories)
+        return [Shown.of(trajectory, self.recipe.tags, self.engine.bytes) for trajectory in trajectories]
+
+    def _score(self, trajectories: Sequence[Trajectory]) -> None:
+        """Scores against gold answers where they are known; elsewhere only takes out answer and evidence."""
+        unknown = {id(t): t.question for t in trajectories if not t.question.answers}
+        for trajectory in trajectories:
+            if id(trajectory) in unknown:
+                # A recipe scores against something; the scores of these are dropped below.
+                trajectory.question = dataclasses.replace(trajectory.question, answers=("",))
+        self.recipe.score(trajectories, Scoring(reader=self.reader.answers if self.reader else None))
+        for trajectory in trajectories:
+            if id(trajectory) in unknown:
+                trajectory.question = unknown[id(trajectory)]
+                trajectory.rewards, trajectory.metrics = {}, {}
+
+
+def _retriever(
+    index: str | pathlib.Path | Retriever | None, encoder: str | pathlib.Path | None
+) -> Retriever | None:
+    if index is None or isinstance(index, Retriever):
+        return index
+    return open_with_encoder(index, encoder)

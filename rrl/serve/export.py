@@ -1,0 +1,189 @@
+"""From a training workdir to a Hugging Face folder: the parameters of a checkpoint, with tokenizer and recipe card.
+
+A run keeps everything of its model's folder but the weights in `model_files/` of its workdir, so that any checkpoint of
+it can be exported while it goes on, or after it was killed.
+"""
+
+import os
+import pathlib
+import re
+import shutil
+from typing import Any
+
+import jax
+from flax import nnx
+
+from rrl.config.sections import build
+from rrl.errors import UserError
+from rrl.files import saving
+from rrl.models.decoder import Decoder
+from rrl.models.hf import (
+    folder_hash,
+    load_decoder,
+    read_decoder_config,
+    save_decoder,
+)
+from rrl.models.lora import LoraConfig, add_lora
+from rrl.models.weights import CONFIG, read_json
+from rrl.parallel.mesh import make_mesh
+from rrl.parallel.rules import shardings
+from rrl.rl.optim import OptimConfig, split_trained
+from rrl.runs.checkpoints import read_part, saved_metadata, saved_steps
+from rrl.runs.model_files import MODEL_FILES, START
+from rrl.runs.workdir import read_run, read_settings, refuse_unwritable
+from rrl.sft import loop as sft
+from rrl.train import learner
+
+_DESCRIBED = (MODEL_FILES, "policy", "model")
+"""Folders of a workdir that tell what its model is; workdirs of older versions lack the first."""
+_WRITTEN_ANEW = re.compile(r"start\.json|config\.json|generation_config\.json|model.*\.safetensors.*|\..*")
+_UNITS = {"MB": 10**6, "GB": 10**9}
+
+
+def export(
+    workdir: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    *,
+    dtype: str = "float32",
+    step: int | None = None,
+    max_shard_size: str = "5GB",
+    start: str | pathlib.Path | None = None,
+) -> str:
+    """Writes what a run has learned by a checkpoint as a folder for transformers, vLLM and our own `policy=`.
+
+    The workdir is only read. The folder appears when it is complete.
+
+    Args:
+        workdir: of launch/train.py or launch/sft.py; the run may still be going.
+        out: a folder that is not there yet, or empty.
+        dtype: of the weights: float32, bfloat16 or float16.
+        step: of the checkpoint; None: the latest. The parameters are the averaged ones where the run averages, and the
+            best ones where it stops early.
+        max_shard_size: most of the weights in one file, in MB or GB.
+        start: where the folder that the run started from is now, should it have moved; it is needed where some parameters
+            were frozen, or adapters trained.
+
+    Returns:
+        What was written, in one line.
+
+    Raises:
+        UserError: no workdir, checkpoint or step of this name; a damaged config.json; the folder is not empty, or cannot be
+            made; a size that is none.
+        SaveError: the folder could not be written.
+    """
+    workdir, out = pathlib.Path(workdir), pathlib.Path(out)
+    shard_size = parse_size(max_shard_size)
+    refuse_unwritable(out, "out")
+    if out.exists() and any(out.iterdir()):
+        raise UserError(f"out={os.fspath(out)} is not an empty folder; choose one that is not there yet")
+    steps = saved_steps(workdir)
+    step = steps[-1] if step is None else step
+    if step not in steps:
+        raise UserError(
+            f"workdir {os.fspath(workdir)} has no checkpoint of step {step}; there are {', '.join(map(str, steps))}"
+        )
+    described = _described(workdir)
+    try:
+        decoder = _read_decoder(workdir, step, described, start)
+    except (OSError, ValueError) as error:
+        if step in saved_steps(workdir):
+            raise
+        raise UserError(
+            f"the run has removed its checkpoint of step {step} meanwhile, to keep the latest; run this again"
+        ) from error
+    with saving(out):
+        _write(out, decoder, described, dtype, shard_size)
+    return f"wrote {out}: step {step}, {dtype} (sha256 {folder_hash(out)[:12]})"
+
+
+def _write(out: pathlib.Path, decoder: Decoder, described: pathlib.Path, dtype: str, shard_size: int) -> None:
+    """Writes a folder that appears under its name when it is complete."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    partial = out.with_name(f".{out.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        save_decoder(partial, decoder, dtype=dtype, shard_size=shard_size)
+        for file in described.iterdir():
+            if file.is_file() and not _WRITTEN_ANEW.fullmatch(file.name):
+                shutil.copyfile(file, partial / file.name)
+        os.replace(partial, out)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def parse_size(text: str) -> int:
+    """Bytes of "500MB" or "5GB". Raises UserError for another form."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?(MB|GB)", text.strip().upper())
+    if not found or not float(found[1]):
+        raise UserError(f"max_shard_size={text!r} must be a size such as 500MB or 5GB")
+    return int(float(found[1]) * _UNITS[found[2]])
+
+
+def _described(workdir: pathlib.Path) -> pathlib.Path:
+    for name in _DESCRIBED:
+        if (workdir / name / CONFIG).is_file():
+            return workdir / name
+    raise UserError(
+        f"workdir {os.fspath(workdir)} says nowhere what its model is (no {MODEL_FILES}/{CONFIG}); start its command "
+        "again, which writes that, or use the workdir of a run with a language model"
+    )
+
+
+def _read_decoder(
+    workdir: pathlib.Path, step: int, described: pathlib.Path, start: str | pathlib.Path | None
+) -> Decoder:
+    """What the run has to show by a checkpoint, spread over the devices of this process."""
+    settings, run = read_settings(workdir), read_run(workdir)
+    if "optim" not in settings:
+        raise UserError(f"{workdir / CONFIG} lacks optim; give the workdir of a training run")
+    if "average_last" in settings:
+        where = learner.learned_in_checkpoint(settings)
+    else:
+        where = sft.learned_in_checkpoint(settings, saved_metadata(workdir, step))
+    mesh = make_mesh(data=1, fsdp=-1, devices=jax.local_devices())
+    frozen, lora = _trained(workdir, settings["optim"], run.get("lora", {}))
+    if frozen or lora.rank:
+        decoder = load_decoder(_start(workdir, described, start), mesh=mesh)
+        add_lora(decoder, lora, rngs=nnx.Rngs(0))
+    else:
+        config = read_decoder_config(described)
+        decoder = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))
+    graph, trained, fixed = split_trained(decoder, frozen)
+    places = shardings(trained, mesh)
+    template = nnx.from_flat_state(
+        {
+            path: leaf.replace(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=places[path]))
+            for path, leaf in nnx.to_flat_state(trained)
+        }
+    )
+    return nnx.merge(graph, read_part(workdir, step, where, template), fixed)
+
+
+def _trained(workdir: pathlib.Path, optim: Any, lora: Any) -> tuple[tuple[str, ...], LoraConfig]:
+    """Which parameters a run froze, and its adapters, by these sections of its config.json. UserError for a damaged one."""
+    try:
+        for name, section in (("optim", optim), ("lora", lora)):
+            if not isinstance(section, dict):
+                raise UserError(f"{name}={section!r} must be a JSON object")
+        frozen = build(OptimConfig, {"frozen": optim.get("frozen", ())}, "optim").frozen
+        return frozen, build(LoraConfig, lora, "lora")
+    except UserError as error:
+        raise UserError(f"{workdir / CONFIG}: {error}; put back the file that the run wrote") from error
+
+
+def _start(workdir: pathlib.Path, described: pathlib.Path, moved: str | pathlib.Path | None) -> pathlib.Path:
+    """The folder that a run started from, whose weights are still the same."""
+    if not (described / START).is_file():
+        raise UserError(
+            f"workdir {os.fspath(workdir)}: the run froze some of its parameters, and started from random ones; only the "
+            "folder that it writes at its end holds them"
+        )
+    known = read_json(described / START, "which says what the run started from")
+    folder = pathlib.Path(moved or known["folder"])
+    found = folder_hash(folder) if (folder / CONFIG).is_file() else "none"
+    if found != known["sha256"]:
+        raise UserError(
+            f"start={os.fspath(folder)} (sha256 {found[:12]}) is not what the run started from (sha256 "
+            f"{known['sha256'][:12]}), which holds the parameters that it froze; give --start=FOLDER"
+        )
+    return folder

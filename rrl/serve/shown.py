@@ -1,0 +1,47 @@
+"""A trajectory that a notebook shows in colour."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+from rrl.data.trajectory import Trajectory
+from rrl.report.segments import RSEARCH_TAGS
+from rrl.report.trajectories_html import fragment
+from rrl.text.spans import Tag
+
+
+@dataclasses.dataclass(slots=True, repr=False)
+class Shown(Trajectory):
+    """A trajectory with what is needed to show it: Jupyter draws it where it ends a cell."""
+
+    tags: Mapping[Tag, str] = dataclasses.field(default_factory=lambda: RSEARCH_TAGS)
+    """Tag written by the policy → kind of piece."""
+    token_bytes: Sequence[bytes] | None = None
+    """Exact bytes of each token id; with them, each token shows its log-probability."""
+
+    @classmethod
+    def of(
+        cls, trajectory: Trajectory, tags: Mapping[Tag, str], token_bytes: Sequence[bytes] | None
+    ) -> "Shown":
+        """The same trajectory, to be shown."""
+        values = {field.name: getattr(trajectory, field.name) for field in dataclasses.fields(Trajectory)}
+        return cls(**values, tags=tags, token_bytes=token_bytes)
+
+    def _repr_html_(self) -> str:
+        return fragment(self, tags=self.tags, token_bytes=self.token_bytes)
+
+    def show(self) -> None:
+        """Displays it: in colour in a notebook, as text elsewhere."""
+        try:
+            from IPython.core.getipython import get_ipython
+            from IPython.display import display
+        except ImportError:
+            print(self)
+        else:
+            if get_ipython() is None:
+                print(self)
+            else:
+                display(self)
+
+    def __repr__(self) -> str:
+        lines = [self.question.text, *(text.strip() for _, text in self.segments[1:]), f"[{self.ended}]"]
+        return "\n".join(lines)

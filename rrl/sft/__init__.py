@@ -1,0 +1,1 @@
+"""Supervised training: cold start, demonstrations, judges and text encoders."""

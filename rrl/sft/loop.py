@@ -1,0 +1,343 @@
+"""Supervised training on packed rows: pretraining on text and fine-tuning on demonstrations are the same loop."""
+
+import dataclasses
+import json
+import os
+import pathlib
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from jax.sharding import Mesh
+
+from rrl.data.examples import Example
+from rrl.errors import UserError, at_least, at_most
+from rrl.files import saving, write_whole
+from rrl.models.decoder import Decoder, computed
+from rrl.parallel.mesh import put_rows, use_mesh
+from rrl.parallel.rules import constrain_state
+from rrl.rl.batch import Batch
+from rrl.rl.logprobs import token_logprobs
+from rrl.rl.optim import (
+    OptimConfig,
+    init_optimizer,
+    make_optimizer,
+    make_schedule,
+    skipped_updates,
+    split_trained,
+)
+from rrl.rl.packing import pack
+from rrl.runs.checkpoints import Checkpoints
+from rrl.runs.metrics import MetricsWriter
+from rrl.runs.progress import Progress
+from rrl.sft.sources import Source
+from rrl.stopping import stop_requested
+
+
+@dataclasses.dataclass(frozen=True)
+class SFTConfig:
+    """Settings of one supervised run."""
+
+    steps: int
+    optim: OptimConfig
+    rows: int = 16
+    """Rows a step; what a row holds is up to the source."""
+    row_length: int = 512
+    chunk: int = 1024
+    """Positions whose logits exist at a time; chunks without a target cost nothing."""
+    seed: int = 0
+    log_every: int = 10
+    eval_every: int = 0
+    """Steps between evaluations; 0: at the end only."""
+    patience: int = 0
+    """Stop after so many evaluations without a better held-out loss and keep the best parameters; 0: never."""
+    checkpoint_every: int = 0
+    """Steps between checkpoints; 0: at the end only (and when SIGTERM comes)."""
+    minutes: float = 0.0
+    """Stop at the first step after so much training time (without evaluations); 0: never. Such a run is not
+    reproducible to the bit."""
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "rows", "row_length", "chunk", "log_every"):
+            if getattr(self, name) < 1:
+                raise UserError(f"{name}={getattr(self, name)} must be at least 1.")
+        at_least(0, self, "seed", "eval_every", "patience", "checkpoint_every", "minutes")
+        at_most(2**32 - 1, self, "seed")
+
+
+MAY_DIFFER = ("log_every", "checkpoint_every", "run.data.path", "run.data.encoder", "run.tokenizer")
+"""Fields that a continued run may change: they don't touch its numbers. Data, encoder and tokenizer are known by
+their content."""
+MAY_GROW = ("steps", "optim.total_steps", "eval_every")
+"""Fields that a continued run may raise: it goes on for longer, from where it was, by the schedule of the longer run."""
+
+
+def learned_in_checkpoint(settings: Mapping[str, Any], metadata: Mapping[str, Any]) -> str:
+    """Where in the state of a checkpoint the parameters are that the run has to show: the best ones, with `patience`."""
+    return "[1]" if settings["patience"] and metadata["loss"] is not None else "[0].params"
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TrainState:
+    """What an update changes."""
+
+    params: nnx.State
+    """Those that are trained."""
+    opt_state: optax.OptState
+    step: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """How a run ended."""
+
+    step: int
+    evaluation: dict[str, float]
+    """Of the parameters that the decoder now has; empty after a signal, and without held-out examples."""
+    stopped: str
+    """One of done, patience, minutes, signal."""
+
+
+def loss_sums(decoder: Decoder, batch: Batch, chunk: int) -> tuple[jax.Array, jax.Array]:
+    """Negative log-likelihood summed over targets, and their number: summed over microbatches, divided once."""
+    scores = token_logprobs(decoder, batch, chunk=chunk)
+    return -scores.logp.sum(), batch.loss[:, 1:].sum()
+
+
+def make_update(
+    graph: nnx.GraphDef, optimizer: optax.GradientTransformation, chunk: int
+) -> Callable[..., Any]:
+    """The jitted update: (state, fixed, batch) -> (state, metrics). The old state's buffers are donated.
+
+    `graph` and the parameters `fixed` are those of `rrl.rl.optim.split_trained`.
+    """
+
+    def loss(params: nnx.State, fixed: nnx.State, batch: Batch) -> jax.Array:
+        total, count = loss_sums(nnx.merge(graph, params, fixed), batch, chunk)
+        return total / jnp.maximum(count, 1)
+
+    def update(state: TrainState, fixed: nnx.State, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
+        value, grads = jax.value_and_grad(loss)(state.params, fixed, batch)
+        grads = constrain_state(grads)
+        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+        metrics = {
+            "loss": value,
+            "grad_norm": optax.global_norm(grads),
+            "skipped": skipped_updates(opt_state),
+            "tokens": (batch.segment_ids > 0).sum(),
+            "targets": batch.loss.sum(),
+        }
+        return TrainState(optax.apply_updates(state.params, updates), opt_state, state.step + 1), metrics
+
+    return jax.jit(update, donate_argnums=0)
+
+
+class Evaluator:
+    """Held-out loss, token accuracy and exact match of whole responses, over named sets of examples.
+
+    A response counts as matched when every one of its targets is the most probable token given the true text before it
+    (teacher-forced), which is exactly when greedy decoding would reproduce it.
+    """
+
+    def __init__(
+        self,
+        sets: Mapping[str, Sequence[Example]],
+        rows: int,
+        row_length: int,
+        chunk: int,
+        mesh: Mesh | None = None,
+    ) -> None:
+        self._mesh = mesh
+        self._sets = {}
+        for name, examples in sets.items():
+            packed = pack([e.tokens for e in examples], [e.loss for e in examples], row_length, multiple=rows)
+            self._sets[name] = (packed, [len(e) for e in examples])
+        self._rows = rows
+
+        @jax.jit
+        def scores(decoder: Decoder, batch: Batch) -> tuple[jax.Array, jax.Array]:
+            out = token_logprobs(decoder, batch, chunk=chunk, greedy=True)
+            return out.logp, out.greedy
+
+        self._scores = scores
+
+    def __call__(self, decoder: Decoder) -> dict[str, float]:
+        """Metrics "loss", "accuracy" (of tokens), "match" (of responses) over all sets, and of each as "match/NAME"."""
+        totals = np.zeros(3)
+        matches: dict[str, float] = {}
+        pieces = []
+        for name, (packed, lengths) in self._sets.items():
+            batch = packed.batch
+            parts = []
+            for at in range(0, len(batch.tokens), self._rows):
+                part = jax.tree.map(lambda x, at=at: x[at : at + self._rows], batch)
+                with use_mesh(self._mesh):
+                    parts.append(jax.device_get(self._scores(decoder, put_rows(part, self._mesh))))
+            logp, greedy = (np.concatenate(p) for p in zip(*parts, strict=True))
+            totals += [-logp[batch.loss].sum(dtype=np.float64), greedy[batch.loss].sum(), batch.loss.sum()]
+            right = [
+                g[m].all()
+                for g, m in zip(
+                    packed.unpack(greedy, lengths), packed.unpack(batch.loss, lengths), strict=True
+                )
+            ]
+            matches[f"match/{name}"] = float(np.mean(right))
+            pieces += right
+        count = max(1.0, totals[2])
+        return {
+            "loss": totals[0] / count,
+            "accuracy": totals[1] / count,
+            "match": float(np.mean(pieces)),
+            **matches,
+        }
+
+
+def train(
+    config: SFTConfig,
+    source: Source,
+    decoder: Decoder,
+    workdir: str | os.PathLike[str],
+    *,
+    held_out: Mapping[str, Sequence[Example]] | None = None,
+    identity: Mapping[str, Any] | None = None,
+    mesh: Mesh | None = None,
+) -> Result:
+    """Trains `decoder` in place, continuing what the workdir holds.
+
+    Args:
+        config: settings.
+        source: gives the batch of each step.
+        decoder: its parameters are replaced by the trained ones (the best ones, with `patience`).
+        workdir: gets config.json, checkpoints, metrics.jsonl and TensorBoard files.
+        held_out: named sets of examples for evaluation.
+        identity: what else makes this run what it is (model, data); a workdir made with another is refused.
+        mesh: the decoder lies on it; None: on one device.
+
+    Raises:
+        UserError: the workdir belongs to another config.
+        SaveError: the workdir cannot be written.
+    """
+    graph, params, fixed = split_trained(decoder, config.optim.frozen)
+    fixed = computed(fixed, decoder.dtype)
+    nnx.update(decoder, fixed)  # lets go of the wider copy
+    optimizer = make_optimizer(config.optim)
+    state = TrainState(params, init_optimizer(optimizer, params, mesh), jnp.zeros((), jnp.int32))
+    update = make_update(graph, optimizer, config.chunk)
+    rate = make_schedule(config.optim)
+    evaluate = Evaluator(held_out, config.rows, config.row_length, config.chunk, mesh) if held_out else None
+    settings = dataclasses.asdict(config) | {"run": dict(identity or {})}
+    best: dict[str, Any] = {"loss": None, "bad": 0, "seconds": 0.0, "lines": 0}
+    with Checkpoints(workdir, settings, 2, MAY_DIFFER, MAY_GROW) as checkpoints, stop_requested() as stop:
+        best_params = jax.tree.map(jnp.copy, params) if config.patience else None
+        if checkpoints.latest is not None:
+            (state, best_params), best = checkpoints.restore(
+                (state, best_params), fields=("loss", "bad", "seconds")
+            )
+        start = int(state.step)
+        if best.get("stopped") == "done" and start < config.steps:  # more steps than before
+            del best["stopped"]
+        stopped = best.get("stopped") or ""
+        with (
+            MetricsWriter(workdir, start, best.get("lines")) as writer,
+            Progress(config.steps, start, "sft") as progress,
+        ):
+            if start:
+                words = "finished already," if stopped else "continues"
+                progress.note(f"{words} after step {start} of {config.steps}")
+            began, tokens, step = time.monotonic(), 0, start
+            spent = best["seconds"]
+            while step < config.steps and not stopped:
+                with use_mesh(mesh):
+                    state, metrics = update(state, fixed, put_rows(source.batch(step), mesh))
+                step += 1
+                checkpoints.check()
+                last = step == config.steps
+                best["seconds"] = spent + time.monotonic() - began
+                if config.minutes and best["seconds"] > 60 * config.minutes:
+                    stopped = "minutes"
+                if step % config.log_every == 0 or last:
+                    _refuse_divergence(step, metrics, checkpoints.latest)
+                    host = {k: v.item() for k, v in jax.device_get(metrics).items()} | {
+                        "lr": float(rate(step - 1))
+                    }
+                    tokens = host["tokens"] * (step - start if not tokens else config.log_every)
+                    writer.write(step, host)
+                    shown = {"loss": host["loss"], "lr": host["lr"]}
+                    if config.minutes:
+                        shown["minutes"] = f"{best['seconds'] / 60:.1f}/{config.minutes:g}"
+                    progress.update(
+                        step, shown, tokens, 60 * config.minutes - best["seconds"] if config.minutes else None
+                    )
+                if evaluate and config.eval_every and step % config.eval_every == 0 and not last:
+                    paused = time.monotonic()
+                    with progress.paused():
+                        found = evaluate(nnx.merge(graph, state.params, fixed))
+                    began += time.monotonic() - paused
+                    writer.write(
+                        step, {f"eval/{k}": v for k, v in found.items()} | {"seconds": best["seconds"]}
+                    )
+                    progress.note(f"step {step} ({best['seconds']:.0f} s): {_table(found)}")
+                    if config.patience:
+                        if best["loss"] is None or found["loss"] < best["loss"]:
+                            best |= {"loss": found["loss"], "bad": 0}
+                            best_params = jax.tree.map(jnp.copy, state.params)
+                        else:
+                            best["bad"] += 1
+                        if best["bad"] >= config.patience:
+                            stopped = "patience"
+                if stop and not stopped and not last:  # else it is over anyway
+                    stopped = "signal"
+                    break
+                if (
+                    config.checkpoint_every
+                    and step % config.checkpoint_every == 0
+                    and not stopped
+                    and not last
+                ):
+                    _refuse_divergence(step, metrics, checkpoints.latest)
+                    checkpoints.save(step, (state, best_params), best | {"lines": writer.lines})
+            if stopped != "signal":
+                best["stopped"] = stopped = stopped or "done"
+            if config.patience and best["loss"] is not None and evaluate and stopped in ("done", "minutes"):
+                now = evaluate(nnx.merge(graph, state.params, fixed))
+                if now["loss"] < best["loss"]:
+                    best["loss"], best_params = now["loss"], state.params
+            if step > start:
+                _refuse_divergence(step, metrics, checkpoints.latest)
+            checkpoints.save(step, (state, best_params), best | {"lines": writer.lines})
+            final = best_params if config.patience and best["loss"] is not None else state.params
+            nnx.update(decoder, final)
+            found = evaluate(decoder) if evaluate and stopped != "signal" else {}
+            if stopped == "signal":
+                progress.note(f"stopped after step {step} of {config.steps}; the same command continues")
+            if found:
+                writer.write(step, {f"eval/{k}": v for k, v in found.items()} | {"seconds": best["seconds"]})
+                progress.note(f"end, step {step} ({stopped}): {_table(found)}")
+    file = pathlib.Path(workdir, "result.json")
+    if jax.process_index() == 0:
+        with saving(file):
+            write_whole(file, json.dumps({"step": step, "stopped": stopped, "evaluation": found}, indent=2))
+    return Result(step, found, stopped)
+
+
+def _refuse_divergence(step: int, metrics: Mapping[str, jax.Array], saved: int | None) -> None:
+    """Raises UserError where the loss is not finite, before such parameters are saved."""
+    if not np.isfinite(loss := metrics["loss"].item()):
+        kept = (
+            f"the checkpoint of step {saved} is the last"
+            if saved is not None
+            else "there is no checkpoint yet"
+        )
+        raise UserError(
+            f"step {step}: the loss is {loss}. Lower optim.lr, or look at the weights that training starts from; {kept}"
+        )
+
+
+def _table(metrics: Mapping[str, float]) -> str:
+    return " ".join(f"{name}={value:.3f}" for name, value in metrics.items())

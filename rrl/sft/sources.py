@@ -1,0 +1,90 @@
+"""Where supervised training takes its rows from: batches that are a pure function of (seed, step)."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import numpy as np
+from jaxtyping import Int
+
+from rrl.data.examples import Example
+from rrl.rl.batch import Batch
+from rrl.rl.packing import pack, take_rows
+
+
+class Source(Protocol):
+    """Gives the batch of each step; asking twice gives the same batch."""
+
+    def batch(self, step: int) -> Batch:
+        """Rows [B, T] as NumPy arrays."""
+        ...
+
+
+def pack_examples(examples: Sequence[Example], row_length: int, too_long: str = "error") -> Batch:
+    """All examples as packed rows."""
+    return pack([e.tokens for e in examples], [e.loss for e in examples], row_length, too_long=too_long).batch
+
+
+class FixedSource:
+    """A fixed set of examples, shuffled anew in each epoch.
+
+    The number of rows an epoch needs depends on the lengths alone, so that step s always lies in epoch s // steps_per_epoch.
+    """
+
+    def __init__(self, examples: Sequence[Example], rows: int, row_length: int, seed: int) -> None:
+        self._examples, self._rows, self._row_length, self._seed = list(examples), rows, row_length, seed
+        self._epoch = 0
+        self._packed, self._order = self._load(0)
+        self.steps_per_epoch = -(-len(self._packed.tokens) // rows)
+
+    def batch(self, step: int) -> Batch:
+        """The rows of a step; the last step of an epoch is filled up with padding."""
+        epoch = step // self.steps_per_epoch
+        if epoch != self._epoch:
+            self._epoch, (self._packed, self._order) = epoch, self._load(epoch)
+        at = step % self.steps_per_epoch * self._rows
+        rows = self._order[at : at + self._rows]
+        return take_rows(self._packed, np.pad(rows, (0, self._rows - len(rows)), constant_values=-1))
+
+    def _load(self, epoch: int) -> tuple[Batch, Int[np.ndarray, "R"]]:
+        """The rows of an epoch, and their order."""
+        rng = np.random.default_rng((self._seed, epoch))
+        shuffled = [self._examples[i] for i in rng.permutation(len(self._examples))]
+        packed = pack_examples(shuffled, self._row_length)
+        return packed, rng.permutation(len(packed.tokens))
+
+
+@dataclasses.dataclass
+class StreamSource:
+    """An endless source: `make(block)` gives the examples of a block, each of which feeds `steps_per_block` steps."""
+
+    make: Callable[[int], Sequence[Example]]
+    rows: int
+    row_length: int
+    seed: int
+    steps_per_block: int = 16
+    """A block with too few rows for its steps repeats rows; one with too many leaves some out."""
+    _cache: tuple[int, Batch] | None = None
+
+    def batch(self, step: int) -> Batch:
+        """The rows of a step."""
+        block = step // self.steps_per_block
+        if self._cache is None or self._cache[0] != block:
+            packed = pack_examples(self.make(block), self.row_length)
+            order = np.random.default_rng((self.seed, block)).permutation(len(packed.tokens))
+            self._cache = (block, take_rows(packed, order))
+        packed = self._cache[1]
+        at = step % self.steps_per_block * self.rows
+        return take_rows(packed, np.arange(at, at + self.rows) % len(packed.tokens))
+
+
+@dataclasses.dataclass(frozen=True)
+class Alternating:
+    """Takes turns between sources, `steps` steps each, so that most rows can be short and cheap and some long."""
+
+    sources: Sequence[Source]
+    steps: int
+
+    def batch(self, step: int) -> Batch:
+        """The batch of the source whose turn it is."""
+        return self.sources[step // self.steps % len(self.sources)].batch(step)

@@ -1,0 +1,440 @@
+"""The stages of the cold start: what a config says becomes data, model and loop, and ends as a Hugging Face folder.
+
+reading (stage 0): an endless stream of reading, copying and comparing in the built-in world, from random parameters.
+evidence: the same for the reader of another family, which answers from evidence.
+demonstrations (stage 1): a small fixed set of what a recipe's scripted expert does, from the model of stage 0.
+pairs: the same from a file of what a strong model did.
+verdicts: an endless stream of cases with the oracle's verdicts, for a judge, whose agreement is told at the end.
+"""
+
+import contextlib
+import dataclasses
+import itertools
+import pathlib
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from ml_collections import ConfigDict
+from transformers import PreTrainedTokenizerBase
+
+from rrl.config.renamed import rename_config
+from rrl.config.sections import build, fill, only
+from rrl.data.examples import Example
+from rrl.errors import UserError, at_least
+from rrl.files import saving
+from rrl.miniwiki import generate, mixed_questions
+from rrl.miniwiki.evidence import reader_examples
+from rrl.miniwiki.probes import reading_probes
+from rrl.miniwiki.reading import reading_examples
+from rrl.models.config import DecoderConfig
+from rrl.models.decoder import Decoder
+from rrl.models.hardware import ComputeConfig, MeshConfig
+from rrl.models.hf import folder_hash, load_language_model, save_decoder
+from rrl.models.induction import wire_induction
+from rrl.models.lora import LoraConfig, add_lora
+from rrl.models.tokenizer import load_tokenizer
+from rrl.parallel.rules import shard
+from rrl.recipes.card import card_of, write_card
+from rrl.recipes.catalogue import make_recipe
+from rrl.recipes.rsearch import READER_TEMPLATE
+from rrl.retrieval.folder import stamp
+from rrl.rewards.judge_card import write_judge_card
+from rrl.rl.optim import OptimConfig
+from rrl.runs.metrics import refuse_damaged
+from rrl.runs.model_files import MODEL_FILES, write_model_files
+from rrl.runs.tasks import DataConfig, RetrieverConfig, load_encoder_of, load_retriever
+from rrl.runs.workdir import held, refuse_held, refuse_other_config
+from rrl.sft.demonstrations import DemonstrationConfig, TaughtConfig, demonstrations
+from rrl.sft.judge_agreement import held_out_verdicts, judge_report
+from rrl.sft.judge_examples import KINDS, VerdictConfig, verdict_examples, verdicts
+from rrl.sft.loop import MAY_DIFFER, MAY_GROW, Result, SFTConfig, train
+from rrl.sft.pairs import PairsConfig, load_pairs
+from rrl.sft.sources import Alternating, FixedSource, Source, StreamSource
+
+QUESTIONS = 200
+"""About which a judge's agreement is taken at the end."""
+_BLOCK_SEED = 1000
+"""Worlds of the streams are numbered from here, so that they are none of those that reinforcement learning uses."""
+
+
+@dataclasses.dataclass(frozen=True)
+class StreamConfig:
+    """An endless stream: each block of steps reads a group of freshly made worlds."""
+
+    worlds: int = 10
+    world_size: int = 200
+    steps_per_block: int = 20
+    probes: int = 64
+    """Held-out examples of each kind, in worlds of the dev split."""
+    short_length: int = 0
+    """Row length of cheap blocks, with as many more rows as fit the same tokens; 0: none."""
+    short_options: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    """Arguments of the stream in those, beside `options`."""
+    long_every: int = 4
+    """One block in so many is of full row length, where there are short ones."""
+    curriculum: str = ""
+    """"1:200;2:300": reading examples have at most 1 passage for 200 steps, then at most 2 for 300, and then what the
+    options say."""
+    options: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    """Further arguments of the stream (rrl.miniwiki.reading, .evidence; rrl.sft.judge_examples.VerdictConfig)."""
+
+    reading: float = 0.0
+    """Evidence stage: share of tokens that are reading examples (their options are `reading_options`) while the
+    curriculum lasts. Answers alone are too few targets to learn looking up from."""
+    reading_later: float = 0.0
+    """The same afterwards."""
+    reading_options: Mapping[str, float] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        at_least(1, self, "worlds", "world_size", "steps_per_block", "probes", "long_every", where="data.")
+        at_least(0, self, "short_length", where="data.")
+        parse_curriculum(self.curriculum)
+        for name in ("reading", "reading_later"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise UserError(f"data.{name}={getattr(self, name)} must lie in 0..1.")
+
+    def most_passages(self, step: int) -> int | None:
+        """What the curriculum says of a step; None once it is over."""
+        for passages, steps in parse_curriculum(self.curriculum):
+            if step < steps:
+                return passages
+            step -= steps
+        return None
+
+
+HARDWARE = {"mesh": MeshConfig, "compute": ComputeConfig, "lora": LoraConfig}
+"""Sections that a config need not list."""
+SECTIONS = (
+    *("stage", "init", "tokenizer", "out", "model", "scales", "induction", "data", "train", "optim"),
+    *HARDWARE,
+)
+"""Fields of a config."""
+
+
+def with_defaults(config: ConfigDict) -> ConfigDict:
+    """A config of this form (see configs/miniwiki_*.py) with every field there is, so that each can be overridden."""
+    rename_config(config)
+    fill(config.train, SFTConfig)
+    fill(config.optim, OptimConfig)
+    for name, kind in HARDWARE.items():
+        if name not in config:
+            config[name] = ConfigDict()
+        fill(config[name], kind)
+    if not config.init:
+        fill(config.model, DecoderConfig)
+    if config.stage not in TAUGHT:
+        fill(config.data, StreamConfig)
+        return config
+    if config.stage == "demonstrations":
+        fill(config.data, DataConfig)
+        fill(config.data.retriever, RetrieverConfig)
+    shown = config.data.demonstrations if config.stage == "demonstrations" else config.data
+    fill(shown, TAUGHT[config.stage])
+    recipe = make_recipe(shown.recipe)
+    fill(shown.recipe_options, type(recipe))
+    fill(shown.environment, type(recipe.environment))
+    return config
+
+
+def run(config: Mapping[str, Any], workdir: str | pathlib.Path) -> Result:
+    """Trains as the config says and writes the model to `config["out"]` (default: workdir/model).
+
+    Running it again with the same config continues; a finished run only writes the model again.
+
+    Raises:
+        UserError: a field that is unknown or wrong, a workdir of another config, or one that another process holds.
+        SaveError: the workdir or `out` cannot be written.
+    """
+    with contextlib.ExitStack() as stack:
+        return _run(config, workdir, stack)
+
+
+def _run(config: Mapping[str, Any], workdir: str | pathlib.Path, stack: contextlib.ExitStack) -> Result:
+    """As `run`; the workdir is held until `stack` is closed."""
+    values = config.to_dict() if hasattr(config, "to_dict") else dict(config)
+    only(SECTIONS, values, "config")
+    stage, model = values["stage"], values["model"]
+    if stage not in STAGES:
+        raise UserError(f"stage={stage!r} is unknown; choose one of {', '.join(STAGES)}")
+    steps = values["train"]["steps"]
+    optim = build(OptimConfig, values["optim"], "optim", total_steps=max(steps, 1))
+    settings = build(SFTConfig, values["train"], "train", optim=optim)
+    identity: dict[str, Any] = {name: values[name] for name in ("stage", "model", "tokenizer", "data")}
+    identity |= {name: values[name] for name in ("scales", "induction") if values.get(name)}
+    mesh_config = build(MeshConfig, values.get("mesh", {}), "mesh")
+    compute = build(ComputeConfig, values.get("compute", {}), "compute").on(jax.default_backend())
+    lora = build(LoraConfig, values.get("lora", {}), "lora")
+    if lora.rank:
+        identity["lora"] = dataclasses.asdict(lora)
+    if (numbers := (compute.dtype, compute.param_dtype)) != ("float32", "float32"):
+        identity["compute"] = numbers
+    if values["init"]:
+        identity["init"] = _init_hash(values["init"])
+    elif (tokenizer_file := pathlib.Path(values["tokenizer"], "tokenizer.json")).is_file():
+        identity["tokenizer_sha256"] = stamp(tokenizer_file)["sha256"]
+    if (encoder := values["data"].get("encoder")) and pathlib.Path(encoder).is_dir():
+        identity["encoder_sha256"] = folder_hash(encoder)
+    shown = _taught(stage, values["data"])
+    if isinstance(shown, PairsConfig):
+        identity["pairs"] = shown.fingerprint
+    out = pathlib.Path(values["out"] or pathlib.Path(workdir, "model"))
+    refuse_other_config(workdir, dataclasses.asdict(settings) | {"run": identity}, MAY_DIFFER, MAY_GROW)
+    if out.exists() and not out.is_dir():
+        raise UserError(f"out={str(out)!r} is a file; give a folder, or one that is not there yet")
+    refuse_held(workdir)
+    refuse_damaged(workdir)
+    mesh = mesh_config.make()
+    options: dict[str, Any] = {
+        "dtype": jnp.dtype(compute.dtype),
+        "param_dtype": jnp.dtype(compute.param_dtype),
+        "attention": compute.backend(mesh.devices.flat[0].platform),
+        "remat": compute.remat,
+    }
+    if values["init"]:
+        decoder, tokenizer = load_language_model(
+            values["init"], "init", chat=stage != "reading", mesh=mesh if mesh.size > 1 else None, **options
+        )
+    else:
+        tokenizer = load_tokenizer(values["tokenizer"])
+        shape = build(
+            DecoderConfig,
+            model,
+            "model",
+            vocab_size=len(tokenizer),
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+        )
+        decoder = Decoder(shape, rngs=nnx.Rngs(settings.seed), **options)
+        scale_parameters(decoder, values.get("scales", {}))
+        if values.get("induction"):
+            wire_induction(decoder, seed=settings.seed, **values["induction"])
+    add_lora(decoder, lora, rngs=nnx.Rngs(settings.seed))
+    if mesh.size > 1:
+        nnx.update(decoder, shard(nnx.state(decoder), mesh))
+    source, held_out = STAGES[stage](values["data"], settings, tokenizer, pathlib.Path(workdir))
+    card = None
+    if shown is not None:
+        card = card_of(shown.make(), shown.context, shown.card_top_k or shown.top_k)
+    judged = _verdict_options(values["data"]) if stage == "verdicts" else None
+    stack.enter_context(held(workdir))
+    with saving(pathlib.Path(workdir, MODEL_FILES)):
+        write_model_files(workdir, decoder.config, tokenizer, card, values["init"] or None)
+        if judged is not None:
+            write_judge_card(pathlib.Path(workdir, MODEL_FILES), judged.card)
+    result = train(settings, source, decoder, workdir, held_out=held_out, identity=identity, mesh=mesh)
+    if result.stopped != "signal":
+        with saving(out):
+            save_decoder(out, decoder, tokenizer)
+            if card is not None:
+                write_card(out, card)
+            if judged is not None:
+                write_judge_card(out, judged.card)
+        print(f"wrote {out} (sha256 {folder_hash(out)[:12]})", file=sys.stderr)
+        if judged is not None:
+            # Few rows, so that this process needs no wider pool for the engine's callbacks.
+            print(judge_report(str(out), "", held_out_verdicts(QUESTIONS, judged), compute, mesh, rows=16))
+    return result
+
+
+def _taught(stage: str, data: Mapping[str, Any]) -> TaughtConfig | None:
+    """What a stage teaches, where that is a recipe."""
+    if stage == "demonstrations":
+        return build(DemonstrationConfig, data["demonstrations"], "data.demonstrations")
+    return build(PairsConfig, data, "data") if stage == "pairs" else None
+
+
+def _init_hash(folder: str) -> str:
+    try:
+        return folder_hash(folder)
+    except UserError as error:
+        raise UserError(
+            f"init={folder!r} holds no model ({error}). Make one first, by python launch/sft.py "
+            "--config=configs/miniwiki_pretrain.py --workdir=runs/pretrain, or give init=FOLDER"
+        ) from error
+
+
+Stage = Callable[
+    [Mapping[str, Any], SFTConfig, PreTrainedTokenizerBase, pathlib.Path],
+    tuple[Source, dict[str, Sequence[Example]]],
+]
+"""What makes a stage's data from config, settings, tokenizer and workdir."""
+
+
+def _reading(
+    data: Mapping[str, Any], settings: SFTConfig, tokenizer: PreTrainedTokenizerBase, _: pathlib.Path
+) -> tuple[Source, dict[str, Sequence[Example]]]:
+    config = build(StreamConfig, data, "data")
+
+    def source(rows: int, row_length: int, options: Mapping[str, float]) -> Source:
+        def make(block: int) -> list[Example]:
+            tokens = config.steps_per_block * rows * row_length
+            return _read_block(config, settings.seed, tokenizer, block, tokens, row_length, options)
+
+        return StreamSource(make, rows, row_length, settings.seed, config.steps_per_block)
+
+    dev = generate("dev", 0, config.worlds * config.world_size, config.worlds)
+    probes = reading_probes(dev, tokenizer, 0, config.probes, limit=settings.row_length)
+    whole = source(settings.rows, settings.row_length, config.options)
+    if not config.short_length:
+        return whole, dict(probes)
+    more = settings.rows * settings.row_length // config.short_length
+    short = source(more, config.short_length, {**config.options, **config.short_options})
+    return Alternating([short] * (config.long_every - 1) + [whole], config.steps_per_block), dict(probes)
+
+
+def _read_block(
+    config: StreamConfig,
+    seed: int,
+    tokenizer: PreTrainedTokenizerBase,
+    block: int,
+    tokens: int,
+    limit: int,
+    options: Mapping[str, float],
+) -> list[Example]:
+    """Reading examples of a block, in worlds of its own."""
+    number = _BLOCK_SEED * (seed + 1) + block
+    wiki = generate("train", number, config.worlds * config.world_size, config.worlds)
+    few = config.most_passages(block * config.steps_per_block)
+    given = {**options} if few is None else {**options, "most_passages": few}
+    return _enough(reading_examples(wiki, tokenizer, number, limit=limit, **given), tokens)  # type: ignore[arg-type]
+
+
+def _evidence(
+    data: Mapping[str, Any], settings: SFTConfig, tokenizer: PreTrainedTokenizerBase, _: pathlib.Path
+) -> tuple[Source, dict[str, Sequence[Example]]]:
+    config = build(StreamConfig, data, "data")
+
+    def stream(split: str, seed: int) -> Iterator[Example]:
+        wiki = generate(split, seed, config.worlds * config.world_size, config.worlds)
+        examples = reader_examples(wiki, tokenizer, seed, READER_TEMPLATE, **config.options)  # type: ignore[arg-type]
+        return (example for example in examples if len(example) <= settings.row_length)
+
+    def make(block: int) -> list[Example]:
+        tokens = config.steps_per_block * settings.rows * settings.row_length
+        early = config.most_passages(block * config.steps_per_block) is not None
+        share = config.reading if early else config.reading_later
+        read = int(share * tokens)
+        examples = _enough(stream("train", _BLOCK_SEED * (settings.seed + 1) + block), tokens - read)
+        if read:
+            length, options = settings.row_length, config.reading_options
+            examples += _read_block(config, settings.seed, tokenizer, block, read, length, options)
+        return examples
+
+    source = StreamSource(make, settings.rows, settings.row_length, settings.seed, config.steps_per_block)
+    return source, {"answers": list(itertools.islice(stream("dev", 0), 4 * config.probes))}
+
+
+def _demonstrations(
+    data: Mapping[str, Any], settings: SFTConfig, tokenizer: PreTrainedTokenizerBase, workdir: pathlib.Path
+) -> tuple[Source, dict[str, Sequence[Example]]]:
+    given = dict(data)
+    config = build(DemonstrationConfig, given.pop("demonstrations"), "data.demonstrations")
+    retrieval = build(RetrieverConfig, given.pop("retriever"), "data.retriever")
+    world = build(DataConfig, given, "data")
+    recipe = config.make()
+    encoder = load_encoder_of(retrieval, "data.retriever")
+
+    def some(split: str, worlds: int, number: int) -> list[Example]:
+        wiki = generate(split, world.seed, worlds * world.world_size, worlds)
+        each = -(-number // len(world.kinds))
+        items = mixed_questions(wiki, each, world.kinds, world.seed)[:number]
+        retriever = load_retriever(wiki.passages, retrieval, encoder, workdir=workdir)
+        if retriever is None:
+            raise UserError(
+                "data.retriever.kind=off: demonstrations need a retriever; choose scann, exact or bm25"
+            )
+        return demonstrations(recipe, tokenizer, items, retriever, config.top_k)
+
+    examples = some("train", world.train_worlds, config.number)
+    held_out = some("dev", world.held_out_worlds, config.held_out)
+    return FixedSource(examples, settings.rows, settings.row_length, settings.seed), {"expert": held_out}
+
+
+def _pairs(
+    data: Mapping[str, Any], settings: SFTConfig, tokenizer: PreTrainedTokenizerBase, _: pathlib.Path
+) -> tuple[Source, dict[str, Sequence[Example]]]:
+    examples, held_out = load_pairs(build(PairsConfig, data, "data"), tokenizer, settings.row_length)
+    source = FixedSource(examples, settings.rows, settings.row_length, settings.seed)
+    print(f"an epoch has {source.steps_per_epoch} steps of {settings.rows} rows", file=sys.stderr)
+    return source, {"pairs": held_out}
+
+
+def _verdicts(
+    data: Mapping[str, Any], settings: SFTConfig, tokenizer: PreTrainedTokenizerBase, _: pathlib.Path
+) -> tuple[Source, dict[str, Sequence[Example]]]:
+    config, options = build(StreamConfig, data, "data"), _verdict_options(data)
+    tokens = config.steps_per_block * settings.rows * settings.row_length
+
+    def stream(split: str, seed: int, per_kind: int, kind: type | None = None) -> Iterator[Example]:
+        wiki = generate(split, seed, config.worlds * config.world_size, config.worlds)
+        found = (v for v in verdicts(wiki, seed, per_kind, options) if kind is None or type(v.case) is kind)
+        examples = verdict_examples(found, tokenizer, options.card)
+        return (example for example in examples if len(example) <= settings.row_length)
+
+    def make(block: int) -> list[Example]:
+        # Four cases a question; more questions than the tokens take.
+        return _enough(stream("train", _BLOCK_SEED * (settings.seed + 1) + block, tokens // 3000 + 1), tokens)
+
+    probes: dict[str, Sequence[Example]] = {
+        kind.__name__.lower(): list(stream("dev", 0, config.probes // 5 + 1, kind)) for kind in KINDS
+    }
+    return StreamSource(
+        make, settings.rows, settings.row_length, settings.seed, config.steps_per_block
+    ), probes
+
+
+def _verdict_options(data: Mapping[str, Any]) -> VerdictConfig:
+    return build(VerdictConfig, data["options"], "data.options")
+
+
+def scale_parameters(decoder: Decoder, scales: Mapping[str, float]) -> None:
+    """Multiplies initial parameters: "embedding", and "residual" (what each layer writes: o and down).
+
+    Raises:
+        UserError: another name.
+    """
+    groups = {"embedding": [decoder.embedding], "residual": [decoder.layers.o, decoder.layers.down]}
+    for name, scale in scales.items():
+        if name not in groups:
+            raise UserError(f"scales.{name} is unknown; there are {', '.join(groups)}")
+        for parameter in groups[name]:
+            parameter[...] = parameter[...] * scale
+
+
+def parse_curriculum(text: str) -> tuple[tuple[int, int], ...]:
+    """Reads "1:200;2:200": at most 1 passage for 200 steps, then at most 2 for 200."""
+    try:
+        pairs = tuple(tuple(map(int, part.split(":"))) for part in text.split(";") if part)
+    except ValueError:
+        pairs = ((),)
+    if any(len(pair) != 2 or min(pair) < 1 for pair in pairs):
+        raise UserError(
+            f"curriculum={text!r} must be PASSAGES:STEPS;PASSAGES:STEPS;... with whole numbers from 1"
+        )
+    return tuple((pair[0], pair[1]) for pair in pairs)
+
+
+def _enough(stream: Iterator[Example], tokens: int) -> list[Example]:
+    """Examples of a stream until they have so many tokens."""
+    examples, total = [], 0
+    for example in stream:
+        examples.append(example)
+        total += len(example)
+        if total >= tokens:
+            break
+    return examples
+
+
+STAGES: dict[str, Stage] = {
+    "reading": _reading,
+    "evidence": _evidence,
+    "demonstrations": _demonstrations,
+    "pairs": _pairs,
+    "verdicts": _verdicts,
+}
+TAUGHT: dict[str, type[TaughtConfig]] = {"demonstrations": DemonstrationConfig, "pairs": PairsConfig}
+"""Stages that teach a recipe, and what says which."""

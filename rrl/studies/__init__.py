@@ -1,0 +1,1 @@
+"""Experiments over whole runs: comparisons, sweeps, the papers' analyses and their reproduction."""

@@ -1,0 +1,260 @@
+"""Which analyses there are, of which figure or table each is, and which runs it is made of.
+
+Some vary a value of an evaluation (steps, passages of a search, the retriever) for policies that are there; others train policies
+in different ways over seeds, as the reproduction does, with which they share their runs.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rrl.errors import UserError
+from rrl.recipes.card import read_card
+from rrl.recipes.catalogue import RECIPES, make_recipe
+from rrl.recipes.prompted.catalogue import METHODS, make_method
+from rrl.studies.compare import with_arguments
+from rrl.studies.reproduction.plan import ARMS, READER, SHIPPED, Arm, Run, small
+from rrl.studies.reproduction.plan import runs as planned
+from rrl.studies.reproduction.results import SEED, names_of
+from rrl.studies.sweep import folder_of
+
+ONE_TO_TEN = tuple(map(str, range(1, 11)))
+STEPS = ("max_steps", "max_searches", "expansions", "steps", "rounds", "sentences", "searches")
+"""What the most steps are called in the environments of recipes and the options of prompted methods."""
+ANSWERED_BY_A_READER = ("r2ag",)
+"""Recipes that only find."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Analysis:
+    """One command: either `policies` are evaluated at each of `values`, or `arms` are trained over seeds."""
+
+    title: str
+    source: str
+    """The papers' figures and tables."""
+    varies: str = ""
+    """What of an evaluation is varied: "steps", "top_k", "retriever"; "": nothing."""
+    values: tuple[str, ...] = ()
+    policies: tuple[str, ...] = (f"rsearch@{SHIPPED}",)
+    """METHOD@FOLDER, where no others are given."""
+    arms: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Of what is trained: what a row is called, and the evaluation it tells of, a run of the plan."""
+    curves: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Of what is trained: names in metrics.jsonl that are drawn over the updates, and in words."""
+
+
+def _variant(arm: str, argument: str) -> Arm:
+    return dataclasses.replace(ARMS[arm], config=with_arguments(ARMS[arm].config, argument))
+
+
+PARTS = ("difficulty", "penalty", "reflect", "sufficient", "thinking")
+"""What TIRESRAG-R1's ablations leave out, beside the filter, whose arm the reproduction has."""
+TRAINED: Mapping[str, Arm] = {
+    **ARMS,
+    **{f"tiresrag_no_{part}": _variant("tiresrag", f"ablation={part}") for part in PARTS},
+    **{f"tiresrag_{name}": _variant("tiresrag", f"schedule={name}") for name in ("fixed", "linear", "fast")},
+    "tiresrag_reinforce": _variant("tiresrag", "estimator=reinforce_pp"),
+}
+"""The reproduction's arms, and those that only analyses have, with the same sizes."""
+REWARD = {"reward/total": "reward", "reward/answer": "answer reward", "train/searches": "searches a question"}
+ANSWER = {"reward/answer": "answer reward", "reward/thinking": "thinking reward"}
+
+
+def _of(arm: str) -> str:
+    return f"{arm}-{SEED}-eval"
+
+
+ANALYSES: Mapping[str, Analysis] = {
+    "max_steps": Analysis("Most steps", "R3-RAG, Figure 3", "steps", ONE_TO_TEN),
+    "top_k": Analysis(
+        "Passages of a search",
+        "R3-RAG, Figure 4; TIRESRAG-R1, Figure 3; R2AG, Table A.6",
+        "top_k",
+        ONE_TO_TEN,
+    ),
+    "retrievers": Analysis(
+        "Other retrievers",
+        "R3-RAG, Tables 3 and 5",
+        "retriever",
+        ("scann", "exact", "bm25"),
+        (f"rsearch@{SHIPPED}", f"naive_rag@{READER}"),
+    ),
+    "tokens": Analysis(
+        "Tokens of a right answer",
+        "R3-RAG, Table 4; TIRESRAG-R1, Table 5",
+        policies=(
+            f"rsearch@{SHIPPED}",
+            *(f"{name}@{READER}" for name in ("direct", "naive_rag", "iter_retgen")),
+        ),
+    ),
+    "rewards_r3rag": Analysis(
+        "Effect of the rewards",
+        "R3-RAG, Table 2",
+        arms={
+            "R3-RAG": _of("r3rag"),
+            "- process reward": _of("r3rag_no_process"),
+            "- outcome reward (cold start)": "r3rag_cold-eval",
+        },
+        curves=REWARD,
+    ),
+    "rewards_tiresrag": Analysis(
+        "Ablation study",
+        "TIRESRAG-R1, Table 7, Figures 6 and 7",
+        arms={
+            "TIRESRAG-R1": _of("tiresrag"),
+            "naive GRPO": _of("tiresrag_naive"),
+            **{f"w/o {part}": _of(f"tiresrag_no_{part}") for part in ("filter", *PARTS)},
+        },
+        curves=ANSWER,
+    ),
+    "evidence": Analysis(
+        "Evidence rewards",
+        "R-Search, Tables 3 and 6",
+        arms={"R-Search": _of("rsearch"), "w/o evidence rewards": _of("rsearch_no_evidence")},
+        curves=REWARD,
+    ),
+    "grpo_ppo": Analysis(
+        "PPO against GRPO",
+        "R-Search, Tables 4 and 7, Figure 3",
+        arms={"GRPO": _of("rsearch"), "PPO": _of("rsearch_ppo")},
+        curves=REWARD,
+    ),
+    "estimators": Analysis(
+        "GRPO against REINFORCE++",
+        "TIRESRAG-R1, Table 4",
+        arms={"GRPO": _of("tiresrag"), "REINFORCE++": _of("tiresrag_reinforce")},
+        curves=ANSWER,
+    ),
+    "schedules": Analysis(
+        "Schedules of the weight a_t",
+        "TIRESRAG-R1, Figures 4 and 5",
+        arms={
+            "paper": _of("tiresrag"),
+            **{name: _of(f"tiresrag_{name}") for name in ("fixed", "linear", "fast")},
+        },
+        curves={"train/auxiliary_weight": "weight a_t", **ANSWER},
+    ),
+}
+"""By the name that a command gives them."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """One point of the plot and one row of the table."""
+
+    system: str
+    """The policy or arm."""
+    value: str
+    """Of what is varied; "" where nothing is."""
+    runs: tuple[str, ...]
+    """Evaluations, one for each seed of training."""
+
+
+def named(what: str) -> Analysis:
+    """The analysis of that name; UserError for an unknown one."""
+    if what not in ANALYSES:
+        raise UserError(f"what={what!r} is unknown; there are {', '.join(ANALYSES)}")
+    return ANALYSES[what]
+
+
+def trained(
+    analysis: Analysis, seeds: Sequence[int], smoke: bool = False
+) -> tuple[list[Cell], dict[str, Run]]:
+    """The cells of an analysis of arms, and all runs that there are."""
+    cells = [Cell(label, "", tuple(names_of(run, seeds))) for label, run in analysis.arms.items()]
+    return cells, planned(seeds, smoke, TRAINED)
+
+
+def evaluated(
+    analysis: Analysis,
+    policies: Sequence[str] = (),
+    values: Sequence[str] = (),
+    arguments: Sequence[str] = (),
+    fields: Mapping[str, Any] | None = None,
+    smoke: bool = False,
+) -> tuple[list[Cell], dict[str, Run]]:
+    """The cells of an analysis of policies that are there, and their runs.
+
+    Args:
+      policies: METHOD@FOLDER, or the FOLDER of a policy whose recipe card says the method; none: the analysis's own.
+      values: of what is varied; none: the analysis's own. A retriever that needs an encoder is KIND@FOLDER outside the
+        built-in world.
+      arguments: further ones of configs/eval.py, such as questions=100; a reader is for the recipes that leave the answer to one,
+        which in the built-in world have the shipped one.
+      fields: single fields of its config.
+
+    Raises UserError for a policy without a card, one that comes twice, an argument that the analysis sets itself, and a method
+    without steps where those are varied.
+    """
+    given = [_system(policy) for policy in policies or analysis.policies]
+    if len(set(given)) < len(given):
+        raise UserError(f"policy={','.join(policies)}: one comes twice; give each once")
+    if values and not analysis.varies:
+        raise UserError(f"values={','.join(values)}: nothing is varied in {analysis.title!r}; leave them out")
+    values = list(values or analysis.values or [""])
+    taken = {"method", "policy", *({analysis.varies} & {"top_k", "retriever"})}
+    if wrong := [argument for argument in arguments if argument.partition("=")[0].strip() in taken]:
+        raise UserError(f"arguments={','.join(wrong)}: the analysis sets that; leave it out")
+    reader = [argument for argument in arguments if argument.startswith("reader=")]
+    rest = [argument for argument in arguments if argument not in reader]
+    builtin = not any(argument.startswith("dataset=") for argument in arguments)
+    methods = [method for method, _ in given]
+    cells, known = [], {}
+    for method, folder in given:
+        label = method if methods.count(method) == 1 else f"{method}@{folder}"
+        for value in values:
+            more, changed = _changed(analysis.varies, method, value)
+            config = with_arguments("configs/eval.py", f"method={method}", f"policy={folder}", *more, *rest)
+            if method in ANSWERED_BY_A_READER:
+                config = with_arguments(config, *(reader or [f"reader={READER}"] * builtin))
+            name = _folder_of(label, value)
+            if name in known:
+                raise UserError(f"policy={label}, value={value}: two runs would have the folder {name}")
+            run = Run(name, "eval", config, 1.0, {**(fields or {}), **changed})
+            known[name] = small(run) if smoke else run
+            cells.append(Cell(label, value, (name,)))
+    return cells, known
+
+
+def _system(policy: str) -> tuple[str, str]:
+    """(method, folder) of METHOD@FOLDER or FOLDER."""
+    method, at, folder = policy.rpartition("@")
+    if at:
+        return method, folder
+    card = read_card(folder)
+    if card is None:
+        raise UserError(
+            f"policy={policy!r}: the folder has no recipe card that says its method; give METHOD@{policy}"
+        )
+    return card.recipe, folder
+
+
+def _changed(varies: str, method: str, value: str) -> tuple[list[str], dict[str, str]]:
+    """The arguments and the fields of configs/eval.py that set what is varied."""
+    if varies == "retriever":
+        kind, at, encoder = value.partition("@")
+        return [f"retriever={kind}", *([f"encoder={encoder}"] if at else [])], {}
+    if varies == "top_k":
+        return [f"top_k={value}"], {}
+    return [], {_steps_of(method): value} if varies == "steps" else {}
+
+
+def _steps_of(method: str) -> str:
+    """The field that holds the most steps of a method. Raises UserError for one that has none, and an unknown one."""
+    if method in METHODS:
+        where, names = "method", list(make_method(method).defaults)
+    elif method in RECIPES:
+        environment: Any = make_recipe(method).environment
+        where, names = "recipe.environment", [field.name for field in dataclasses.fields(environment)]
+    else:
+        raise UserError(
+            f"method={method!r} is unknown; recipes are {', '.join(RECIPES)}; prompted methods {', '.join(METHODS)}"
+        )
+    found = next((name for name in STEPS if name in names), None)
+    if found is None:
+        raise UserError(f"method={method!r} has no steps that could be varied; leave it out")
+    return f"{where}.{found}"
+
+
+def _folder_of(*parts: str) -> str:
+    return "-".join(folder_of(part) for part in parts if part)

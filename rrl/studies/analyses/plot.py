@@ -1,0 +1,98 @@
+"""The plot of an analysis: metrics with intervals, costs and coverage over what is varied or beside each other, and curves."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rrl.report.curves import COLOURS, band, legend_below, new_figure, save_figure, style_axis
+from rrl.studies.analyses.listing import Analysis
+from rrl.studies.analyses.table import Row
+from rrl.studies.sweep import COSTS, RATES
+
+Point = tuple[float, float, float]
+"""A value, and how far its interval reaches below and above."""
+METRICS = {"em": "exact match", "f1": "F1", "acc": "accuracy", "judge": "right for the judge"}
+
+
+def draw(
+    analysis: Analysis,
+    rows: Sequence[Row],
+    logs: Mapping[str, Sequence[Sequence[Mapping[str, Any]]]],
+    png: Path,
+) -> None:
+    """Writes the plot.
+
+    `rows` are those of the table; `logs` has the lines of metrics.jsonl of each arm's training runs.
+    """
+    metrics = [name for name in METRICS if all(name in row.metrics for row in rows)]
+    facts = [name for name in (*RATES, *COSTS) if any(name in row.facts for row in rows)]
+    drawn = [
+        name for name in analysis.curves if any(name in line for s in logs.values() for r in s for line in r)
+    ]
+    columns = 3
+    count = len(metrics) + len(facts) + len(drawn)
+    title = f"{analysis.title} ({analysis.source}): {rows[0].runs[0].card.dataset}"
+    figure, axes = new_figure(-(-count // columns), columns, title)
+    panels = iter(axes)
+    for name in metrics:
+        axis = next(panels)
+        _points(axis, analysis, rows, f"{METRICS[name]} (percent)", [_percent(row, name) for row in rows])
+    for name in facts:
+        axis, scale = next(panels), 100 if name in RATES else 1
+        words = RATES[name] + " (percent)" if name in RATES else COSTS[name]
+        _points(
+            axis, analysis, rows, words, [(scale * row.facts.get(name, np.nan), 0.0, 0.0) for row in rows]
+        )
+        # The margin is of what is seen, from 0: points that lie close together stay below the top.
+        axis.set_ylim(0, 1.1 * axis.dataLim.y1 or 1)
+    for name in drawn:
+        axis = next(panels)
+        style_axis(axis, analysis.curves[name])
+        for arm, seeds in logs.items():
+            band(axis, seeds, name, "step", arm, _colours(rows)[arm])
+        legend_below(axis)
+    for axis in panels:
+        axis.set_axis_off()
+    save_figure(figure, png)
+
+
+def _percent(row: Row, name: str) -> Point:
+    of = row.metrics[name]
+    return 100 * of.mean, 100 * (of.mean - of.low), 100 * (of.high - of.mean)
+
+
+def _points(axis: Any, analysis: Analysis, rows: Sequence[Row], title: str, told: Sequence[Point]) -> None:
+    """One panel; `told` is of the rows."""
+    systems = list(dict.fromkeys(row.cell.system for row in rows))
+    values = list(dict.fromkeys(row.cell.value for row in rows)) if analysis.varies else systems
+    style_axis(axis, title, analysis.varies.replace("_", " ") or " ")
+    places = {value: float(at) for at, value in enumerate(values)}
+    numeric = all(value.isdigit() for value in values)
+    if numeric:
+        places = {value: float(value) for value in values}
+    slanted = sum(map(len, values)) > 24
+    axis.set_xticks(
+        list(places.values()), values, rotation=25 if slanted else 0, ha="right" if slanted else "center"
+    )
+    margin = 0.5 if len(places) > 1 else 1.0
+    axis.set_xlim(min(places.values()) - margin, max(places.values()) + margin)
+    for at, (system, colour) in enumerate(_colours(rows).items()):
+        mine = [(row, point) for row, point in zip(rows, told, strict=True) if row.cell.system == system]
+        # Points of several systems at one place stand beside each other, so that their intervals are told apart.
+        aside = (0.06 if numeric else 0.16) * (at - (len(systems) - 1) / 2) if analysis.varies else 0.0
+        x = [places[row.cell.value if analysis.varies else system] + aside for row, _ in mine]
+        mean, low, high = np.array([point for _, point in mine]).T
+        line = "-" if numeric and len(mine) > 1 else ""
+        axis.errorbar(
+            x, mean, (low, high), fmt=f"o{line}", color=colour, label=system, markersize=4, capsize=2
+        )
+    if analysis.varies and len(systems) > 1:
+        legend_below(axis)
+
+
+def _colours(rows: Sequence[Row]) -> dict[str, str]:
+    """Of each policy or arm, the same in all panels."""
+    systems = dict.fromkeys(row.cell.system for row in rows)
+    return {system: COLOURS[at % len(COLOURS)] for at, system in enumerate(systems)}

@@ -1,0 +1,177 @@
+"""The table of an analysis: a row for each policy or arm and value, means over seeds with intervals, costs and coverage."""
+
+import dataclasses
+import types
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+from jaxtyping import Float
+
+from rrl.errors import UserError
+from rrl.eval.comparison import COSTS, RETRIEVAL, Run, as_csv, common, load_run, records, remarks
+from rrl.eval.intervals import Interval, bootstrap, student
+from rrl.studies.analyses.listing import Analysis, Cell
+from rrl.studies.reproduction.page import SMOKE, markdown
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """What the runs of a cell have measured."""
+
+    cell: Cell
+    runs: Sequence[Run]
+    """One for each seed."""
+    metrics: Mapping[str, Interval]
+    """em, f1, ... in [0, 1]."""
+    against: Interval | None
+    """The main metric's difference from the first row's, question by question and seed by seed; None in the first row, where that
+    is not finished, and where other questions were asked."""
+    facts: Mapping[str, float]
+    """Costs and coverage, means over seeds."""
+
+
+def rows_of(
+    cells: Sequence[Cell], out: Path, first: Cell, kept: Mapping[str, Run] = types.MappingProxyType({})
+) -> list[Row]:
+    """Reads the finished runs of the cells from `out`, but for those that are given as `kept`.
+
+    `first` is what the others are held against, if it is among them.
+
+    Raises UserError for no cell, for runs of one cell that were asked different questions, and as `load_run`.
+    """
+    if not cells:
+        raise UserError(f"{out}: no run of this analysis is finished there; leave out --norun")
+    loaded = {
+        cell: [kept[name] if name in kept else load_run(out / name) for name in cell.runs] for cell in cells
+    }
+    base = loaded.get(first)
+    rows = []
+    for cell, runs in loaded.items():
+        if len({run.card.questions_sha256 for run in runs}) > 1:
+            raise UserError(
+                f"the runs {', '.join(cell.runs)} were asked different questions; delete those out of date"
+            )
+        names = [name for name in runs[0].metrics if all(name in run.metrics for run in runs)]
+        metrics = {name: _share(interval([run.metrics[name] for run in runs])) for name in names}
+        against = None if base is None or runs is base else _against(base, runs)
+        rows.append(Row(cell, runs, metrics, against, _facts(runs)))
+    return rows
+
+
+def interval(columns: Sequence[Float[np.ndarray, "Q"]]) -> Interval:
+    """The mean over seeds and questions; its interval is the bootstrap's over questions, or Student's over seeds where wider."""
+    found = bootstrap(np.mean(columns, axis=0))
+    if len(columns) < 2:
+        return found
+    seeds = student([column.mean() for column in columns])
+    return dataclasses.replace(found, low=min(found.low, seeds.low), high=max(found.high, seeds.high))
+
+
+def _share(of: Interval) -> Interval:
+    """Within 0 and 1, beyond which Student's t may reach."""
+    return dataclasses.replace(of, low=max(0.0, of.low), high=min(1.0, of.high))
+
+
+def _against(first: Sequence[Run], runs: Sequence[Run]) -> Interval | None:
+    main = first[0].main
+    if any(
+        run.card.questions_sha256 != first[0].card.questions_sha256 or main not in run.metrics for run in runs
+    ):
+        return None
+    pairs = [(first[at % len(first)], runs[at % len(runs)]) for at in range(max(len(first), len(runs)))]
+    return interval([run.metrics[main] - base.metrics[main] for base, run in pairs])
+
+
+def _facts(runs: Sequence[Run]) -> dict[str, float]:
+    found = [{**run.found.get("retrieval", {}), **run.found.get("cost", {})} for run in runs]
+    names = [name for name in (*COSTS, *RETRIEVAL) if all(name in each for each in found)]
+    return {name: float(np.mean([each[name] for each in found])) for name in names}
+
+
+def as_text(
+    analysis: Analysis, rows: Sequence[Row], command: str, missing: Sequence[str] = (), smoke: bool = False
+) -> str:
+    """The table as Markdown, under the papers' figure or table: what all rows share, and below it in what they differ."""
+    runs = [run for row in rows for run in row.runs]
+    first = rows[0]
+    lines = [f"# {analysis.title}: {analysis.source}", "", f"Made by `{command}`.", ""]
+    lines += [SMOKE, ""] * smoke
+    lines += [f"- dataset: {first.runs[0].card.dataset}"]
+    lines += [f"- {part}: {value}" for part, value in common(runs)]
+    lines += [f"- limits of {system}: {told}" for system, told in _limits(rows).items()]
+    seeds = max(len(row.runs) for row in rows)
+    over = (
+        "over questions"
+        if seeds == 1
+        else "over questions or seeds, whichever is wider; values by seed follow"
+    )
+    lines += ["", f"Percent, with 95 % intervals {over}.", ""]
+    metrics = list(dict.fromkeys(name for row in rows for name in row.metrics))
+    costs = [name for name in COSTS if any(name in row.facts for row in rows)]
+    found = [name for name in ("recall", "full_recall", "passages") if any(name in row.facts for row in rows)]
+    main = first.runs[0].main
+    varied = [analysis.varies.replace("_", " ")] if analysis.varies else []
+    head = [
+        "",
+        *varied,
+        *metrics,
+        f"{main} against the first",
+        *(name.replace("_", " ") for name in costs + found),
+    ]
+    table: list[Sequence[str]] = [head]
+    for row in rows:
+        told = [row.cell.system, *([row.cell.value] if varied else [])]
+        told += [_metric(row, name) for name in metrics]
+        told.append(_signed(row.against) if row.against is not None else "–")
+        told += [_fact(row.facts, name) for name in costs + found]
+        table.append(told)
+    lines += markdown(table)
+    if notes := remarks(runs):
+        lines += ["", "Rows differ in:", "", *(f"- {note}" for note in notes)]
+    if missing:
+        lines += ["", "Not measured yet:", "", *(f"- {name}" for name in missing)]
+    return "\n".join(lines) + "\n"
+
+
+def csv_of(rows: Sequence[Row]) -> str:
+    """Each run a line, with all that a report has of it."""
+    runs = [run for row in rows for run in row.runs]
+    told = [{"system": row.cell.system, "value": row.cell.value} for row in rows for _ in row.runs]
+    return as_csv([{**which, **record} for which, record in zip(told, records(runs), strict=True)])
+
+
+def _limits(rows: Sequence[Row]) -> dict[str, str]:
+    """By policy or arm, those that all its runs have."""
+    found: dict[str, dict[str, int]] = {}
+    for row in rows:
+        for run in row.runs:
+            shared = found.setdefault(row.cell.system, dict(run.card.limits))
+            for name in [name for name in shared if run.card.limits.get(name) != shared[name]]:
+                del shared[name]
+    told = {
+        system: ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in limits.items())
+        for system, limits in found.items()
+    }
+    alike = len(set(told.values())) == 1
+    return {"all rows": next(iter(told.values()))} if alike and len(told) > 1 else told
+
+
+def _metric(row: Row, name: str) -> str:
+    if name not in row.metrics:
+        return "–"
+    of = row.metrics[name]
+    seeds = f"; {', '.join(f'{100 * run.metrics[name].mean():.1f}' for run in row.runs)}" * (
+        len(row.runs) > 1
+    )
+    return f"{100 * of.mean:.1f} [{100 * of.low:.1f}, {100 * of.high:.1f}]{seeds}"
+
+
+def _signed(of: Interval) -> str:
+    return f"{100 * of.mean:+.1f} [{100 * of.low:+.1f}, {100 * of.high:+.1f}]"
+
+
+def _fact(facts: Mapping[str, float], name: str) -> str:
+    if name not in facts:
+        return "–"
+    return f"{100 * facts[name]:.1f}" if name.endswith("recall") else f"{facts[name]:.2f}"

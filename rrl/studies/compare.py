@@ -1,0 +1,363 @@
+"""Arms of one experiment over seeds, each a run of its own, as curves and a table: GRPO against its controls, PPO, ablations.
+
+Every run is a subprocess with its own workdir, so that a broken-off sweep continues where it was. A workdir's
+`command.json` says what makes it, so that the cells of one sweep are never taken for those of another.
+"""
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import pathlib
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from rrl.errors import UserError
+from rrl.files import saving, write_whole
+from rrl.report.curves import plot_spread
+from rrl.report.summary import table
+from rrl.runs.launcher import REFUSED, STOPPED, TRY_AGAIN
+from rrl.runs.metrics import read_metrics
+from rrl.runs.workdir import CONFIG, read_run
+from rrl.stopping import Stopped, Unavailable
+
+GRPO, SFT = "GRPO", "SFT continued"
+ARMS = {GRPO: "", SFT: "", "rewards permuted": "control=permuted", "search off": "control=search_off"}
+"""Config argument of each named arm; supervised training goes on with the cold start's own command instead. Any NAME=VALUE is an
+arm too, of the config's arguments, and any other config file, which takes the same ones and may add one of its own
+(configs/search_r1.py:control=permuted)."""
+TAKEN = {"config": ("seed", "control"), "cold_start": ("seed", "minutes")}
+"""Config arguments that the comparison sets itself."""
+TITLES = {"em": "exact match", "f1": "F1", "full_recall": "full recall", "map": "mAP"}
+AXES = {"minutes": "minutes", "updates": "step"}
+"""What the plot may run over, by the metric that says it."""
+SHORT = {"em": "EM"}
+"""What metrics are called, in plots and in the table."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """One run."""
+
+    arm: str
+    seed: int
+    workdir: pathlib.Path
+
+    @property
+    def metrics(self) -> pathlib.Path:
+        return self.workdir / "metrics.jsonl"
+
+    @property
+    def finished(self) -> bool:
+        return (self.workdir / "summary.txt").exists()
+
+
+def cells(root: pathlib.Path, arms: Sequence[str], seeds: Sequence[int]) -> list[Cell]:
+    """All runs, seed by seed, so that a sweep that is broken off has compared the arms.
+
+    Raises UserError for arms or seeds that are unknown, none, given twice, or in an order that cannot be run.
+    """
+    for name, given in (("arms", list(arms)), ("seeds", list(seeds))):
+        if not given or len(set(given)) < len(given):
+            raise UserError(f"{name}={given} must be one or more, each once")
+    unknown = [arm for arm in arms if not (arm in ARMS or "=" in arm or _split(arm)[0].endswith(".py"))]
+    if unknown := unknown + [arm for arm in arms if "seed" in (_split(arm)[1] or _split(":" + arm)[1])]:
+        raise UserError(
+            f"arms={unknown} are unknown; there are {', '.join(ARMS)}, any argument of the config but the seed "
+            "(ablation=filter), and another config file (configs/rsearch_ppo.py, or configs/search_r1.py:control=permuted)"
+        )
+    folders = [_cell(root, arm, 0).workdir for arm in arms]
+    if len(set(folders)) < len(folders):
+        raise UserError(f"arms={list(arms)}: two of them would have one folder; leave one out")
+    if SFT in arms and GRPO not in arms[: arms.index(SFT)]:
+        raise UserError(
+            f"arms={list(arms)}: the arm {SFT!r} trains for as long as {GRPO!r} took: list {GRPO!r} before it"
+        )
+    return [_cell(root, arm, seed) for seed in seeds for arm in arms]
+
+
+def compare(
+    config: str,
+    cold_start: str,
+    root: str | pathlib.Path,
+    arms: Sequence[str],
+    seeds: Sequence[int],
+    metric: str = "em",
+    over: str = "minutes",
+) -> str:
+    """Runs what is missing and returns the table; `root` gets a folder a run, compare.png, .txt and .jsonl.
+
+    Table and plot hold every finished run of these configs in `root`, so that several processes can share the work, each
+    with seeds of its own: the last one to end shows all.
+
+    `config` is a config file with arguments, without seed and control; `cold_start` the one that made its policy, with
+    init=POLICY: the supervised arm goes on with it for as long as GRPO took with the same seed. `metric` is what the table
+    tells, a share that the recipe measures on held-out questions (R2AG: "full_recall"). The plot runs `over` "minutes" of
+    training or, where the runs had unlike machines, "updates".
+
+    Raises UserError for a workdir that another config made; SaveError; as `run` for a run that ended early, which has said why.
+    """
+    for flag, value in (("config", config), ("cold_start", cold_start)):
+        if given := [name for name in TAKEN[flag] if name in _split(value)[1]]:
+            raise UserError(
+                f"{flag}={value} gives {', '.join(given)}, which the comparison sets; leave it out"
+            )
+    if over not in AXES or (AXES[over] == "step" and SFT in arms):
+        raise UserError(
+            f"over={over!r} must be {' or '.join(AXES)}; the arm {SFT!r} has minutes in common with the others, and no updates"
+        )
+    root = pathlib.Path(root)
+    plan = cells(root, arms, seeds)
+    for cell in plan:
+        refuse_other_record(cell, record(cell, config, cold_start))
+    for cell in plan:
+        if not cell.finished:
+            minutes = _grpo_of(cell, plan)[2] if cell.arm == SFT else 0.0
+            run(cell, commands(cell, config, cold_start, minutes), record(cell, config, cold_start))
+    plan = finished(root, config, cold_start, arms)
+    refuse_mixed_models(plan)
+    runs = {
+        arm: [_curve(c, plan) for c in plan if c.arm == arm] for arm in dict.fromkeys(c.arm for c in plan)
+    }
+    panels = {f"eval/{name}": f"held-out {TITLES.get(name, name)}" for name in (metric, "f1")}
+    with saving(root / "compare.png"):
+        plot_spread(runs, root / "compare.png", panels, x=AXES[over], title=f"{config}: arms over seeds")
+    lines = [{"arm": cell.arm, "seed": cell.seed} | line for cell in plan for line in _curve(cell, plan)]
+    text = "\n".join([*rows(plan, metric), *(f"* {line}" for line in unlike(plan))])
+    evaluations = "".join(f"{json.dumps(line)}\n" for line in lines)
+    for name, content in (("compare.jsonl", evaluations), ("compare.txt", text + "\n")):
+        with saving(root / name):
+            write_whole(root / name, content)
+    return text
+
+
+def finished(root: pathlib.Path, config: str, cold_start: str, arms: Sequence[str] = ()) -> list[Cell]:
+    """The finished runs of these configs in the folder, by arm (named ones and `arms`) and seed; a supervised one only beside its
+    GRPO."""
+    seeds = {int(folder.name.rpartition("-")[2]) for folder in root.glob("*-[0-9]*")}
+    known = dict.fromkeys([*ARMS, *arms])
+    found = [cell for arm in known for seed in sorted(seeds) if (cell := _cell(root, arm, seed)).finished]
+    found = [cell for cell in found if _made_by(cell) in (None, record(cell, config, cold_start))]
+    grpo = {cell.seed for cell in found if cell.arm == GRPO}
+    return [cell for cell in found if cell.arm != SFT or cell.seed in grpo]
+
+
+def _cell(root: pathlib.Path, arm: str, seed: int) -> Cell:
+    name = re.sub(r"[^\w.=-]+", "_", arm)
+    return Cell(arm, seed, root / f"{name}-{seed}")
+
+
+def _of_arm(arm: str, config: str) -> tuple[str, str]:
+    """The config of an arm, and the argument that it adds."""
+    file, given = _split(arm)
+    if file.endswith(".py"):
+        return ":".join([file, *config.split(":", 1)[1:]]), ",".join(given.values())
+    return config, ARMS.get(arm, arm)
+
+
+def run(cell: Cell, todo: Sequence[Sequence[str]], made_by: str) -> None:
+    """Runs the commands of a cell. Raises CalledProcessError for one that failed, Stopped for one that a signal stopped, and
+    Unavailable for one that a judge or reader left without an answer."""
+    for command in todo:
+        print("python", *command, file=sys.stderr, flush=True)
+        code = wait_for(subprocess.Popen([sys.executable, *command]))
+        if code != REFUSED and cell.workdir.is_dir():
+            with saving(cell.workdir / "command.json"):
+                write_whole(cell.workdir / "command.json", made_by)
+        if code == STOPPED or code < 0:
+            raise Stopped(
+                f"the run {cell.workdir} was stopped by a signal (exit code {code}); the same command continues it"
+            )
+        if code == TRY_AGAIN:
+            raise Unavailable(f"the run {cell.workdir} was left by a service (exit code {code})")
+        if code:
+            raise subprocess.CalledProcessError(code, command)
+
+
+def wait_for(process: subprocess.Popen[bytes]) -> int:
+    """The exit code of a run; Ctrl-C reaches the run too, which saves and ends, or ends at once at the second."""
+    while True:
+        with contextlib.suppress(KeyboardInterrupt):
+            return process.wait()
+
+
+def record(cell: Cell, config: str, cold_start: str) -> str:
+    """What makes a cell, as JSON: its commands, whatever its folder and minutes, and the SHA-256 of its config files."""
+    todo = commands(dataclasses.replace(cell, workdir=pathlib.Path("WORKDIR")), config, cold_start, 0.0)
+    hashes = {}
+    for file in [
+        _split(_of_arm(cell.arm, config)[0])[0],
+        *([_split(cold_start)[0]] if cell.arm == SFT else []),
+    ]:
+        if not pathlib.Path(file).is_file():
+            raise UserError(f"config file {file!r} is not there; give one, such as configs/rsearch_grpo.py")
+        hashes[file] = hashlib.sha256(pathlib.Path(file).read_bytes()).hexdigest()[:16]
+    return json.dumps({"commands": todo, "sha256": hashes})
+
+
+def refuse_other_record(cell: Cell, made_by: str) -> None:
+    """Raises UserError when other commands or config files made what is in the workdir."""
+    found = _made_by(cell)
+    if found not in (None, made_by):
+        raise UserError(
+            f"{cell.workdir} was made by {found}, not by {made_by}; give another --out, or delete that folder"
+        )
+    if cell.finished and found is None:
+        print(f"{cell.workdir}: taken as it is, it does not say what made it", file=sys.stderr, flush=True)
+
+
+def _made_by(cell: Cell) -> str | None:
+    """The record in a cell's workdir, if there is one. Raises UserError for one that cannot be read."""
+    file = cell.workdir / "command.json"
+    try:
+        return file.read_text(encoding="utf-8") if file.exists() else None
+    except (OSError, UnicodeDecodeError) as error:
+        reason = "it is not UTF-8" if isinstance(error, UnicodeDecodeError) else error.strerror
+        raise UserError(
+            f"{file}, which says what made the run, cannot be read ({reason}); put back the file that the comparison wrote, give "
+            "another --out, or delete that folder"
+        ) from error
+
+
+def refuse_mixed_models(plan: Sequence[Cell]) -> None:
+    """Raises UserError when two runs had other models under the same paths, by the hashes that each has recorded.
+
+    A run without a model (search off has no encoder) goes with any; arms of other config files may start from other policies,
+    which `unlike` tells.
+    """
+    first: dict[tuple[str, str], tuple[Cell, str]] = {}
+    for cell in plan:
+        if cell.arm == SFT or not (cell.workdir / CONFIG).exists():
+            continue
+        made = read_run(cell.workdir, "policy", "reader", "retriever")
+        models = {name: made[name] for name in ("policy", "reader")} | {
+            "encoder": made["retriever"]["encoder"]
+        }
+        file_of = _split(cell.arm)[0]
+        for name, found in models.items():
+            place = (name, file_of if name == "policy" and file_of.endswith(".py") else "")
+            other, wanted = first.setdefault(place, (cell, found)) if found else (cell, found)
+            if found != wanted:
+                raise UserError(
+                    f"{other.workdir} and {cell.workdir} had other models ({name}: {wanted} and {found}); delete the one "
+                    "that is out of date and run the comparison again"
+                )
+
+
+def unlike(plan: Sequence[Cell]) -> list[str]:
+    """A line for each field of the questions, the corpus and the search in which arms differ, with who has what; and for the
+    policies that they start from."""
+    found: dict[str, dict[str, list[str]]] = {}
+    for cell in plan:
+        if not (cell.workdir / CONFIG).exists():
+            continue
+        made = read_run(cell.workdir, *(() if cell.arm == SFT else ("policy",)))
+        fields = {
+            f"{part}.{name}": value
+            for part in ("data", "retriever")
+            for name, value in made.get(part, {}).items()
+        }
+        fields |= {"rollout.top_k": made.get("rollout", {}).get("top_k")}
+        if cell.arm != SFT:
+            fields |= {"policy (SHA-256)": made["policy"][:12]}
+        for name, value in fields.items():
+            who = found.setdefault(name, {}).setdefault(json.dumps(value), [])
+            who += [cell.arm] * (cell.arm not in who)
+    return [
+        f"{name} differs: " + "; ".join(f"{', '.join(arms)}: {value}" for value, arms in groups.items())
+        for name, groups in found.items()
+        if len(groups) > 1
+    ]
+
+
+def commands(cell: Cell, config: str, cold_start: str, minutes: float) -> list[list[str]]:
+    """What makes one run: training, or supervised training for `minutes` and an evaluation of its model."""
+    if cell.arm != SFT:
+        own, argument = _of_arm(cell.arm, config)
+        return [_train(own, cell.workdir, f"seed={cell.seed}", argument)]
+    folder = cell.workdir / "sft"
+    # minutes=0 would mean no limit
+    longer = with_arguments(cold_start, f"seed={cell.seed + 1}", f"minutes={max(minutes, 0.01):.2f}")
+    return [
+        ["launch/sft.py", f"--config={longer}", f"--workdir={folder}"],
+        _train(config, cell.workdir, "steps=0", f"policy={folder / 'model'}"),
+    ]
+
+
+def with_arguments(config: str, *more: str) -> str:
+    """A config flag with further arguments, which replace those of the same name."""
+    file, given = _split(config)
+    return f"{file}:{','.join((given | _split(':' + ','.join(more))[1]).values())}"
+
+
+def _split(config: str) -> tuple[str, dict[str, str]]:
+    """The file of a config flag, and its arguments by name, each with its name."""
+    file, _, given = config.partition(":")
+    return file, {part.partition("=")[0].strip(): part for part in given.split(",") if part.strip()}
+
+
+def _train(config: str, workdir: pathlib.Path, *more: str) -> list[str]:
+    return ["launch/train.py", f"--config={with_arguments(config, *more)}", f"--workdir={workdir}"]
+
+
+def rows(plan: Sequence[Cell], metric: str = "em") -> list[str]:
+    """A held-out metric before and after, by arm: mean over seeds, and each seed's gain, in points."""
+    title = SHORT.get(metric, TITLES.get(metric, metric))
+    lines: list[tuple[str, ...]] = [
+        ("", "seeds", f"{title} before", f"{title} after", "gain", "by seed", "minutes")
+    ]
+    for arm in dict.fromkeys(cell.arm for cell in plan):
+        these = [cell for cell in plan if cell.arm == arm]
+        ends = [_ends(cell, metric) if arm != SFT else _sft_ends(cell, plan, metric) for cell in these]
+        before, after, minutes = (np.array(column) for column in zip(*ends, strict=True))
+        gains = 100 * (after - before)
+        lines.append(
+            (
+                arm,
+                " ".join(str(cell.seed) for cell in these),
+                f"{100 * before.mean():.1f}",
+                f"{100 * after.mean():.1f}",
+                f"{gains.mean():+.1f}",
+                " ".join(f"{gain:+.1f}" for gain in gains),
+                f"{minutes.mean():.1f}",
+            )
+        )
+    return table(lines)
+
+
+def _ends(cell: Cell, metric: str = "em") -> tuple[float, float, float]:
+    found = [line for line in read_metrics(cell.metrics) if "eval/em" in line]
+    if not found:
+        raise UserError(
+            f"{cell.metrics} holds no evaluation; delete {cell.workdir} and run the comparison again"
+        )
+    name = f"eval/{metric}"
+    if name not in found[0]:
+        told = sorted(key.removeprefix("eval/") for key in found[0] if key.count("/") == 1)
+        raise UserError(f"metric={metric!r} is not in {cell.metrics}; there are {', '.join(told)}")
+    return found[0][name], found[-1][name], found[-1]["minutes"]
+
+
+def _sft_ends(cell: Cell, plan: Sequence[Cell], metric: str) -> tuple[float, float, float]:
+    """The start and the minutes are those of GRPO with the same seed."""
+    before, _, minutes = _grpo_of(cell, plan, metric)
+    return before, _ends(cell, metric)[1], minutes
+
+
+def _grpo_of(cell: Cell, plan: Sequence[Cell], metric: str = "em") -> tuple[float, float, float]:
+    return next(_ends(c, metric) for c in plan if c.arm == GRPO and c.seed == cell.seed)
+
+
+def _curve(cell: Cell, plan: Sequence[Cell]) -> list[dict[str, Any]]:
+    """A run's evaluations; the supervised arm has its two ends."""
+    lines = [line for line in read_metrics(cell.metrics) if "eval/em" in line]
+    if cell.arm == SFT:
+        start = next(c for c in plan if c.arm == GRPO and c.seed == cell.seed)
+        first = next(line for line in read_metrics(start.metrics) if "eval/em" in line)
+        return [first, lines[-1] | {"step": 1, "minutes": _ends(start)[2]}]
+    return lines

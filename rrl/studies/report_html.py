@@ -1,0 +1,183 @@
+"""A report of several evaluations as one self-contained page: tables, curves, and what each run did with the same question.
+
+Nothing is fetched; without JavaScript all questions stand one below the other. All text of policies and passages is escaped.
+"""
+
+import base64
+import html
+import importlib.resources
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from rrl.data.questions import Question
+from rrl.data.trajectory import Trajectory
+from rrl.eval.comparison import Cells, Run, common, remarks, tables
+from rrl.report.article import article, verdict, words
+
+SIDE_BY_SIDE = 60
+"""Questions on a page, unless told otherwise."""
+MARKS = {"right": "✓", "partly": "◐", "wrong": "✗", "unscored": "·"}
+
+
+def page(
+    runs: Sequence[Run],
+    rows: Sequence[Mapping[str, Any]],
+    *,
+    title: str = "Evaluations",
+    curves: bytes = b"",
+    shown: int = SIDE_BY_SIDE,
+) -> str:
+    """The page.
+
+    Args:
+      runs: finished evaluations, the first of which the others are compared with.
+      rows: their records (`rrl.eval.comparison.records`).
+      title: what stands above.
+      curves: a PNG of training curves; none without.
+      shown: questions of which all trajectories are shown: those on which the runs differ most come first.
+    """
+    first, *others = tables(runs, rows)
+    shared = "".join(f"<dt>{_text(part)}</dt><dd>{_text(value)}</dd>" for part, value in common(runs))
+    notes = "".join(f"<li>{_text(note)}</li>" for note in remarks(runs))
+    told = (
+        f"<div class='notes'>* not comparable with the first row as it stands:<ul>{notes}</ul></div>"
+        if notes
+        else ""
+    )
+    figure = ""
+    if curves:
+        data = base64.b64encode(curves).decode()
+        figure = (
+            "<section><h2>Training of the policies</h2><figure><img alt='training curves' "
+            f"src='data:image/png;base64,{data}'></figure></section>"
+        )
+    return f"""<!doctype html>
+<html lang="en"><head><meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'; \
+script-src 'unsafe-inline'; img-src data:">
+<title>{_text(title)}</title>
+<style>{_resource("page.css")}{_resource("report.css")}</style></head>
+<body class="rrl report">
+<h1>{_text(title)}</h1>
+<section><dl class="shared">{shared}</dl>
+<p class="quiet">Percent, with intervals over questions.</p>{_table(first)}{told}
+{"".join(map(_table, others))}</section>
+{figure}
+<section><h2>How each result came about</h2>{"".join(map(_card, runs))}</section>
+{_browser(runs, shown)}
+<script>{_resource("page.js")}</script>
+</body></html>
+"""
+
+
+def told_most(runs: Sequence[Run], count: int) -> list[Question]:
+    """The questions that all runs were asked, those first on which their main metrics differ most; at most `count`.
+
+    None where a run does not keep what it did.
+    """
+    if not all(run.readable for run in runs):
+        return []
+    by_run = [
+        dict(zip(((q.id, q.text) for q in run.questions()), run.metrics[run.main], strict=True))
+        for run in runs
+    ]
+    asked = [q for q in runs[0].questions() if all((q.id, q.text) in values for values in by_run)]
+    spread = np.array([np.ptp([values[q.id, q.text] for values in by_run]) for q in asked])
+    return [asked[at] for at in np.argsort(-spread, kind="stable")[:count]]
+
+
+def _browser(runs: Sequence[Run], count: int) -> str:
+    questions = told_most(runs, count)
+    if not questions:
+        why = "no question was asked in all runs, or one of them keeps no trajectories"
+        return f"<section><p class='quiet'>Nothing to show side by side: {why}.</p></section>"
+    ids = {question.id for question in questions}
+    done = [run.trajectories(list(ids)) for run in runs]
+    sides = [[trajectories[question.id] for trajectories in done] for question in questions]
+    links = "".join(_link(at, q, side) for at, (q, side) in enumerate(zip(questions, sides, strict=True)))
+    slots = "".join(
+        _slot(at, q, side, runs) for at, (q, side) in enumerate(zip(questions, sides, strict=True))
+    )
+    return f"""<div class="browser"><header class="bar"><h1>The same question, side by side</h1>
+<p class="quiet">{len(questions)} questions, those first on which the runs differ</p>{_filters(sides)}</header>
+<nav id="list" aria-label="questions">{links}</nav>
+<main>{slots}<p id="none" hidden>No question matches this filter.</p></main></div>"""
+
+
+def _agreement(side: Sequence[Trajectory]) -> str:
+    right = sum(verdict(trajectory) == "right" for trajectory in side)
+    return "all right" if right == len(side) else "some right" if right else "none right"
+
+
+def _filters(sides: Sequence[Sequence[Trajectory]]) -> str:
+    kinds = sorted({side[0].question.kind for side in sides} - {""})
+    agreements = sorted({_agreement(side) for side in sides})
+    selects = [("agreement", "right or wrong", agreements), ("kind", "every kind", kinds)]
+    boxes = "".join(
+        f'<select data-field="{field}" aria-label="{field}"><option value="">{every}</option>'
+        + "".join(f'<option value="{_text(value)}">{words(value)}</option>' for value in values)
+        + "</select>"
+        for field, every, values in selects
+        if values
+    )
+    search = '<input type="search" placeholder="words in the question or answers" aria-label="words">'
+    return f'<form id="filters">{boxes}{search}<output></output></form>'
+
+
+def _link(at: int, question: Question, side: Sequence[Trajectory]) -> str:
+    marks = "".join(f'<b class="{verdict(t)}">{MARKS[verdict(t)]}</b>' for t in side)
+    return f'<a href="#t{at}" data-at="{at}"><span>{_text(question.text)}<small>{marks} {words(question.kind)}</small></span></a>'
+
+
+def _slot(at: int, question: Question, side: Sequence[Trajectory], runs: Sequence[Run]) -> str:
+    said = [question.text, question.id, *question.answers, *(trajectory.answer for trajectory in side)]
+    columns = "".join(
+        f"<div><h3>{_text(run.name)}</h3>{article(trajectory, tags=run.tags)}</div>"
+        for run, trajectory in zip(runs, side, strict=True)
+    )
+    return (
+        f'<div class="slot" id="t{at}" data-kind="{_text(question.kind)}" data-agreement="{_agreement(side)}" '
+        f'data-words="{_text(" ".join(said).lower())}"><h2>{_text(question.text)}</h2><div class="sides">{columns}</div></div>'
+    )
+
+
+def _table(table: Cells) -> str:
+    head, *body = table
+    left = [at for at, name in enumerate(head) if at == 0 or name == "model"]
+
+    def row(cells: Sequence[str], tag: str) -> str:
+        return "".join(
+            f"<{tag}{' class=left' if at in left else ''}>{_text(text)}</{tag}>"
+            for at, text in enumerate(cells)
+        )
+
+    rows = "".join(f"<tr>{row(cells, 'td')}</tr>" for cells in body)
+    top = f"<thead><tr>{row(head, 'th')}</tr></thead>"
+    return f"<div class='scroll'><table class='results'>{top}<tbody>{rows}</tbody></table></div>"
+
+
+def _card(run: Run) -> str:
+    card = run.card
+    facts = card.setting | {
+        "method": card.method,
+        **card.models,
+        "limits": ", ".join(f"{name} {value}" for name, value in card.limits.items()),
+        "temperature": f"{card.temperature:g}",
+        "seed": str(card.seed),
+        "judge": card.judge or "none",
+        "versions": ", ".join(f"{name} {version}" for name, version in card.versions.items()),
+        "command": card.command,
+    }
+    rows = "".join(f"<dt>{_text(name)}</dt><dd>{_text(value)}</dd>" for name, value in facts.items())
+    return f"<details><summary>{_text(run.name)}</summary><dl class='shared'>{rows}</dl></details>"
+
+
+def _text(text: str) -> str:
+    return html.escape(text)
+
+
+def _resource(name: str) -> str:
+    return importlib.resources.files("rrl.report").joinpath(name).read_text(encoding="utf-8")

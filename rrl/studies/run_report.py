@@ -1,0 +1,61 @@
+"""A report of finished runs on disk: report.md, report.csv and report.html."""
+
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from rrl.errors import UserError
+from rrl.eval.comparison import Run, as_csv, as_markdown, load_runs, records
+from rrl.files import replaced, saving
+from rrl.report.curves import plot_spread
+from rrl.studies.report_html import SIDE_BY_SIDE, page
+
+
+def write_run_report(
+    folders: Sequence[str | Path],
+    out: str | Path,
+    *,
+    title: str = "Evaluations",
+    level: float = 0.95,
+    seed: int = 0,
+    shown: int = SIDE_BY_SIDE,
+) -> str:
+    """Writes the three files into `out` and returns the Markdown.
+
+    A folder with metrics.json is an evaluation, one with metrics.jsonl a training run, of which the curves are drawn; so are
+    those of a policy that lies in its training run's workdir. The first evaluation is what the others are compared with.
+
+    Raises UserError, before anything is written, for a folder that is neither, an evaluation that is not finished, and none at
+    all.
+    """
+    trained = [Path(folder) for folder in folders if _is_training(Path(folder))]
+    runs = load_runs([folder for folder in folders if Path(folder) not in trained])
+    rows = records(runs, level, seed)
+    text = as_markdown(runs, rows)
+    html = page(runs, rows, title=title, curves=_curves(runs, trained), shown=shown)
+    out = Path(out)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"out={str(out)!r} cannot be made ({error}); give another folder") from error
+    for name, content in (("report.md", text), ("report.csv", as_csv(rows)), ("report.html", html)):
+        with saving(out / name), replaced(out / name) as stream:
+            stream.write(content.encode("utf-8", "replace"))
+    return text
+
+
+def _is_training(folder: Path) -> bool:
+    return (folder / "metrics.jsonl").is_file() and not (folder / "metrics.json").is_file()
+
+
+def _curves(runs: Sequence[Run], trained: Sequence[Path]) -> bytes:
+    """A PNG of the training runs, each drawn once; nothing where there is none."""
+    files = {str(folder / "metrics.jsonl"): str(folder) for folder in trained}
+    for run in runs:
+        if run.curves is not None:
+            files.setdefault(str(run.curves), str(run.curves.parent))
+    if not files:
+        return b""
+    with tempfile.TemporaryDirectory() as folder:
+        plot_spread({name: [file] for file, name in files.items()}, Path(folder, "curves.png"))
+        return Path(folder, "curves.png").read_bytes()

@@ -1,0 +1,122 @@
+"""One field of an evaluation varied over values: an evaluation each, a table, and a plot of metrics and costs over the values.
+
+The papers' own analyses have names: `rrl.studies.analyses`.
+"""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rrl.errors import UserError
+from rrl.eval.comparison import Run, as_csv, as_markdown, load_runs, records
+from rrl.files import replaced, saving
+from rrl.report.curves import COLOURS, GRID, legend_below, new_figure, save_figure, style_axis
+
+COSTS = {
+    "searches": "searches a question",
+    "passages": "different passages found",
+    "tokens_per_correct": "tokens written for each right answer",
+    "all_tokens_per_correct": "tokens read and written for each right answer",
+}
+"""What is plotted beside the metrics, where the runs have it."""
+RATES = {"recall": "recall of gold passages", "full_recall": "all gold passages found"}
+
+Evaluate = Callable[[str, str, Path], None]
+"""(name, value, workdir): evaluates with that field at that value, into the folder; what is finished there stays."""
+
+
+def values_of(text: str) -> list[str]:
+    """The values that a flag lists: "1,2,5", "1-10", "scann,bm25"; UserError for none or one that comes twice."""
+    found: list[str] = []
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        span = re.fullmatch(r"(\d+)-(\d+)", part)
+        found += map(str, range(int(span[1]), int(span[2]) + 1)) if span else [part]
+    if not found or len(set(found)) < len(found):
+        raise UserError(f"values={text!r} must list one value or more, each once, such as 1,2,5 or 1-10")
+    return found
+
+
+def sweep(
+    name: str,
+    values: Sequence[str],
+    evaluate: Evaluate,
+    out: str | Path,
+    *,
+    level: float = 0.95,
+    seed: int = 0,
+) -> str:
+    """Evaluates at each value and writes sweep.md, sweep.csv and sweep.png into `out`; returns the Markdown.
+
+    `name` is what is varied, `out` gets a folder a value. A sweep that was broken off goes on where it was. Raises what
+    `evaluate` does, and SaveError.
+    """
+    out = Path(out)
+    folders = [out / folder_of(value) for value in values]
+    if len(set(folders)) < len(folders):
+        raise UserError(f"values={list(values)}: two of them would have one folder; call them differently")
+    for value, folder in zip(values, folders):
+        evaluate(name, value, folder)
+    runs = load_runs(folders)
+    rows = [{name: value} | row for value, row in zip(values, records(runs, level, seed), strict=True)]
+    text = f"# {name}\n\n{as_markdown(runs, rows)}"
+    for file, content in (("sweep.md", text), ("sweep.csv", as_csv(rows))):
+        with saving(out / file), replaced(out / file) as stream:
+            stream.write(content.encode("utf-8", "replace"))
+    with saving(out / "sweep.png"):
+        plot_sweep(name, values, runs, rows, out / "sweep.png")
+    return text
+
+
+def folder_of(value: str) -> str:
+    """A value as a folder's name."""
+    return re.sub(r"[^\w.-]+", "_", value).strip("_.") or "none"
+
+
+def plot_sweep(
+    name: str, values: Sequence[str], runs: Sequence[Run], rows: Sequence[Mapping[str, Any]], png: Path
+) -> None:
+    """Metrics with their intervals over the values, and below them coverage and costs; of values that are no numbers, points."""
+    metrics = [metric for metric in runs[0].metrics if all(metric in row for row in rows)]
+    costs = {key: words for key, words in (RATES | COSTS).items() if all(key in row for row in rows)}
+    first = runs[0].card
+    figure, axes = new_figure(-(-(1 + len(costs)) // 3), min(3, 1 + len(costs)), f"{first.dataset}: {name}")
+    numeric = _numbers(values)
+    places = np.arange(len(values)) if numeric is None else numeric
+    line = "" if numeric is None else "-"
+    for axis, title in zip(axes, ["percent", *costs.values()]):
+        style_axis(axis, title, name)
+        axis.set_xticks(places, values, rotation=0 if numeric is not None else 20)
+    for colour, metric in zip(COLOURS, metrics):
+        mean, low, high = (
+            100 * np.array([row[key] for row in rows]) for key in (metric, f"{metric}_low", f"{metric}_high")
+        )
+        axes[0].errorbar(
+            places,
+            mean,
+            (mean - low, high - mean),
+            fmt=f"o{line}",
+            color=colour,
+            label=metric,
+            markersize=4,
+            capsize=2,
+        )
+    legend_below(axes[0])
+    for axis, key in zip(axes[1:], costs):
+        shown = np.array([row[key] for row in rows]) * (100 if key in RATES else 1)
+        axis.plot(places, shown, f"o{line}", color=COLOURS[0], markersize=4)
+        axis.set_ylim(bottom=0)
+    for axis in axes[1 + len(costs) :]:
+        axis.set_axis_off()
+    for axis in axes:
+        axis.grid(color=GRID, linewidth=0.7)
+    save_figure(figure, png)
+
+
+def _numbers(values: Sequence[str]) -> np.ndarray | None:
+    try:
+        return np.array([float(value) for value in values])
+    except ValueError:
+        return None

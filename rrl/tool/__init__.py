@@ -1,1 +1,0 @@
-"""A trained agent as a thing to call."""

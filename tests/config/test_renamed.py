@@ -1,0 +1,56 @@
+"""Old names of config fields: accepted wherever a field can be named, with a warning."""
+
+import dataclasses
+import json
+
+import pytest
+from ml_collections import ConfigDict
+
+from rrl.config import renamed
+from rrl.config.sections import build
+from rrl.runs.workdir import CONFIG, read_settings
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """A section with a field that was renamed."""
+
+    wake_threshold: int = 16
+
+
+@pytest.fixture(autouse=True)
+def table(monkeypatch):
+    monkeypatch.setattr(renamed, "RENAMED", {"rollout": {"feeds": "wake_threshold"}})
+
+
+def test_a_section_with_an_old_name_is_built_and_the_warning_gives_the_new_name(caplog):
+    assert build(Sizes, {"feeds": 4, "wake_threshold": 16}, "judge_rollout") == Sizes(4)
+    assert "config.judge_rollout.feeds is now config.judge_rollout.wake_threshold" in caplog.text
+
+
+def test_other_sections_keep_a_field_of_the_same_name(caplog):
+    config = ConfigDict({"feeds": 1, "rollout": {"feeds": 2, "rows": 3}, "data": {"feeds": 4}})
+    renamed.rename_config(config)
+    assert config.to_dict() == {"feeds": 1, "rollout": {"wake_threshold": 2, "rows": 3}, "data": {"feeds": 4}}
+    assert len(caplog.records) == 1
+
+
+@pytest.mark.parametrize(
+    ("given", "right"),
+    [
+        ("--config.rollout.feeds=4", "--config.rollout.wake_threshold=4"),
+        ("--config.reader_rollout.feeds", "--config.reader_rollout.wake_threshold"),
+        ("--config.rollout.rows=4", "--config.rollout.rows=4"),
+        ("--config.data.feeds=4", "--config.data.feeds=4"),
+        ("--config=configs/feeds.py:feeds=4", "--config=configs/feeds.py:feeds=4"),
+        ("--config.rollout.note=rollout.feeds=4", "--config.rollout.note=rollout.feeds=4"),
+    ],
+)
+def test_overrides_of_the_command_line_get_the_new_name(given, right):
+    assert renamed.rename_overrides([given]) == [right]
+
+
+def test_the_settings_of_an_older_workdir_are_read_under_the_new_names(tmp_path, caplog):
+    (tmp_path / CONFIG).write_text(json.dumps({"run": {"rollout": {"feeds": 4}}, "feeds": 1}))
+    assert read_settings(tmp_path) == {"run": {"rollout": {"wake_threshold": 4}}, "feeds": 1}
+    assert not caplog.records

@@ -1,0 +1,62 @@
+"""A finished episode: when its rewards are paid."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from rrl.data.questions import Question
+from rrl.data.trajectory import ENVIRONMENT, POLICY, PROMPT, Search, Trajectory
+from rrl.rewards.cases import told_of
+from rrl.rollout.episodes import Live, Request
+
+ROLES = np.array([PROMPT, POLICY, POLICY, ENVIRONMENT, POLICY, POLICY, ENVIRONMENT])
+ONE = Trajectory(
+    question=Question("q7", "?", ("a",)),
+    request=0,
+    group=0,
+    tokens=np.arange(7),
+    roles=ROLES,
+    logps=np.zeros(7),
+    sampled_logps=np.zeros(7),
+    turns=np.array([0, 0, 0, 0, 1, 1, 1]),
+    segments=[],
+    searches=[],
+    ended="done",
+    rewards={"total": 3.0},
+)
+
+
+def test_a_token_has_its_position_in_its_context():
+    assert ONE.positions.tolist() == [0, 1, 2, 3, 4, 5, 6]
+    assert dataclasses.replace(ONE, starts=(0, 3, 4)).positions.tolist() == [0, 1, 2, 0, 0, 1, 2]
+
+
+def test_the_total_is_paid_at_the_last_policy_token():
+    assert ONE.token_rewards.tolist() == [0, 0, 0, 0, 0, 3, 0]
+
+
+def test_a_turn_is_paid_at_its_last_policy_token_in_place_of_the_total():
+    by_turn = dataclasses.replace(ONE, turn_rewards={0: 0.5, 1: -1.0})
+    assert by_turn.token_rewards.tolist() == [0, 0, 0.5, 0, 0, -1, 0]
+
+
+def test_a_turn_without_policy_tokens_earns_nothing():
+    with pytest.raises(ValueError, match=r"'q7': turn 2 earned 1\.0 but nothing was written in it"):
+        _ = dataclasses.replace(ONE, turn_rewards={2: 1.0}).token_rewards
+
+
+def test_a_turn_that_says_nothing_parts_what_the_environment_answered_before_and_after():
+    """Its one token ends the text: what was found and the correction that follows are two answers."""
+    live = Live(Request(ONE.question, np.array([5]), 0), "?")
+    one, none = np.array([7]), np.zeros(1, np.float32)
+    live.wrote(one, "<search> x </search>", none, none)
+    live.episode.searches.append(Search(0, "x", ("T",)))
+    live.answered(one, "<observation> T </observation>")
+    live.wrote(one, "", none, none)
+    live.answered(one, "Write a tag.")
+    done = live.trajectory("no_action")
+    assert [role for role, _ in done.segments] == [PROMPT, POLICY, ENVIRONMENT, POLICY, ENVIRONMENT]
+    assert done.response == ["<search> x </search>", ""]
+    found = [text for role, text in told_of(done, "answer", searches=1).segments if role == ENVIRONMENT]
+    assert found == ["<observation> T </observation>", "Write a tag."]

@@ -1,0 +1,28 @@
+"""Trajectories written for later readers come back with all that is read of them."""
+
+import json
+
+import pytest
+
+from rrl.data.trajectory_files import load_trajectories, save_trajectories
+from rrl.errors import UserError
+from tests.eval.fakes import many
+
+
+def test_words_searches_and_scores_come_back(tmp_path):
+    written = many(3)
+    written[1].cuts = ((0, "turn_tokens"), (2, "room"))
+    save_trajectories(tmp_path / "t.jsonl", written)
+    found = load_trajectories(tmp_path / "t.jsonl")
+    for name in ("question", "segments", "searches", "answer", "ended", "cuts", "rewards", "metrics"):
+        assert [getattr(t, name) for t in found] == [getattr(t, name) for t in written], name
+
+
+def test_a_broken_line_is_named_or_skipped(tmp_path):
+    file = tmp_path / "t.jsonl"
+    save_trajectories(file, many(2))
+    file.write_text(file.read_text() + json.dumps({"question": {"id": "x"}}) + "\n")
+    with pytest.raises(UserError, match=r"line 3.*no trajectory.*trajectories\.jsonl"):
+        load_trajectories(file)
+    skipped = []
+    assert len(load_trajectories(file, "skip", skipped)) == 2 and len(skipped) == 1

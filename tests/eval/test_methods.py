@@ -1,0 +1,196 @@
+"""The record of an answer: what was found and spent, whatever the method; and what a method says of itself."""
+
+import dataclasses
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rrl.data.passages import Passage
+from rrl.data.questions import Question
+from rrl.data.trajectory import ENVIRONMENT, POLICY, PROMPT, Search
+from rrl.data.trajectory_files import load_trajectories
+from rrl.errors import UserError
+from rrl.eval.methods import Generator, make_way, of_outcome, of_trajectory
+from rrl.eval.predictions import load_predictions
+from rrl.rewards.reader import Said
+from rrl.rollout.config import EngineConfig
+from rrl.rollout.engine import Engine
+from rrl.runs.launcher import load_config
+from tests.eval.fakes import spouse
+from tests.recipes.prompted.scripted import FILM, PERSON, QUESTION, play
+
+
+def test_a_record_is_a_prediction_and_a_trajectory_in_one(tmp_path: Path) -> None:
+    trajectory = spouse()
+    record = of_trajectory(trajectory)
+    file = tmp_path / "results.jsonl"
+    file.write_text(json.dumps(record) + "\n")
+    (prediction,) = load_predictions(file, "prediction")
+    assert prediction.id == "mini-7" and prediction.answers == ("Edda Tolvik",)
+    assert prediction.titles[:2] == ("Silver Harbour", "Silver Ridge") and len(prediction.titles) == 6
+    roles = trajectory.roles
+    assert dict(prediction.counts) == {
+        "searches": 2,
+        "turns": 3,
+        "tokens": (roles == POLICY).sum(),
+        "prompt_tokens": (roles == PROMPT).sum(),
+        "environment_tokens": (roles == ENVIRONMENT).sum(),
+    }
+    (back,) = load_trajectories(file)
+    assert back.question == trajectory.question and back.segments == trajectory.segments
+    assert back.searches == trajectory.searches
+
+
+def test_what_a_prompted_method_asked_later_is_shown_as_given() -> None:
+    outcome, prompts = play(
+        "self_ask",
+        [
+            ("", "Follow up: Who directed Silver Harbour?"),
+            ("", "Ada Berg."),
+            ("", "The final answer: Oslo"),
+        ],
+    )
+    record = of_outcome(QUESTION, outcome)
+    assert record["prediction"] == "Oslo" and record["turns"] == 3 and len(prompts) == 3
+    assert record["tokens"] == outcome.tokens and record["prompt_tokens"] == outcome.tokens_read
+    assert record["searches"] == [
+        {"turn": 0, "query": "Who directed Silver Harbour?", "titles": (FILM.title,), "failed": False}
+    ]
+
+
+@pytest.mark.parametrize(("found", "rank"), [([FILM, FILM, PERSON], 2), ([PERSON], 1), ([FILM], 0), ([], 0)])
+def test_without_gold_passages_the_first_that_holds_the_answer_is_noted(
+    found: list[Passage], rank: int
+) -> None:
+    trajectory = spouse()
+    trajectory.question = QUESTION
+    trajectory.searches = [Search(0, "x", (), True), Search(1, "y", (), False, tuple(found))]
+    assert of_trajectory(trajectory)["answer_rank"] == rank
+    trajectory.question = dataclasses.replace(QUESTION, gold=("T",))
+    assert of_trajectory(trajectory)["answer_rank"] is None
+
+
+def test_methods_say_what_was_set_in_them() -> None:
+    way = make_way({"name": "react", "steps": 4}, None, {"tokens": 99})
+    assert way.name == "react (steps=4)" and way.limits == {"steps": 4, "tokens": 99, "most_passages": 15}
+    assert make_way({"name": "react", "steps": 7}, None, None).name == "react"
+    assert not make_way({"name": "direct"}, None, None).searches
+    trained = make_way({"name": "rsearch"}, {"use_evidence": False, "environment": {"max_searches": 2}}, None)
+    assert trained.name == "rsearch (use_evidence=False)"
+    told = [make_way({"name": "rsearch"}, {"instruction": text}, None).name for text in ("x" * 99, "y" * 99)]
+    assert told[0] != told[1] and all(
+        re.fullmatch(r"rsearch \(instruction=#[0-9a-f]{8}\)", name) for name in told
+    )
+    seen = make_way({"name": "r3rag"}, {"environment": {"drop_seen": False, "max_steps": 4}}, None)
+    assert seen.name == "r3rag (drop_seen=False)" and seen.limits["max_steps"] == 4
+    assert make_way({"name": "r3rag"}, None, None).long_answers  # it answers in sentences
+    assert not make_way({"name": "r3rag"}, {"short_answers": False}, None).long_answers
+    assert not (trained.long_answers or way.long_answers)
+    assert trained.limits == {"max_searches": 2, "turn_tokens": 500, "observation_tokens": 1800}
+    assert json.dumps(trained.identity) and json.dumps(way.identity)
+    assert trained.identity["environment"]["max_searches"] == 2
+
+
+def test_a_recipe_shows_the_choices_of_a_question() -> None:
+    asked = []
+
+    class Engine:
+        tokenizer = None
+        fits = staticmethod(lambda prompt: True)
+
+        def run(self, params, requests, environment, key, **_):
+            asked.extend(requests)
+
+    way = make_way({"name": "rsearch"}, {"instruction": ""}, None)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("rrl.train.sample.chat_ids", lambda _, prompt: np.frombuffer(prompt.encode(), np.uint8))
+        question = Question("q", "Which?", ("B",), choices=("red", "blue"))
+        way.ask(Engine(), None, [(7, question)], None, 0.5, lambda record: None)
+    assert b"(B) blue" in asked[0].prompt.tobytes()
+    assert asked[0].question == question and asked[0].seed == 7 and asked[0].temperature == 0.5
+
+
+def test_a_recipe_whose_reader_answers_is_kept_when_it_has() -> None:
+    """R2AG's generator answers from the documents of a whole tree (Table 3)."""
+
+    class Engine:
+        tokenizer = None
+        fits = staticmethod(lambda prompt: True)
+
+        def run(self, params, requests, environment, key, **_):
+            (request,) = requests
+            trajectory = spouse()
+            trajectory.question = request.question
+            trajectory.searches = [Search(0, "x", (PERSON.title,), False, (PERSON,))]
+            return [trajectory]
+
+    asked: list = []
+
+    def reader(prompts):
+        asked.extend(prompts)
+        return [Said("Oslo", 40, 2)] * len(prompts)
+
+    way = make_way({"name": "r2ag"}, None, None, "models/generator")
+    assert way.name == "r2ag (reader=models/generator)"
+    kept: list[dict] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("rrl.eval.methods.opening_ids", lambda *_: np.zeros(3, np.int32))
+        question = dataclasses.replace(QUESTION, gold=(PERSON.title,))
+        read = dataclasses.replace(way, reader=Generator(reader))
+        read.ask(Engine(), None, [(0, question)], None, 0.0, kept.append)
+    assert kept[0]["prediction"] == "Oslo" and len(asked) == 1
+    assert (kept[0]["reader_prompt_tokens"], kept[0]["reader_tokens"]) == (40, 2)
+    assert read.together < way.together
+
+
+@pytest.mark.parametrize(
+    ("method", "recipe", "words"),
+    [
+        ({"name": "x"}, None, "method='x' is unknown; recipes are .*rsearch, .*prompted methods direct, cot"),
+        (
+            {"name": "react", "rounds": 2},
+            None,
+            "react.rounds is no option of the method; its options are steps",
+        ),
+        ({"name": "rsearch"}, {"depth": 2}, "recipe.depth is no field of rsearch"),
+    ],
+)
+def test_what_is_unknown_is_named_with_what_there_is(method: dict, recipe: dict | None, words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        make_way(method, recipe, None)
+
+
+def test_one_shot_rag_shows_all_that_its_search_returned():
+    def shown(arguments):
+        return load_config(f"configs/eval.py:{arguments}", []).prompted.most_passages
+
+    assert shown("method=naive_rag,top_k=16") == shown("method=rag_cot,top_k=16") == 16  # SPEC.md 2
+    assert shown("method=ircot,top_k=16") == shown("method=naive_rag,top_k=3") == 15
+
+
+def test_a_question_that_no_method_could_show_stops_a_run_only_where_that_is_asked_for() -> None:
+    class Small:
+        tokenizer = None
+        config = EngineConfig(context=8)
+        fits = Engine.fits
+
+        def check_prompt(self, question, prompt):
+            if not self.fits(prompt):
+                raise UserError(f"question {question.id!r} is too long")
+
+    questions = [Question("short", "a b", ("x",)), Question("long", "a b c d e f g h", ("x",))]
+    with pytest.MonkeyPatch.context() as patch:
+        for module in ("rrl.train.sample", "rrl.eval.methods"):
+            patch.setattr(f"{module}.chat_ids", lambda _, prompt: np.zeros(len(prompt.split()), np.int32))
+        patch.setattr("rrl.train.sample.chat_text", lambda _, prompt: prompt)
+        patch.setattr("rrl.eval.methods.check_tags", lambda recipe, tokenizer: None)
+        for name, recipe in (("rsearch", {"instruction": ""}), ("direct", None)):
+            way, said = make_way({"name": name}, recipe, None), []
+            way.check(Small(), questions, "refuse", said.append)
+            assert len(said) == (name == "rsearch")
+            assert all("1 of 2 questions do not fit" in text and "'long'" in text for text in said)
+            with pytest.raises(UserError, match="question 'long' is too long"):
+                way.check(Small(), questions, "stop", said.append)

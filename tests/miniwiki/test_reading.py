@@ -1,0 +1,170 @@
+"""Pretraining text: answers follow from what was read, targets are marked, no protocol leaks in."""
+
+import itertools
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from rrl.errors import UserError
+from rrl.miniwiki import KINDS, MiniWiki, generate
+from rrl.miniwiki.context import Shelf
+from rrl.miniwiki.evidence import UNKNOWN, gather_evidence, reader_examples
+from rrl.miniwiki.reading import drill, read, reading_examples
+from rrl.models.tokenizer import load_tokenizer
+
+TEMPLATE = "Passages: {evidence}\n\nQuestion: {query}\n\nAnswer:"
+STATED = re.compile(r"The [a-z ]+ of ([^.]+?) is ([^.]+)\.")
+LOOK_UPS = (" director of", " author of", " spouse of", " country of", " birth year of")
+
+
+@pytest.fixture(scope="module")
+def wiki() -> MiniWiki:
+    return generate("train", 0, 600, worlds=3)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    return load_tokenizer(Path(__file__).parents[2] / "assets" / "miniwiki-tokenizer")
+
+
+def _take(stream, n: int) -> list:
+    return list(itertools.islice(stream, n))
+
+
+def test_the_stream_is_the_same_for_the_same_seed(wiki: MiniWiki, tokenizer: PreTrainedTokenizerFast) -> None:
+    a, b, c = (_take(reading_examples(wiki, tokenizer, seed), 20) for seed in (0, 0, 1))
+    assert all(
+        np.array_equal(x.tokens, y.tokens) and np.array_equal(x.loss, y.loss)
+        for x, y in zip(a, b, strict=True)
+    )
+    assert not all(np.array_equal(x.tokens, y.tokens) for x, y in zip(a, c, strict=True))
+
+
+def test_pieces_give_the_tokens_of_the_whole_text(wiki: MiniWiki, tokenizer: PreTrainedTokenizerFast) -> None:
+    for example in _take(reading_examples(wiki, tokenizer, 0, limit=4096), 200):
+        assert tokenizer.encode(tokenizer.decode(example.tokens)) == example.tokens.tolist()
+
+
+def test_lengths_and_targets(wiki: MiniWiki, tokenizer: PreTrainedTokenizerFast) -> None:
+    examples = _take(reading_examples(wiki, tokenizer, 0, limit=300), 200)
+    assert max(len(example.tokens) for example in examples) == 300
+    assert all(
+        example.tokens.dtype == np.int32 and example.loss.any() and not example.loss[0]
+        for example in examples
+    )
+    whole = np.mean([example.loss[1:].all() for example in examples])
+    assert 0.03 < whole < 0.2
+
+
+def test_no_protocol_in_it(wiki: MiniWiki, tokenizer: PreTrainedTokenizerFast) -> None:
+    for example in _take(reading_examples(wiki, tokenizer, 3), 200):
+        text = tokenizer.decode(example.tokens)
+        assert not any(sign in text for sign in ("<", ">", "search", "evidence", "Question"))
+
+
+def test_questions_are_followed_by_the_facts_they_need_never_by_answers(
+    wiki: MiniWiki, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    lines = [
+        line
+        for example in _take(reading_examples(wiki, tokenizer, 3, questions=0.5, limit=4096), 100)
+        for line in tokenizer.decode(example.tokens).splitlines()
+        if "?" in line
+    ]
+    assert len(lines) > 200
+    facts = {item.plan.facts for kind in KINDS for item in wiki.questions(kind, 30, 3)}
+    assert all(line.split("? : ")[1] in facts for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("kind", "pattern"),
+    [
+        ("one_hop", r"[^,;]+ of [^,;]+"),
+        ("two_hop", r"[^,;]+ of [^,;]+, [^,;]+"),
+        ("three_hop", r"[^,;]+ of [^,;]+, [^,;]+, [^,;]+"),
+        ("comparison", r"([^,;]+ of [^,;]+; ){2}(earlier|later|same)"),
+        ("bridge_comparison", r"([^,;]+ of [^,;]+, [^,;]+; ){2}(earlier|later|same)"),
+    ],
+)
+def test_facts_of_a_plan_by_kind(wiki: MiniWiki, kind: str, pattern: str) -> None:
+    assert all(re.fullmatch(pattern, item.plan.facts) for item in wiki.questions(kind, 40, 0))
+
+
+def test_answers_to_orders_stand_in_the_passages_before_them(wiki: MiniWiki) -> None:
+    shelf, rng = Shelf(wiki), np.random.default_rng(0)
+    for _ in range(200):
+        pieces = read(shelf, rng, int(rng.integers(1, 10)))
+        said = ""
+        for (order, _), (answer, target) in itertools.pairwise(pieces):
+            said += order
+            if target and order.startswith(LOOK_UPS) and not set(",;") & set(order):
+                assert answer.strip() in said
+            if target and set(",;") & set(order) and not order.startswith((" copy", "(Title")):
+                assert all(value in said for _, value in STATED.findall(answer))
+            if target and order.startswith(" copy"):
+                for sentence in answer.strip().removesuffix(".").split(". "):
+                    assert sentence in said
+
+
+def test_drills_conclude_what_their_statements_say(wiki: MiniWiki) -> None:
+    shelf, rng = Shelf(wiki), np.random.default_rng(0)
+    pieces = [piece for _ in range(60) for piece in drill(shelf, rng)]
+    kinds = {"earlier": 0, "later": 0, "same": 0, "bridge": 0}
+    for (order, _), (answer, _) in itertools.pairwise(pieces):
+        word, stated = order.split(" :")[0].strip(), STATED.findall(order)
+        if not stated:
+            continue
+        bridge = len(stated) == 4
+        (one, x), (two, y) = stated[1::2] if bridge else stated
+        kinds[word] += 1
+        kinds["bridge"] += bridge
+        assert f"{one} " in answer and x in answer and f" {two} " in answer and y in answer
+        if word == "same":
+            assert answer.endswith(", the same.\n" if x == y else ", not the same.\n")
+        else:
+            first = (int(x) < int(y)) == (word == "earlier")
+            work = f" of {stated[0 if first else 2][0]}" if bridge else ""
+            assert f", so {one if first else two} was " in answer and answer.endswith(f"{work}.\n")
+    assert min(kinds.values()) > 30
+
+
+@pytest.mark.parametrize("passages", range(1, 10))
+def test_as_many_different_passages_as_asked_from_one_sub_world(wiki: MiniWiki, passages: int) -> None:
+    shelf = Shelf(wiki)
+    entities = shelf.gather(np.random.default_rng(passages), passages).entities
+    assert len(set(entities)) == passages
+    assert len({shelf.where(entity) for entity in entities}) == 1
+
+
+def test_evidence_holds_what_is_needed_unless_the_answer_is_unknown(wiki: MiniWiki) -> None:
+    shelf, rng = Shelf(wiki), np.random.default_rng(0)
+    unknown = 0
+    for item in wiki.questions("two_hop", 200, 0):
+        evidence, answer = gather_evidence(item, shelf, rng, missing=0.2)
+        complete = all(
+            h.sentence in evidence or f"The {h.query} is {h.value}." in evidence for h in item.plan.hops
+        )
+        assert complete == (answer != UNKNOWN)
+        assert evidence
+        unknown += answer == UNKNOWN
+    assert 0.1 < unknown / 200 < 0.3
+
+
+@pytest.mark.parametrize("chat", [True, False])
+def test_reader_learns_the_answer_and_the_end_only(
+    wiki: MiniWiki, tokenizer: PreTrainedTokenizerFast, chat: bool
+) -> None:
+    for example in _take(reader_examples(wiki, tokenizer, 0, TEMPLATE, chat=chat), 100):
+        said = example.tokens[example.loss]
+        assert said[-1] == tokenizer.eos_token_id
+        assert tokenizer.decode(said[:-1]).startswith(" ")
+        assert example.loss[-len(said) :].all()
+        assert "Question: " in tokenizer.decode(example.tokens)
+
+
+def test_a_template_without_its_fields_is_refused(wiki: MiniWiki, tokenizer: PreTrainedTokenizerFast) -> None:
+    with pytest.raises(UserError, match="query"):
+        next(reader_examples(wiki, tokenizer, 0, "{evidence}"))

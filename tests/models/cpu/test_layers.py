@@ -1,0 +1,577 @@
+"""The compiled layers of processors give XLA's numbers, and each token's whatever comes with it; without a compiler, none."""
+
+import ctypes
+import dataclasses
+import hashlib
+import logging
+import os
+import shutil
+import stat
+import subprocess
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import scipy.special
+from flax import nnx
+
+from rrl.models.attention import cache_attention
+from rrl.models.cache import BLOCK, KVCache
+from rrl.models.config import DecoderConfig, Llama3Scaling
+from rrl.models.cpu import layers as kernel
+from rrl.models.cpu.layers import can_attend, can_compute, cpu_attention, cpu_copy, cpu_draw, cpu_layers
+from rrl.models.lora import LoraConfig, add_lora, merged
+from rrl.rollout.sampling import sample, truncate, uniform
+from tests.models.small import draw, extend, filled, make, places, run
+
+LAYERS, BLOCKS, ROWS = 2, 3, 5
+SLOTS = BLOCKS * BLOCK - 7
+
+
+BASE = DecoderConfig(vocab_size=97, hidden=32, layers=3, heads=4, kv_heads=2, head_dim=16, mlp=48)
+SHAPES = {
+    "qwen2": BASE,
+    "qwen3": dataclasses.replace(BASE, model_type="qwen3", heads=6, hidden=80, tie_embeddings=False, rms_eps=0.1),
+    "llama": dataclasses.replace(BASE, model_type="llama", kv_heads=4, head_dim=32, mlp=112, rms_eps=1e-5,
+                                 rope_theta=500.0, rope_scaling=Llama3Scaling(8.0, 1.0, 4.0, 64)),
+    "one-layer": dataclasses.replace(BASE, layers=1, kv_heads=1),
+    "large": dataclasses.replace(BASE, layers=2, hidden=256, mlp=1040),
+}  # fmt: skip
+
+
+@pytest.fixture
+def compiled():
+    if not can_attend(jnp.float32, 16):
+        pytest.skip("this machine has no C++ compiler")
+
+
+def made(entries, time, group, kv_heads, width, seed=0):
+    """Queries, keys and values of normal numbers, and positions: half of the last entry's lie behind the last slot."""
+    draw = np.random.default_rng(seed)
+    q = draw.normal(size=(entries, time, group * kv_heads, width)) * width**-0.5
+    k = draw.normal(size=(LAYERS, BLOCKS, ROWS, kv_heads, width, BLOCK))
+    v = draw.normal(size=(LAYERS, BLOCKS, ROWS, kv_heads, BLOCK, width))
+    start = draw.integers(0, SLOTS - time, entries)
+    start[-1] = SLOTS - time // 2
+    at = start[:, None] + np.arange(time)
+    rows = draw.integers(0, ROWS, entries)
+    q, k, v = (jnp.asarray(part, jnp.float32) for part in (q, k, v))
+    return q, k, v, jnp.asarray(at, jnp.int32), jnp.asarray(rows, jnp.int32)
+
+
+@pytest.mark.parametrize(
+    ("entries", "time", "group", "kv_heads", "width"),
+    [
+        (5, 1, 1, 2, 16),
+        (5, 2, 2, 2, 32),
+        (7, 32, 2, 2, 32),
+        (3, 9, 7, 2, 64),
+        (4, 5, 3, 1, 48),
+        (2, 33, 4, 2, 128),
+    ],
+)
+def test_it_gives_the_numbers_of_xla(compiled, entries, time, group, kv_heads, width):
+    q, k, v, at, rows = made(entries, time, group, kv_heads, width)
+    layer, groups = jnp.int32(1), KVCache(k, v, SLOTS, slots_last=True).groups(at)
+    expected = jax.jit(lambda: cache_attention(q, k, v, layer, at, rows, groups, (), slots_last=True))()
+    found = jax.jit(lambda: cpu_attention(q, k, v, layer, at, rows, SLOTS))()
+    real = np.asarray(at < SLOTS)
+    np.testing.assert_allclose(found[real], expected[real], rtol=1e-5, atol=1e-6)
+    assert np.all(np.asarray(found)[~real] == 0)
+
+
+def test_a_querys_bits_depend_on_its_row_alone(compiled):
+    """Not on those beside it, their order, or how many come at a time."""
+    q, k, v, at, rows = made(6, 12, 2, 2, 32)
+
+    @jax.jit
+    def attend(q, at, rows):
+        return cpu_attention(q, k, v, jnp.int32(0), at, rows, SLOTS)
+
+    whole = np.asarray(attend(q, at, rows))
+    order = np.array([3, 5, 0, 4, 1, 2])
+    np.testing.assert_array_equal(attend(q[order], at[order], rows[order]), whole[order])
+    np.testing.assert_array_equal(attend(q[2:3], at[2:3], rows[2:3]), whole[2:3])
+    for time in range(12):
+        some = slice(time, time + 1)
+        np.testing.assert_array_equal(attend(q[:, some], at[:, some], rows), whole[:, some])
+    early = jnp.full_like(at, 10)
+    later = k.at[..., 11:].set(1e9), v.at[..., 11:, :].set(1e36)
+    seen, unseen = (cpu_attention(q, *pair, jnp.int32(0), early, rows, SLOTS) for pair in ((k, v), later))
+    np.testing.assert_array_equal(seen, unseen)
+
+
+def test_rows_are_their_own_where_none_are_named(compiled):
+    q, k, v, at, _ = made(ROWS, 3, 2, 2, 16)
+    own = jnp.arange(ROWS, dtype=jnp.int32)
+    attend = jax.jit(cpu_attention, static_argnums=6)
+    named, unnamed = (attend(q, k, v, jnp.int32(1), at, rows, SLOTS) for rows in (own, None))
+    np.testing.assert_array_equal(named, unnamed)
+    outside = attend(q, k, v, jnp.int32(1), at, own.at[2].set(ROWS), SLOTS)
+    assert np.all(np.asarray(outside)[2] == 0)
+    np.testing.assert_array_equal(np.delete(outside, 2, 0), np.delete(named, 2, 0))
+
+
+@pytest.mark.parametrize("bits", [0x7FC00000, 0xFFC00000, 0x7FC000C0])
+def test_what_is_not_a_number_is_not_hidden(compiled, bits):
+    q, k, v, at, rows = made(2, 4, 2, 2, 16)
+    k = k.at[:, :, rows[0], :, 0, 0].set(jnp.asarray(np.uint32(bits).view(np.float32)))
+    found = np.asarray(cpu_attention(q, k, v, jnp.int32(0), at, rows, SLOTS))
+    assert np.isnan(found[0]).all()
+    assert rows[0] == rows[1] or not np.isnan(found[1]).any()
+
+
+@pytest.mark.parametrize("score", [280.0, 1e4])
+def test_large_scores_do_not_overflow(compiled, score):
+    q, k, v, at, rows = made(3, 4, 2, 2, 16)
+    exact = jax.nn.one_hot(3, BLOCK * BLOCKS).reshape(BLOCKS, BLOCK)
+    k = jnp.zeros_like(k).at[:, :, :, :, 0].set(score * exact[:, None, None])
+    q = jnp.zeros_like(q).at[..., 0].set(1.0)
+    at = jnp.maximum(at, 3)
+    found = np.asarray(cpu_attention(q, k, v, jnp.int32(0), at, rows, SLOTS))
+    real = np.asarray(at < SLOTS)
+    wanted = np.repeat(np.asarray(v)[0, 0, np.asarray(rows), :, 3], 2, axis=1)[:, None]
+    np.testing.assert_allclose(found[real], np.broadcast_to(wanted, found.shape)[real], rtol=1e-6)
+
+
+def caches(config, rows, slots, threads=1):
+    """An empty one that the kernel reads, and one that XLA does."""
+    how = {"slots_last": True, "threads": threads}
+    return [KVCache.create(config, rows, slots, compiled=compiled, **how) for compiled in (True, False)]
+
+
+def prefill(decoder, tokens, at, cache, rows=None):
+    return jax.jit(lambda: decoder.prefill(tokens, positions=at, cache=cache, rows=rows))()
+
+
+def alike(one, other):
+    for name in ("k", "v"):
+        np.testing.assert_allclose(getattr(one, name), getattr(other, name), rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_layers_give_the_numbers_of_xla(compiled, shape):
+    """Pieces of one text and of others, some of it behind the last slot, then single tokens."""
+    config = SHAPES[shape]
+    decoder, slots = make(config), 2 * BLOCK - 5
+    tokens, rows = draw(config, 4, 70), jnp.array([3, 0, 3, 1])
+    at = places(4, 70) + jnp.array([20, 0, 90, slots - 30])[:, None]
+    real = np.asarray(at < slots)
+    assert can_compute(config, jnp.float32)
+    (found, ours), (wanted, theirs) = (
+        extend(decoder, tokens, at, cache, rows) for cache in caches(config, 5, slots)
+    )
+    np.testing.assert_allclose(found[real], wanted[real], rtol=2e-5, atol=2e-5)
+    assert not np.any(np.asarray(ours.k)[:, :, [2, 4]])
+    alike(ours, theirs)
+    ours, theirs = (prefill(decoder, tokens, at, cache, rows) for cache in caches(config, 5, slots))
+    alike(ours, theirs)
+    last = jnp.array([[160], [70], [slots], [20], [0]])
+    (found, _), (wanted, _) = (extend(decoder, draw(config, 5, 1), last, cache) for cache in (ours, theirs))
+    kept = np.array([0, 1, 3, 4])
+    np.testing.assert_allclose(found[kept], wanted[kept], rtol=2e-5, atol=2e-5)
+
+
+def test_zeros_come_out_for_what_has_no_slot(compiled):
+    decoder, (cache, _) = make(BASE), caches(BASE, 3, 20)
+    x, at = jnp.ones((3, 2, BASE.hidden)), jnp.array([[0, 1], [-1, 20], [5, 6]])
+    weights = {str(path[-1]): leaf[...] for path, leaf in nnx.to_flat_state(nnx.state(decoder.layers))}
+    angles = (jnp.ones((3, 2, BASE.head_dim // 2)),) * 2
+    how = {"slots": 20, "eps": 1e-6, "last_reads": True}
+    out, pair = cpu_layers(x, angles, weights, cache.k, cache.v, at, jnp.array([0, 1, 3]), **how)
+    assert np.all(np.asarray(out)[1:] == 0) and np.all(np.asarray(out)[0] != 0)
+    assert all(np.any(np.asarray(part)[:, :, 0]) and not np.any(np.asarray(part)[:, :, 1:]) for part in pair)
+
+
+def test_gates_far_below_zero_let_nothing_through(compiled):
+    """Where the exponential has no smaller number left, its product with what is below zero would."""
+    decoder = nnx.merge(*nnx.split(make(SHAPES["one-layer"])))
+    decoder.embedding[...] = jnp.abs(decoder.embedding[...])
+    decoder.layers.mlp_norm[...] = jnp.abs(decoder.layers.mlp_norm[...])
+    decoder.layers.o[...] = jnp.zeros_like(decoder.layers.o[...])
+    decoder.layers.gate[...] = -1e36 * jnp.abs(decoder.layers.gate[...])
+    tokens, (ours, theirs) = draw(BASE, 2, 9), caches(decoder.config, 2, 20)
+    (found, _), (wanted, _) = (extend(decoder, tokens, places(2, 9), cache) for cache in (ours, theirs))
+    np.testing.assert_allclose(found, wanted, rtol=1e-6)
+
+
+def test_prefilled_and_decoded_tokens_are_those_of_one_pass(compiled):
+    decoder, tokens = make(BASE), draw(BASE, 3, 150)
+    expected, (cache, _) = run(decoder, tokens, places(3, 150)), caches(BASE, 3, 200)
+    cache = prefill(decoder, tokens[:, :140], places(3, 140), cache)
+    for time in range(140, 150):
+        some = tokens[:, time : time + 1]
+        hidden, cache = extend(decoder, some, jnp.full((3, 1), time), cache)
+        np.testing.assert_allclose(hidden, expected[:, time : time + 1], rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("shape", ["qwen3", "large"])
+def test_a_tokens_bits_depend_on_its_past_alone(compiled, shape):
+    """Not on its neighbours, on how many come at a time, or on how many threads compute."""
+    config = SHAPES[shape]
+    decoder, tokens = make(config), draw(config, 9, 150)
+    (whole, ours), (threaded, others) = (
+        extend(decoder, tokens, places(9, 150), caches(config, 9, 150, threads)[0]) for threads in (1, 4)
+    )
+    np.testing.assert_array_equal(threaded, whole)
+    np.testing.assert_array_equal(others.k, ours.k)
+    cache, rows = caches(config, 9, 150)[0], jnp.array([4, 2])
+    for first, last in ((0, 77), (77, 78), (78, 150)):
+        some = slice(first, last)
+        hidden, cache = extend(decoder, tokens[rows, some], places(2, 150)[:, some], cache, rows)
+        np.testing.assert_array_equal(hidden, whole[rows, some])
+    np.testing.assert_array_equal(cache.k[:, :, rows], ours.k[:, :, rows])
+    np.testing.assert_array_equal(cache.v[:, :, rows], ours.v[:, :, rows])
+
+
+@pytest.mark.parametrize("which", ["kernel", "XLA"])
+def test_a_token_of_nan_reaches_only_tokens_that_see_it(compiled, which):
+    """Neither those before it, those of other rows, nor a later text of its row whose positions end before it."""
+    decoder, tokens = make(BASE), draw(BASE, 3, 40).at[0, 20].set(7).at[1:].add(1)
+    tokens = jnp.where((tokens == 7) & (jnp.arange(120).reshape(3, 40) != 20), 8, tokens)
+    cache = caches(BASE, 3, 60)[which == "XLA"]
+    broken = nnx.merge(*nnx.split(decoder))
+    broken.embedding[...] = broken.embedding[...].at[7].set(jnp.nan)
+    (healthy, _), (found, after) = (extend(d, tokens, places(3, 40), cache) for d in (decoder, broken))
+    assert np.isnan(np.asarray(found)[0, 20:]).all()
+    np.testing.assert_array_equal(found[0, :20], healthy[0, :20])
+    np.testing.assert_array_equal(found[1:], healthy[1:])
+    other = jnp.roll(tokens, 1, axis=0)[:, :10]
+    (wanted, _), (again, _) = (extend(broken, other, places(3, 10), held) for held in (cache, after))
+    np.testing.assert_array_equal(again, wanted)
+    assert np.isfinite(np.asarray(wanted)).all()
+
+
+@pytest.mark.parametrize("threads", [0, 1, 4])
+def test_rows_are_copied_as_they_were(compiled, threads):
+    """Whole blocks and those only, also from a row that is written meanwhile; 0 threads: by XLA."""
+    draw = np.random.default_rng(0)
+    held = [draw.normal(size=(LAYERS, BLOCKS, ROWS, 2, *last)) for last in ((16, BLOCK), (BLOCK, 16))]
+    k, v = (jnp.asarray(part, jnp.float32) for part in held)
+    cache = KVCache(k, v, SLOTS, slots_last=True, compiled=threads > 0, threads=threads)
+    source, target = jnp.array([0, 1, 2, 2, 0, 1]), jnp.array([1, 2, 0, 3, ROWS, 4])
+    slots, kept = jnp.array([200, 1, 2 * BLOCK, SLOTS, SLOTS, 0]), jnp.array([0, 0, BLOCK + 3, 5, 0, 0])
+    found = jax.jit(lambda cache: cache.copy_rows(source, target, slots, kept))(cache)
+    for name, before in (("k", k), ("v", v)):
+        wanted, before = np.array(before), np.asarray(before)
+        for row, blocks, of in (
+            (1, slice(0, 2), 0),
+            (2, slice(0, 1), 1),
+            (0, slice(1, 2), 2),
+            (3, slice(0, 3), 2),
+        ):
+            wanted[:, blocks, row] = before[:, blocks, of]
+        np.testing.assert_array_equal(getattr(found, name), wanted)
+
+
+def asked(rows, width, vocabulary, seed=0):
+    """Hidden states and a table of a sharp distribution, numbers in [0, 1) and temperatures, 0 among them."""
+    draw = np.random.default_rng(seed)
+    hidden, table = (
+        draw.normal(size=(rows, width)),
+        3 * draw.normal(size=(width, vocabulary)) / np.sqrt(width),
+    )
+    temperature = draw.choice([0.0, 0.1, 0.7, 1.0, 1.7], rows)
+    return [jnp.asarray(part, jnp.float32) for part in (hidden, table, draw.random(rows), temperature)]
+
+
+def log_softmax(logits):
+    """In float64."""
+    logits = np.asarray(logits, np.float64)
+    return logits - scipy.special.logsumexp(logits, axis=-1, keepdims=True)
+
+
+@pytest.mark.parametrize(("rows", "width", "vocabulary"), [(200, 32, 416), (40, 128, 1664), (3, 64, 16)])
+def test_tokens_are_drawn_by_inverting_the_cumulative_distribution(compiled, rows, width, vocabulary):
+    hidden, table, uniform, temperature = asked(rows, width, vocabulary)
+    edges = uniform.at[:8].set(0.0).at[8:16].set(np.nextafter(np.float32(1), np.float32(0)))
+    ids, full, drawn = (np.asarray(part) for part in cpu_draw(hidden, table, edges, temperature))
+    logits, places = np.asarray(hidden, np.float64) @ np.asarray(table, np.float64), np.arange(rows)
+    np.testing.assert_allclose(full, log_softmax(logits)[places, ids], rtol=1e-5, atol=1e-5)
+    heat = np.asarray(temperature)
+    assert np.array_equal(ids[heat == 0], logits.argmax(-1)[heat == 0]) and not np.any(drawn[heat == 0])
+    scaled = log_softmax(logits / np.where(heat > 0, heat, 1.0)[:, None])
+    ends = np.cumsum(np.exp(scaled), axis=-1)
+    begins, at, hot = ends - np.exp(scaled), np.asarray(edges), heat > 0
+    np.testing.assert_allclose(drawn[hot], scaled[places, ids][hot], rtol=2e-5, atol=2e-5)
+    assert (begins[places, ids] <= at + 1e-6)[hot].all() and (ends[places, ids] >= at - 1e-6)[hot].all()
+
+
+@pytest.mark.parametrize("kept", [{}, {"top_p": 0.9, "top_k": 30}])
+def test_a_drawn_token_depends_on_its_row_alone(compiled, kept):
+    given = asked(50, 256, 1040)  # a table so large that its columns are laid side by side
+    whole = cpu_draw(*given, **kept)
+    for part, threaded in zip(whole, cpu_draw(*given, **kept, threads=4), strict=True):
+        np.testing.assert_array_equal(part, threaded)
+    hidden, table, *rest = given
+    for some in (slice(7, 8), slice(20, 23)):
+        alone = cpu_draw(hidden[some], table, *(part[some] for part in rest), **kept)
+        for part, own in zip(whole, alone, strict=True):
+            np.testing.assert_array_equal(part[some], own)
+
+
+def test_tokens_of_probability_0_are_not_drawn_and_what_is_not_a_number_is_told(compiled):
+    table = jnp.full((16, 400), -200.0).at[:, jnp.array([137, 139])].set(0.0).at[:, 300].set(-0.05)
+    hidden = jnp.ones((4, 16)).at[3, 2].set(jnp.nan)
+    low, high = 0.0, float(np.nextafter(np.float32(1), np.float32(0)))
+    ids, full, drawn = cpu_draw(
+        hidden, table, jnp.array([low, high, 0.5, 0.5]), jnp.array([1.0, 1.0, 0.0, 1.0])
+    )
+    assert np.asarray(ids)[:3].tolist() == [137, 300, 137]
+    assert np.isfinite(np.asarray(full)[:3]).all() and np.isnan([full[3], drawn[3]]).all()
+
+
+@pytest.mark.parametrize("kept", [{}, {"top_p": 0.9}, {"top_k": 3}])
+@pytest.mark.parametrize(
+    ("logit", "finite"), [(np.nan, False), (-np.nan, False), (np.inf, False), (-np.inf, True), (0.0, True)]
+)
+@pytest.mark.parametrize("place", [0, 39, 47])
+def test_both_kernels_know_a_row_that_is_no_distribution(compiled, kept, logit, finite, place):
+    table = jnp.asarray(np.random.default_rng(0).normal(size=(16, 48)), jnp.float32).at[0, place].set(logit)
+    hidden, heat = jnp.ones((4, 16)), jnp.array([1.0, 0.5, 1.5, 0.0])
+    keys = jax.random.split(jax.random.key(0), 4)
+    for drawn in (
+        cpu_draw(hidden, table, uniform(keys), heat, **kept),
+        sample(hidden @ table, keys, heat, **kept),
+    ):
+        ids, full, as_drawn = (np.asarray(part) for part in drawn)
+        assert ((ids >= 0) & (ids < 48)).all()
+        assert (np.isfinite(full) & np.isfinite(as_drawn) == finite).all()
+    nothing = jnp.full((16, 48), -jnp.inf)
+    for drawn in (cpu_draw(hidden, nothing, uniform(keys), heat), sample(hidden @ nothing, keys, heat)):
+        assert not np.isfinite(drawn[1]).any()
+
+
+@pytest.mark.parametrize(
+    "kept",
+    [
+        {"top_p": 0.95},
+        {"top_p": 0.5, "top_k": 7},
+        {"top_p": 1e-6},
+        {"top_p": float(np.nextafter(np.float32(1), np.float32(0)))},
+        {"top_k": 1},
+        {"top_k": 40},
+        {"top_k": 1663},
+        {"top_k": 2**31 - 1},
+    ],
+)
+@pytest.mark.parametrize("vocabulary", [1664, 8320])
+def test_the_least_likely_tokens_are_left_out(compiled, kept, vocabulary):
+    draws_as_sample(asked(100, 64, vocabulary), kept)
+
+
+def draws_as_sample(given, kept):
+    """The same tokens are left out, and the same drawn of the others."""
+    hidden, table, _, temperature = given
+    keys, logits = jax.random.split(jax.random.key(1), len(hidden)), hidden @ table
+    ids, full, drawn = cpu_draw(hidden, table, uniform(keys), temperature, **kept)
+    known = kept | {"top_k": min(kept.get("top_k", 0), table.shape[1])}
+    their_ids, their_full, their_drawn = sample(logits, keys, temperature, **known)
+    same = np.asarray(ids == their_ids)
+    assert same.mean() > 0.98  # where a number falls between two tokens, rounding chooses
+    np.testing.assert_allclose(full[same], their_full[same], rtol=1e-5, atol=2e-5)
+    np.testing.assert_allclose(drawn[same], their_drawn[same], rtol=1e-5, atol=3e-5)
+    heat = jnp.where(temperature > 0, temperature, 1.0)[:, None]
+    assert (truncate(logits / heat, **known)[np.arange(len(ids)), ids] > -jnp.inf).all()
+
+
+def test_alike_tokens_are_kept_together_and_what_is_not_a_number_has_no_share(compiled):
+    table = jnp.full((16, 48), -3.0).at[:, 5].set(0.0).at[:, jnp.array([9, 20, 33])].set(-0.125)
+    hidden = jnp.ones((64, 16)).at[63, 2].set(jnp.nan)
+    given = hidden, table, jnp.arange(64) / 64, jnp.ones(64)
+    for kept, wanted in (
+        ({"top_k": 2}, {5, 9, 20, 33}),
+        ({"top_p": 0.8}, {5, 9, 20, 33}),
+        ({"top_p": 0.7}, {5}),
+    ):
+        ids, _, drawn = cpu_draw(*given, **kept)
+        assert set(np.asarray(ids[:63]).tolist()) == wanted and np.isnan(drawn[63])
+        share = np.bincount(np.asarray(ids[:63]), minlength=48) / 63
+        np.testing.assert_allclose(np.exp(np.asarray(drawn[:63])), share[np.asarray(ids[:63])], atol=0.02)
+
+
+def test_models_and_caches_draw_where_their_layers_are(compiled):
+    untied = dataclasses.replace(BASE, vocab_size=96, tie_embeddings=False)
+    ours, theirs = caches(untied, 2, 20)
+    decoder = make(untied)
+    assert decoder.drawn_by(ours) is not None and decoder.drawn_by(theirs) is None
+    assert make(BASE).drawn_by(ours) is None  # 97 tokens
+    tied = make(dataclasses.replace(BASE, vocab_size=96))
+    assert tied.drawn_by(ours) is None  # until its table is turned
+    add_lora(decoder, LoraConfig(rank=2), rngs=nnx.Rngs(0))
+    assert decoder.drawn_by(ours) is None
+
+
+def test_adapters_are_left_to_xla_or_added_before(compiled):
+    decoder = filled(BASE)
+    add_lora(decoder, LoraConfig(rank=2), rngs=nnx.Rngs(0))
+    for name in ("q_lora_b", "down_lora_b"):
+        held = getattr(decoder.layers, name)
+        held[...] = jax.random.normal(jax.random.key(1), held.shape) * 0.1
+    tokens, (ours, theirs) = draw(BASE, 2, 9), caches(BASE, 2, 20)
+    assert not decoder._in_kernel(ours) and merged(decoder)._in_kernel(ours)
+    wanted, _ = extend(decoder, tokens, places(2, 9), theirs)
+    for model in (decoder, merged(decoder)):
+        found, _ = extend(model, tokens, places(2, 9), ours)
+        np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_a_turned_table_gives_the_same_logits():
+    decoder, hidden = make(BASE), jax.random.normal(jax.random.key(0), (2, 3, BASE.hidden))
+    turned = nnx.merge(*nnx.split(decoder))
+    turned.turned = decoder.embedding[...].T
+    np.testing.assert_allclose(turned.unembed(hidden), decoder.unembed(hidden), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("changed", [{"hidden": 40}, {"mlp": 56}, {"head_dim": 24}])
+def test_other_shapes_are_left_to_xla(changed):
+    config = dataclasses.replace(BASE, **changed)
+    assert not can_compute(config, jnp.float32) and not can_compute(BASE, jnp.bfloat16)
+    decoder, tokens, (cache, _) = filled(config), draw(config, 2, 9), caches(config, 2, 20)
+    if config.head_dim % 16 == 0:
+        found, _ = extend(decoder, tokens, places(2, 9), cache)
+        np.testing.assert_allclose(found, run(decoder, tokens, places(2, 9)), rtol=2e-4, atol=2e-4)
+
+
+@pytest.mark.parametrize(("dtype", "width"), [(jnp.bfloat16, 32), (jnp.float32, 8), (jnp.float32, 24)])
+def test_other_numbers_and_heads_are_left_to_xla(dtype, width):
+    assert not can_attend(dtype, width)
+
+
+def test_it_is_compiled_once(compiled, tmp_path, monkeypatch):
+    first, run = kernel._library(tmp_path), subprocess.run
+
+    def only_asked(command, **how):
+        assert command[1:] == ["--version"]
+        return run(command, **how)
+
+    monkeypatch.setattr(subprocess, "run", only_asked)
+    assert kernel._library(tmp_path) == first and {*tmp_path.iterdir()} == {first, kernel._seal(first)}
+
+
+def test_it_runs_where_vectors_are_short(compiled, tmp_path, monkeypatch):
+    """Compiled for the oldest processors that the compiler knows."""
+    monkeypatch.setattr(kernel, "NATIVE", "-w")
+    library = ctypes.CDLL(str(kernel._library(tmp_path)))
+    for name in ("ATTENTION", "LAYERS", "COPY", "DRAW"):
+        target = getattr(kernel, name)
+        monkeypatch.setattr(kernel, name, f"{target}_short")
+        jax.ffi.register_ffi_target(
+            f"{target}_short", jax.ffi.pycapsule(getattr(library, target)), platform="cpu"
+        )
+    q, k, v, at, rows = made(4, 21, 2, 2, 32)
+    groups = KVCache(k, v, SLOTS, slots_last=True).groups(at)
+    expected = cache_attention(q, k, v, jnp.int32(1), at, rows, groups, (), slots_last=True)
+    found = cpu_attention(q, k, v, jnp.int32(1), at, rows, SLOTS)
+    real = np.asarray(at < SLOTS)
+    np.testing.assert_allclose(found[real], expected[real], rtol=1e-5, atol=1e-6)
+    decoder, tokens, at = make(SHAPES["large"]), draw(BASE, 3, 40), places(3, 40)
+    (found, ours), (wanted, theirs) = (
+        decoder.extend(tokens, positions=at, cache=cache) for cache in caches(decoder.config, 3, 50)
+    )
+    np.testing.assert_allclose(found, wanted, rtol=2e-5, atol=2e-5)
+    alike(ours, theirs)
+    for kept in ({}, {"top_p": 0.8, "top_k": 30}):
+        draws_as_sample(asked(100, 64, 1664), kept)
+    several = [jnp.array(numbers) for numbers in ((0, 1), (1, 2), (0, 0), (1, 1))]
+    for part, whole in zip(cpu_copy(ours.k, ours.v, *several), (ours.k, ours.v), strict=True):
+        np.testing.assert_array_equal(part[:, 0, 1:], whole[:, 0, :2])
+        np.testing.assert_array_equal(part[:, 0, 0], whole[:, 0, 0])
+
+
+def test_a_kernel_that_is_there_needs_no_compiler(compiled, tmp_path, monkeypatch, caplog):
+    first = kernel._library(tmp_path)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert (
+        kernel._library(tmp_path) == first and "CXX=no-such-compiler: there is no such program" in caplog.text
+    )
+    monkeypatch.setattr(kernel, "FLAGS", (*kernel.FLAGS, "-g"))
+    with pytest.raises(FileNotFoundError, match="There is no"):
+        kernel._library(tmp_path)
+
+
+def test_without_a_compiler_a_warning_says_so(monkeypatch, tmp_path, caplog):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    with caplog.at_level(logging.WARNING):
+        assert not kernel._register.__wrapped__()
+    assert "There is no C++ compiler." in caplog.text and "CXX" in caplog.text
+
+
+def test_a_compiler_that_cannot_be_read_is_told(monkeypatch, caplog):
+    monkeypatch.setenv("CXX", "'g++")
+    with caplog.at_level(logging.WARNING):
+        assert not kernel._register.__wrapped__()
+    assert "No closing quotation" in caplog.text
+
+
+def test_a_compiler_that_fails_is_quoted(monkeypatch, tmp_path, caplog):
+    broken = tmp_path / "c++"
+    broken.write_text(
+        '#!/bin/sh\n[ "$1" = --version ] && echo broken && exit 0\necho out of order >&2\nexit 1\n'
+    )
+    broken.chmod(broken.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setenv("CXX", str(broken))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    with caplog.at_level(logging.WARNING):
+        assert not kernel._register.__wrapped__()
+    assert "out of order" in caplog.text
+
+
+@pytest.fixture
+def harmless(compiled, tmp_path, monkeypatch):
+    """The kernel's source is a function that does nothing; a cache with a library that others may have put there in its place."""
+    source, planted = tmp_path / "source.cc", tmp_path / "planted.cc"
+    source.write_text('extern "C" int ours() { return 1; }')
+    planted.write_text('extern "C" int theirs() { return 1; }')
+    monkeypatch.setattr(kernel, "SOURCE", source)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    folder = tmp_path.resolve() / "cache" / "rrl" / "kernels"
+    folder.mkdir(parents=True, mode=0o700)
+    library = kernel._library(folder)
+    compiler = next(name for name in ("c++", "g++", "clang++") if shutil.which(name))
+    subprocess.run([compiler, "-shared", "-fPIC", str(planted), "-o", str(library)], check=True)
+    library.chmod(0o755)
+    kernel._seal(library).write_text(hashlib.sha256(library.read_bytes()).hexdigest())
+    return library
+
+
+def test_a_kernel_that_this_user_alone_may_write_is_loaded(harmless, caplog):
+    assert hasattr(kernel._loaded(), "theirs") and not caplog.messages
+
+
+@pytest.mark.parametrize("size", [0, 2000])
+def test_a_kernel_that_is_there_in_part_is_compiled_anew(harmless, caplog, size):
+    os.truncate(harmless, size)
+    assert hasattr(kernel._loaded(), "ours") and f"{harmless} is not what was compiled there" in caplog.text
+    caplog.clear()
+    assert hasattr(kernel._loaded(), "ours") and not caplog.messages
+
+
+def test_a_kernel_in_a_folder_that_others_may_write_to_is_compiled_apart(harmless, caplog):
+    harmless.parent.chmod(0o777)
+    before, made = harmless.read_bytes(), kernel._loaded()
+    assert hasattr(made, "ours") and not hasattr(made, "theirs")
+    assert f"{harmless.parent} may be written to by other users" in caplog.text
+    assert harmless.read_bytes() == before and not Path(made._name).exists()
+
+
+def test_a_kernel_that_others_may_write_is_compiled_anew_in_its_place(harmless, caplog):
+    harmless.chmod(0o757)
+    assert hasattr(kernel._loaded(), "ours") and f"{harmless} may be written to by other users" in caplog.text
+    assert stat.S_IMODE(harmless.stat().st_mode) == 0o700
+    caplog.clear()
+    assert hasattr(kernel._loaded(), "ours") and not caplog.messages
+
+
+def test_without_a_compiler_a_kernel_that_others_may_write_is_left_alone(harmless, monkeypatch):
+    monkeypatch.setenv("PATH", str(harmless.parent))
+    monkeypatch.delenv("CXX", raising=False)
+    assert kernel._library(harmless.parent) == harmless
+    harmless.chmod(0o757)
+    with pytest.raises(FileNotFoundError, match="There is no"):
+        kernel._library(harmless.parent)

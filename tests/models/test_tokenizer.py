@@ -1,0 +1,239 @@
+"""Tokenizers keep every byte, and the bytes of each id are known exactly, whatever the tokenizer's family."""
+
+import dataclasses
+import json
+import logging
+import re
+from pathlib import Path
+
+import pytest
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen2Tokenizer
+
+from rrl.errors import UserError
+from rrl.miniwiki import generate
+from rrl.models.tokenizer import (
+    END,
+    PAD,
+    QWEN_END,
+    START,
+    end_ids,
+    load_tokenizer,
+    token_bytes,
+    train_tokenizer,
+)
+from tests.tiny import tiny_shape
+
+SHIPPED = Path(__file__).parents[2] / "assets" / "miniwiki-tokenizer"
+TEXTS = [
+    " director of Silver Harbour",
+    "(Title: Lena Corström) Lena Corström was born in 1931 in Lornford.\n",
+    "<search> spouse of Marta Velikov </search>\n<answer> yes </answer>",
+    "日本語 🙂 naïve\t\ttabs \n\n  spaces   end ",
+    "\x00\x7f\u00a0\u2028",
+]
+
+
+@pytest.fixture(scope="module")
+def shipped() -> PreTrainedTokenizerFast:
+    return load_tokenizer(SHIPPED)
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_text_comes_back_unchanged(shipped: PreTrainedTokenizerFast, text: str) -> None:
+    ids = shipped.encode(text)
+    assert shipped.decode(ids) == text
+    table = token_bytes(shipped)
+    assert b"".join(table[i] for i in ids) == text.encode()
+
+
+def test_special_tokens_have_no_bytes_and_tags_are_not_special(shipped: PreTrainedTokenizerFast) -> None:
+    table = token_bytes(shipped)
+    assert len(table) == len(shipped)
+    assert [shipped.convert_ids_to_tokens(i) for i, b in enumerate(table) if not b] == [PAD, START, END]
+    assert shipped.pad_token == PAD
+    assert shipped.eos_token == END
+    assert len(shipped.encode("<search>")) > 1
+
+
+def test_years_are_two_tokens_and_a_name_is_the_same_everywhere(shipped: PreTrainedTokenizerFast) -> None:
+    assert all(len(shipped.encode(f" {year}")) == 2 for year in range(1000, 2020))
+    name = shipped.encode(" Marta Velikov")
+    for before, after in [
+        ("director of", " </search>"),
+        ("(Title:", ") x"),
+        (". The founder is", "."),
+        ("by", ", and"),
+    ]:
+        ids = shipped.encode(before + " Marta Velikov" + after)
+        start = len(shipped.encode(before))
+        assert ids[start : start + len(name)] == name
+
+
+def test_names_and_passages_cost_few_tokens(shipped: PreTrainedTokenizerFast) -> None:
+    passages = generate("test", 0, 500, worlds=2).passages
+    assert sum(len(shipped.encode(f" {p.title}")) for p in passages) / 500 < 3.5
+    assert 20 <= sum(len(shipped.encode(f" {p.text}")) for p in passages) / 500 <= 40
+
+
+def test_chat_template_is_chatml(shipped: PreTrainedTokenizerFast) -> None:
+    messages = [{"role": "user", "content": "Who?"}]
+    text = shipped.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert text == "<|im_start|>user\nWho?<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_a_trained_tokenizer_survives_its_folder(tmp_path: Path) -> None:
+    trained = train_tokenizer(TEXTS * 5, 300)
+    trained.save_pretrained(tmp_path)
+    loaded = load_tokenizer(tmp_path)
+    assert [loaded.encode(text) for text in TEXTS] == [trained.encode(text) for text in TEXTS]
+    assert loaded.chat_template == trained.chat_template
+    assert token_bytes(loaded) == token_bytes(trained)
+
+
+def test_bytes_of_a_sentence_piece_tokenizer_with_byte_fallback() -> None:
+    vocab = {"<unk>": 0, "<s>": 1, "</s>": 2} | {f"<0x{byte:02X}>": 3 + byte for byte in range(256)}
+    for piece in ("▁", "a", "b", "▁a", "ab", "▁ab", "é"):
+        vocab[piece] = len(vocab)
+    merges = [("▁", "a"), ("a", "b"), ("▁", "ab")]
+    raw = Tokenizer(models.BPE(vocab, merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    raw.normalizer = normalizers.Replace(" ", "▁")
+    raw.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    llama = PreTrainedTokenizerFast(
+        tokenizer_object=raw, unk_token="<unk>", bos_token="<s>", eos_token="</s>"
+    )
+    table = token_bytes(llama)
+    assert table[:3] == [b"", b"", b""]
+    for text in (" ab a", "aé日b"):
+        assert b"".join(table[i] for i in llama.encode(text, add_special_tokens=False)) == text.encode()
+
+
+def gemma() -> Tokenizer:
+    """BPE whose normalizer turns spaces into U+2581, and whose decoder turns them back."""
+    raw = Tokenizer(models.BPE({"<unk>": 0, "</s>": 1, "▁": 2, "a": 3, "<0x41>": 4}, [], unk_token="<unk>"))
+    raw.normalizer = normalizers.Replace(" ", "▁")
+    raw.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    return raw
+
+
+def unigram() -> Tokenizer:
+    raw = Tokenizer(models.Unigram([("<unk>", 0.0), ("</s>", 0.0), ("▁", -1.0), ("a", -2.0)], unk_id=0))
+    raw.pre_tokenizer, raw.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    return raw
+
+
+@pytest.mark.parametrize("made", [gemma, unigram])
+def test_tokens_added_to_a_sentence_piece_tokenizer_are_what_its_decoder_shows(made) -> None:
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=made(), unk_token="<unk>", eos_token="</s>")
+    tokenizer.add_tokens(["▁▁", "▁tool▁é", AddedToken("▁raw", normalized=False), "<tag>"])
+    table, vocab = token_bytes(tokenizer), tokenizer.get_vocab()
+    for piece in ("▁▁", "▁tool▁é", "▁raw", "<tag>", *["<0x41>"] * (made is gemma)):
+        ids = [vocab["a"], vocab[piece], vocab["a"]]  # a decoder may strip the first space of a text
+        assert b"".join(table[i] for i in ids).decode() == tokenizer.decode(ids)
+
+
+def test_a_piece_beyond_the_byte_alphabet_is_what_the_byte_level_decoder_shows() -> None:
+    pieces = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "日本", "Ġ日", "x y", "Ġa", "Ã©", "</s>"]
+    raw = Tokenizer(models.BPE({piece: index for index, piece in enumerate(pieces)}, []))
+    raw.decoder = decoders.ByteLevel()
+    table = token_bytes(PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="</s>"))
+    for index, piece in enumerate(pieces[256:-1], start=256):
+        assert table[index].decode() == raw.decode([index]), piece
+
+
+def test_added_tokens_that_are_not_special_keep_their_text() -> None:
+    tokenizer = train_tokenizer(TEXTS, 300)
+    tokenizer.add_tokens(["<tool é>"])
+    assert token_bytes(tokenizer)[len(tokenizer) - 1] == "<tool é>".encode()
+
+
+def test_word_pieces_are_refused() -> None:
+    raw = Tokenizer(models.WordPiece({"[UNK]": 0, "a": 1, "##b": 2}, unk_token="[UNK]"))
+    raw.pre_tokenizer = pre_tokenizers.Whitespace()
+    with pytest.raises(UserError, match="SentencePiece"):
+        token_bytes(PreTrainedTokenizerFast(tokenizer_object=raw, unk_token="[UNK]"))
+
+
+def test_what_a_folder_lacks_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="not a folder"):
+        load_tokenizer(tmp_path / "missing")
+    with pytest.raises(UserError, match=r"tokenizer\.json"):
+        load_tokenizer(tmp_path)
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"broken": True}))
+    with pytest.raises(UserError, match="cannot load"):
+        load_tokenizer(tmp_path)
+
+
+def test_a_vocabulary_smaller_than_the_bytes_is_refused() -> None:
+    with pytest.raises(UserError, match="259"):
+        train_tokenizer(["a"], 100)
+
+
+@pytest.mark.parametrize("model_type", ["qwen2", "qwen3", "llama"])
+def test_a_model_beside_it_does_not_change_the_tokenizer(tmp_path: Path, model_type: str) -> None:
+    tokenizer = train_tokenizer(TEXTS, 400)
+    tokenizer.save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+    loaded = load_tokenizer(tmp_path)
+    assert loaded.backend_tokenizer.to_str() == tokenizer.backend_tokenizer.to_str()
+
+
+def of_qwen(folder: Path, normalizer: normalizers.Normalizer | None, declared: str) -> Path:
+    """A folder whose tokenizer has the end of text of Qwen's vocabulary, and some letters."""
+    letters = pre_tokenizers.ByteLevel.alphabet()
+    vocab = {letter: number for number, letter in enumerate(letters)} | dict([QWEN_END])
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    if normalizer is not None:
+        tokenizer.normalizer = normalizer
+    folder.mkdir()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    wanted = {"tokenizer_class": declared, "eos_token": QWEN_END[0]}
+    (folder / "tokenizer_config.json").write_text(json.dumps(wanted))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("normalizer", "declared", "words"),
+    [
+        (None, "TokenizersBackend", "become other tokens than the model was trained on"),
+        (None, "Qwen2Tokenizer", "transformers' Qwen2Tokenizer applies it all the same"),
+        (normalizers.NFC(), "TokenizersBackend", ""),
+        (normalizers.NFC(), "Qwen2Tokenizer", ""),
+    ],
+)
+def test_a_qwen_tokenizer_whose_file_lost_its_normalizer_is_named_once(
+    normalizer, declared: str, words: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = of_qwen(tmp_path / "converted", normalizer, declared)
+    with caplog.at_level(logging.WARNING):
+        loaded = load_tokenizer(folder)
+        load_tokenizer(folder)
+    assert isinstance(loaded, Qwen2Tokenizer) == (declared == "Qwen2Tokenizer")
+    said = [record.getMessage() for record in caplog.records if "NFC" in record.getMessage()]
+    assert len(said) == bool(words) and words in "".join(said)
+    composed = loaded.encode("e\u0301") == loaded.encode("\u00e9")
+    assert composed == (words != "become other tokens than the model was trained on")
+
+
+def test_a_tokenizer_of_ours_has_no_normalizer_and_no_warning(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        assert load_tokenizer(SHIPPED).backend_tokenizer.normalizer is None
+    assert not caplog.records
+
+
+def test_a_turn_ends_where_the_template_ends_it_although_nothing_else_calls_it_an_end(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    tokenizer = load_tokenizer(SHIPPED)
+    config = dataclasses.replace(tiny_shape(len(tokenizer), 256), eos_token_id=2)
+    assert end_ids(tokenizer, config) == [2] and not caplog.records
+    tokenizer.eos_token = "<|endoftext|>"
+    tokenizer.name_or_path = "base_with_chat_template"
+    config = dataclasses.replace(config, eos_token_id=0)
+    assert end_ids(tokenizer, config) == end_ids(tokenizer, config) == [0, 2]
+    assert len(caplog.records) == 1
+    assert re.search(r"base_with_chat_template: .* ends a turn with <\|im_end\|>", caplog.text)
+    tokenizer.chat_template = None
+    assert end_ids(tokenizer, config) == [0]

@@ -1,0 +1,372 @@
+"""Plans: what is compiled and counted, what is said of it, and which knob comes first. The 7B run fits the slices it should."""
+
+import dataclasses
+import importlib.util
+import json
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AbstractMesh
+
+from configs.rsearch_grpo import get_config
+from configs.rsearch_ppo import get_config as get_ppo
+from rrl.errors import UserError
+from rrl.models.config import DecoderConfig, matrix_parameters
+from rrl.parallel.mesh import AXES
+from rrl.parallel.topology import CHIPS, GIB, Topology
+from rrl.plan import programs
+from rrl.plan.estimate import Cost, Workload, costs, forward_flops
+from rrl.plan.plan import PUBLISHED, Plan, default_mesh, first_knob, plan, policy_shape
+from rrl.plan.programs import Program
+from rrl.plan.report import report
+from rrl.train.experiment import Settings
+
+SEVEN = DecoderConfig.from_hf(PUBLISHED["Qwen2.5-7B"])
+TINY = {
+    "model_type": "qwen2",
+    "vocab_size": 64,
+    "hidden_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "intermediate_size": 32,
+    "max_position_embeddings": 128,
+    "tie_word_embeddings": True,
+}
+
+
+def with_mesh(config, data=1, fsdp=1, tensor=1):
+    config.mesh.update(data=data, fsdp=fsdp, tensor=tensor)
+    return config
+
+
+def tiny_config(folder, make=get_config):
+    (folder / "config.json").write_text(json.dumps(TINY))
+    config = make(f"policy={folder}")
+    with config.unlocked():
+        config.rollout.update(rows=8, context=64, feeds=2, feed_tokens=16)
+        config.objective.lengths = (64,)
+        config.objective.microbatch_tokens = 64
+    return config
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory):
+    config = with_mesh(tiny_config(tmp_path_factory.mktemp("policy")), fsdp=4, tensor=2)
+    return plan(config, "cpu:8")
+
+
+def test_a_plan_compiles_the_programs_and_reports_memory_traffic_and_the_verdict(compiled):
+    assert [program.name for program in compiled.programs] == ["rollout", "update", "optimiser step"]
+    assert compiled.fits
+    assert first_knob(compiled) == ""
+    text = report(compiled)
+    for line in (
+        "8 x CPU",
+        "mesh      data=1, fsdp=4, tensor=2",
+        "float32 computation",
+        "microbatches of 4 rows of 64 tokens",
+        "less than a row for each of the 4 data shards",
+        "as compiled",
+        "KV cache",
+        "optimiser state",
+        "collectives of one decode",
+        "collectives of one update",
+        "IT FITS: ",
+    ):
+        assert line in text, line
+
+
+def test_the_parts_are_those_of_the_shapes(compiled):
+    rollout = compiled.memory["rollout"]
+    assert (
+        rollout["KV cache"] == 2 * 128 * 8 * 2 * 8 * 4 / 8
+    )  # k and v, one block of 128 slots, rows, heads, width, float32
+    # embedding and kernels are split eight ways, norms and biases less: an eighth, and a little more
+    whole = 4 * compiled.parameters
+    assert whole / 8 < rollout["parameters"] < whole / 4
+    assert 2 * rollout["parameters"] <= rollout["optimiser state"] < 2.1 * rollout["parameters"]
+    assert compiled.memory["update"]["gradients"] == rollout["parameters"]
+
+
+@pytest.mark.slow
+def test_ppos_critic_is_compiled_and_counted(tmp_path):
+    found = plan(with_mesh(tiny_config(tmp_path, get_ppo), fsdp=4, tensor=2), "cpu:8")
+    assert [program.name for program in found.programs][3:] == ["critic update", "critic step"]
+    assert list(found.memory) == list(found.costs) == [program.name for program in found.programs]
+    rollout, update = found.memory["rollout"], found.memory["critic update"]
+    # The policy's kernels and embedding; the output for values is a column.
+    assert rollout["critic"] == pytest.approx(rollout["parameters"], rel=0.05)
+    assert update["gradients"] == rollout["critic"]
+    assert 2 * rollout["critic"] <= rollout["critic's optimiser"] < 2.1 * rollout["critic"]
+    text = report(found)
+    for line in ("critic's optimiser", "collectives of one critic update", "IT FITS: "):
+        assert line in text, line
+
+
+def test_a_critic_of_7b_is_another_model_beside_the_policy():
+    alone, both = (plan(make("size=7b"), "h100:8") for make in (get_config, get_ppo))
+    more = both.memory["update"]["critic"] + both.memory["update"]["critic's optimiser"]
+    assert more * 8 == pytest.approx(
+        12 * (7.616e9 - 152064 * 3584), rel=0.01
+    )  # float32, Adam; it has no head
+    assert sum(both.memory["update"].values()) - sum(alone.memory["update"].values()) == pytest.approx(more)
+    # Values once, then forward, twice that back and, with remat, forward again: the reference's place in the policy's.
+    headless = both.costs["critic update"].flops
+    assert 0.95 < headless / both.costs["update"].flops < 1
+    assert both.costs["update"].flops == alone.costs["update"].flops
+
+
+def test_a_critic_of_fewer_layers_is_counted_as_what_it_is():
+    config = get_ppo("size=7b")
+    whole = plan(config, "h100:8")
+    config.critic.layers = 7  # of 28
+    found = plan(config, "h100:8")
+    layers = 7.616e9 - 2 * 152064 * 3584
+    assert (whole.memory["update"]["critic"] - found.memory["update"]["critic"]) * 8 == pytest.approx(
+        4 * 0.75 * layers, rel=0.01
+    )
+    assert found.costs["critic update"].flops == pytest.approx(whole.costs["critic update"].flops / 4)
+    assert found.memory["critic update"]["activations"] < whole.memory["critic update"]["activations"]
+    config.critic.layers = 29
+    with pytest.raises(
+        UserError, match=r"^critic\.layers=29 must be at most 28, the policy's \(0: all of them\)"
+    ):
+        plan(config, "h100:8")
+
+
+def test_what_is_frozen_is_counted_in_the_dtype_of_the_computation_as_the_run_holds_it():
+    config = get_config("size=7b")
+    config.lora.rank = 8
+    found = plan(config, "h100:8")
+    assert found.trained < 0.01 * found.parameters
+    whole = 2 * (found.parameters - found.trained) + 4 * found.trained  # bfloat16 base, float32 adapters
+    assert whole / 8 <= found.memory["rollout"]["parameters"] < 1.3 * whole / 8
+    assert "float32 trained parameters" in report(found)
+    config.compute.param_dtype = "bfloat16"
+    narrow = plan(config, "h100:8")
+    assert narrow.memory["update"]["gradients"] == found.memory["update"]["gradients"] / 2
+    assert "bfloat16 trained parameters" in report(narrow)
+
+
+def test_nothing_of_a_7b_run_is_compiled_or_allocated_for_gpus_and_the_report_says_so():
+    found = plan(get_config("size=7b"), "h100:8")
+    assert found.programs == []
+    assert found.parameters == pytest.approx(7.616e9, rel=1e-3)
+    text = report(found)
+    assert "AN ESTIMATE by count" in text
+    assert "the published shape of Qwen2.5-7B" in text
+    assert "IT FITS (an estimate)" in text
+    assert "links not counted" in text  # they are read from compiled programs
+    assert "attention=cudnn" in text
+
+
+@pytest.mark.parametrize(
+    ("topology", "mesh", "message"),
+    [
+        ("v9:4x4", {}, "topology='v9:4x4' is unknown"),
+        ("h100:8", {"fsdp": 3}, r"must multiply to 8; set --config\.mesh\.data"),
+        ("h100:512", {"fsdp": 512}, r"rollout.rows=256 must be a multiple of data x fsdp = 512"),
+    ],
+)
+def test_what_does_not_go_together_is_refused_before_anything_is_compiled(topology, mesh, message):
+    with pytest.raises(UserError, match=message):
+        plan(with_mesh(get_config("size=7b"), **mesh), topology)
+
+
+def test_spare_rows_are_planned_for():
+    config = get_config("size=7b")
+    config.rollout.spare_rows = 64
+    found = plan(config, "h100:8")
+    assert "256 rows and 64 spare ones of" in report(found)
+    config.rollout.spare_rows = 6
+    with pytest.raises(UserError, match=r"rollout.spare_rows=6 .* give --config.rollout.spare_rows=8"):
+        plan(with_mesh(config, fsdp=8), "h100:8")
+
+
+def test_a_context_beyond_the_policys_positions_is_refused(tmp_path):
+    config = tiny_config(tmp_path)
+    with config.unlocked():
+        config.rollout.context, config.objective.lengths = 256, (256,)
+    with pytest.raises(UserError, match=r"a context of 256 tokens .* max_position_embeddings=128"):
+        plan(config, "cpu:8")
+
+
+def test_a_policy_without_folder_or_published_shape_is_refused():
+    with pytest.raises(UserError, match=r"policy='models/Other-1B' is no Hugging Face folder.*Qwen2.5-7B"):
+        policy_shape("models/Other-1B")
+
+
+def test_the_default_mesh_shares_kv_heads_evenly_and_gives_the_rest_to_fsdp():
+    assert default_mesh(SEVEN, 16, 256) == {"data": 1, "fsdp": 4, "tensor": 4}
+    assert default_mesh(SEVEN, 64, 256) == {"data": 1, "fsdp": 16, "tensor": 4}
+    assert default_mesh(SEVEN, 64, 8) == {"data": 2, "fsdp": 8, "tensor": 4}
+
+
+def test_flops_are_counted_by_hand():
+    config = DecoderConfig.from_hf(TINY)
+    assert matrix_parameters(config) == 16 * (2 + 2 + 2) * 8 + 16 * 2 * 8 + 3 * 16 * 32
+    by_hand = 10 * 2 * matrix_parameters(config) + 10 * (2 * 5 * 8 + 2 * 5 * 8) * 2 + 3 * 2 * 16 * 64
+    assert forward_flops(config, 10, 5, 3) == by_hand
+
+
+def test_the_roofline_is_the_slowest_of_arithmetic_memory_and_links():
+    chip = CHIPS["v5e"]
+    assert Cost(2 * 197e12, 1, 1).seconds(chip, 2) == pytest.approx(1)
+    assert Cost(1, 3 * 819e9, 1).seconds(chip, 1) == pytest.approx(3)
+    assert Cost(1, 1, 400e9).seconds(chip, 16) == pytest.approx(2)
+
+
+def test_recomputing_layers_costs_one_more_pass():
+    settings, mesh = Settings.parse(get_config("size=7b")), AbstractMesh((1, 4, 4), AXES)
+    work = Workload.of(settings)
+    full, none = (
+        costs(settings, SEVEN, mesh, work, remat=remat, trained=7e9, traffic={})["update"].flops
+        for remat in ("full", "none")
+    )
+    assert full / none == pytest.approx(5 / 4)
+
+
+def test_adapters_leave_the_gradients_and_state_of_all_else_away():
+    whole, narrow = plan(get_config("size=7b"), "h100:8"), get_config("size=7b")
+    narrow.lora.rank = 32
+    found = plan(narrow, "h100:8")
+    assert found.trained < 0.02 * found.parameters
+    for part in ("optimiser state", "gradients", "reference"):
+        assert found.memory["update"][part] < 0.05 * whole.memory["update"][part]
+    assert found.costs["update"].flops / whole.costs["update"].flops == pytest.approx(4 / 5)
+    assert "B of them trained" in report(found)
+
+
+def made(memory, sizes=(1, 4, 4), remat="full", spare=0, **objective):
+    """A plan of the 7B run on v5e:4x4 whose memory, in GiB, is made up."""
+    config = get_config("size=7b")
+    config.rollout.spare_rows = spare
+    settings = Settings.parse(config)
+    train = dataclasses.replace(
+        settings.train, objective=dataclasses.replace(settings.train.objective, **objective)
+    )
+    return Plan(
+        dataclasses.replace(settings, train=train),
+        Topology("v5e:4x4", CHIPS["v5e"], 16, None),
+        AbstractMesh(sizes, AXES),
+        SEVEN,
+        "here",
+        7.6e9,
+        7.6e9,
+        "bfloat16",
+        remat,
+        "splash",
+        {phase: {part: size * GIB for part, size in parts.items()} for phase, parts in memory.items()},
+        [],
+        {},
+        Workload(4096, 1024),
+    )
+
+
+STATE = {"parameters": 1, "reference": 1, "optimiser state": 2}
+
+
+@pytest.mark.parametrize(
+    ("found", "knob"),
+    [
+        (
+            made({"rollout": STATE | {"KV cache": 16, "activations": 1}}),
+            r"--config.rollout.rows=172 \(now 256\)",
+        ),
+        (
+            made({"rollout": STATE | {"KV cache": 16, "activations": 1}}, spare=256),
+            r"--config.rollout.spare_rows=88 \(now 256\)",
+        ),
+        (
+            made({"rollout": STATE | {"KV cache": 16, "activations": 1}}, spare=64),
+            r"--config.rollout.rows=212 --config.rollout.spare_rows=0 \(now 256 and 64\)",
+        ),
+        (made({"rollout": STATE | {"KV cache": 2, "activations": 16}}), "--config.rollout.feed_tokens=1024"),
+        (
+            made({"update": STATE | {"gradients": 1, "activations": 16}}, microbatch_tokens=131072),
+            r"--config.objective.microbatch_tokens=65536 \(now 131072\)",
+        ),
+        (
+            made({"critic update": STATE | {"critic": 1, "activations": 16}}, remat="dots"),
+            r"--config.compute.remat=full \(now dots\)",
+        ),
+        (
+            made({"update": STATE | {"activations": 16}}, remat="dots"),
+            r"--config.compute.remat=full \(now dots\)",
+        ),
+        (
+            made({"update": STATE | {"activations": 16}}, sizes=(1, 8, 2)),
+            "--config.mesh.data=1 --config.mesh.fsdp=4 --config.mesh.tensor=4: one row of 8192 tokens",
+        ),
+        (
+            made({"update": STATE | {"activations": 16}}, sizes=(1, 2, 8), microbatch_tokens=16384),
+            "--config.rollout.context and objective.lengths",
+        ),
+        (
+            made({"update": {"parameters": 8, "optimiser state": 16, "activations": 2}}, sizes=(4, 1, 4)),
+            "--config.mesh.data=1 --config.mesh.fsdp=4 --config.mesh.tensor=4: parameters and their state are held 4 times",
+        ),
+        (
+            made({"update": {"parameters": 8, "optimiser state": 16}}),
+            r"--config.lora.rank=32 .*more chips \(about 25\)",
+        ),
+    ],
+)
+def test_the_first_knob_is_the_one_behind_the_largest_part(found, knob):
+    assert not found.fits
+    lines = report(found).splitlines()
+    assert "IT DOES NOT FIT" in lines[-2]
+    assert lines[-1].startswith("turn first: ")
+    assert re.search(knob, lines[-1]), lines[-1]
+
+
+def test_a_program_that_the_compiler_refuses_for_its_size_is_part_of_the_plan():
+    class Refuses:
+        def lower(self, *shapes):
+            return self
+
+        def compile(self):
+            raise jax.errors.JaxRuntimeError(
+                "RESOURCE_EXHAUSTED: the total memory required for HLO temporaries (26.00G) exceeds 15.75G"
+            )
+
+    mesh = Topology("cpu:8", CHIPS["cpu"], 8, tuple(jax.devices())).mesh(1, 8, 1)
+    shapes = (programs._whole((2**20,), jnp.float32, mesh),)
+    program = programs._compile("update", Refuses(), shapes, mesh)
+    assert program.arguments + program.temporaries == 26 * GIB
+    assert "(26.00G)" in program.too_large
+    refused = dataclasses.replace(made({"update": STATE | {"activations": 16}}), programs=[program])
+    assert "the compiler refused it" in report(refused)
+    assert isinstance(program, Program)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed: pip install -e '.[tpu]'"
+)
+@pytest.mark.parametrize(
+    ("make", "topology", "rank"),
+    [
+        pytest.param(get_config, "v5e:4x4", 0, id="grpo-v5e:4x4"),
+        pytest.param(get_config, "v5p:4x4x4", 0, id="grpo-v5p:4x4x4"),
+        # Two models with Adam's state fill 16 v5e; with adapters on the policy there is room for the critic.
+        pytest.param(get_ppo, "v5e:4x4", 32, id="ppo-v5e:4x4-adapters"),
+        pytest.param(get_ppo, "v5p:4x4x4", 0, id="ppo-v5p:4x4x4"),
+    ],
+)
+def test_the_7b_rollout_and_updates_compile_and_fit(make, topology, rank):
+    config = make("size=7b")
+    config.lora.rank = rank
+    config.rollout.draft_tokens = 3 if make is get_config else 0
+    found = plan(config, topology)
+    print(report(found))
+    assert not any(program.too_large for program in found.programs)
+    assert found.fits, report(found)
+    rollout = found.memory["rollout"]
+    assert rollout["activations"] < rollout["KV cache"], (
+        "the cache is copied, or the weights of many layers are gathered"
+    )

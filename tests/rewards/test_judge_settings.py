@@ -1,0 +1,134 @@
+"""The judge of a run, from its config: three kinds, each with its section, its identity and its refusals."""
+
+import pathlib
+
+import jax
+import pytest
+
+from rrl.data.questions import Question
+from rrl.data.trajectory import POLICY
+from rrl.errors import UserError
+from rrl.models.hardware import ComputeConfig
+from rrl.models.hf import save_decoder
+from rrl.models.tokenizer import load_tokenizer
+from rrl.parallel.mesh import make_mesh
+from rrl.rewards.cases import Thinking, Told
+from rrl.rewards.judge import ModelJudge
+from rrl.rewards.judge_card import FILE, JudgeCard, write_judge_card
+from rrl.rewards.judge_settings import JudgeSettings, sections_of
+from rrl.rewards.oracle import Oracle
+from tests.rollout.world import make_world
+
+KNOWN = Question("q", "Who?", ("x",), gold=("A",))
+UNKNOWN = Question("r", "Where?", ("y",))
+ENDPOINT = {"judge": {"kind": "endpoint"}, "judge_endpoint": {"url": "http://127.0.0.1:9/v1", "model": "m"}}
+
+
+def load(values, questions=(KNOWN,)):
+    mesh = make_mesh(data=1, devices=jax.devices()[:1])
+    return JudgeSettings.parse(values).load(questions, ComputeConfig(), mesh)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    decoder, tokenizer, *_ = make_world()
+    path = tmp_path_factory.mktemp("judge")
+    save_decoder(path, decoder, tokenizer)
+    assert load_tokenizer(path).chat_template
+    return str(path)
+
+
+def test_one_word_names_a_judge():
+    kinds = {word: sections_of(word)["judge"] for word in ("oracle", "some/folder", "https://x/v1")}
+    assert kinds == {
+        "oracle": {"kind": "oracle", "folder": ""},
+        "some/folder": {"kind": "model", "folder": "some/folder"},
+        "https://x/v1": {"kind": "endpoint", "folder": ""},
+    }
+    assert JudgeSettings.parse(sections_of("https://x/v1", "m")).endpoint.model == "m"
+
+
+@pytest.mark.parametrize("judge", ["oracle", "some/folder", ""])
+def test_a_services_model_beside_another_judge_is_refused(judge):
+    with pytest.raises(UserError, match=rf"judge_model='m' names a service's model, but judge='{judge}'"):
+        sections_of(judge, "m")
+
+
+def test_the_card_of_a_folder_says_how_it_is_asked_and_is_part_of_what_it_is(folder):
+    plain = JudgeSettings.parse(sections_of(folder))
+    assert (plain.judge.answer_tokens, plain.rollout.context) == (1024, 8192)
+    before = plain.identity()
+    write_judge_card(folder, JudgeCard(instructions=False, context=96, answer_tokens=8, cases=("Thinking",)))
+    try:
+        values = sections_of(folder)
+        settings = JudgeSettings.parse(values)
+        assert (settings.judge.answer_tokens, settings.rollout.context) == (8, 96)
+        assert JudgeSettings.parse(sections_of(folder, context=64)).rollout.context == 64
+        assert "card" not in before and settings.identity()["card"]["instructions"] is False
+        assert load(values | {"judge_rollout": values["judge_rollout"] | {"rows": 2}}).card.cases == (
+            "Thinking",
+        )
+    finally:
+        (pathlib.Path(folder) / FILE).unlink()
+
+
+def test_an_oracle_needs_gold_passages_of_every_question():
+    assert isinstance(load({"judge": {"kind": "oracle"}}), Oracle)
+    with pytest.raises(UserError, match="question 'r' names no gold passages"):
+        load({"judge": {"kind": "oracle"}}, (KNOWN, UNKNOWN))
+
+
+def test_a_model_is_loaded_from_its_folder_and_answers(folder):
+    values = {
+        "judge": {"kind": "model", "folder": folder, "answer_tokens": 4},
+        "judge_rollout": {"rows": 2, "context": 64, "feeds": 2, "feed_tokens": 32},
+    }
+    judge = load(values, (UNKNOWN,))
+    assert isinstance(judge, ModelJudge)
+    (score,) = judge.grade([Thinking(UNKNOWN, Told(((POLICY, "thought"),)))])
+    assert score is None or 0 <= score <= 1
+    identity = JudgeSettings.parse(values).identity()
+    assert identity["kind"] == "model" and len(identity["folder"]) == 64 and identity["context"] == 64
+
+
+def test_a_service_is_known_by_its_model_and_not_by_its_address():
+    elsewhere = ENDPOINT | {"judge_endpoint": {"url": "https://elsewhere/v1", "model": "m", "retries": 9}}
+    other = ENDPOINT | {"judge_endpoint": {"url": "https://elsewhere/v1", "model": "n"}}
+    one, same, another = (JudgeSettings.parse(v).identity() for v in (ENDPOINT, elsewhere, other))
+    assert one == same != another
+    assert isinstance(load(ENDPOINT, (UNKNOWN,)), ModelJudge)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (
+            {"judge": {"kind": "human"}},
+            r"^judge\.kind='human' is unknown; choose one of oracle, model, endpoint",
+        ),
+        ({"judge": {"kind": "endpoint"}}, r"^judge_endpoint\.url='' must begin with http"),
+        (ENDPOINT | {"judge_endpoint": {"url": "http://x"}}, r"^judge_endpoint\.model='' names no model"),
+        (
+            {"judge": {"folder": "models/x"}},
+            r"^judge\.folder='models/x' goes with judge\.kind=model, not oracle",
+        ),
+        (
+            {"judge": {"thinking": True}},
+            r"^judge\.thinking=True goes with judge\.kind=model, not oracle; a service",
+        ),
+        ({"judge": {"answer_tokens": 0}}, r"^judge\.answer_tokens=0 must be at least 1"),
+        (
+            {"judge": {"kind": "model"}, "judge_rollout": {"context": 1000}},
+            r"^judge_rollout\.context=1000 must hold judge\.answer_tokens=1024 and a prompt",
+        ),
+        ({"judge": {"sort": "oracle"}}, r"^judge\.sort is unknown; the fields of judge are"),
+    ],
+)
+def test_a_wrong_field_is_named(values, message):
+    with pytest.raises(UserError, match=message):
+        JudgeSettings.parse(values)
+
+
+def test_a_model_that_is_not_there_is_named():
+    with pytest.raises(UserError, match=r"judge\.folder='nowhere'"):
+        JudgeSettings.parse({"judge": {"kind": "model", "folder": "nowhere"}}).check()

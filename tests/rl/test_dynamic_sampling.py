@@ -1,0 +1,59 @@
+"""Dynamic sampling: groups with spread are kept, no more than wanted, in a bounded number of rounds."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rrl.errors import UserError
+from rrl.rl.dynamic_sampling import Refill
+
+
+def one_round(state, spread, first=0):
+    """Asks groups of two, some of which have spread."""
+    names = np.arange(first, first + len(spread))
+    rewards = np.array([[0.0, 1.0 if differs else 0.0] for differs in spread])
+    return state.after(rewards.ravel(), np.repeat(names, 2))
+
+
+def test_two_rounds_by_hand():
+    state = one_round(Refill(wanted=3, most_rounds=5), [True, False, False, True, False, False])
+    assert (state.kept, state.done) == ((0, 3), False)
+    assert state.next_round == 3  # one is missing and one in three has spread
+    state = one_round(state, [True, True, False], first=6)
+    assert (state.kept, state.done, state.next_round, state.rounds, state.asked) == ((0, 3, 6), True, 0, 2, 9)
+
+
+def test_groups_that_shall_not_be_learned_from_are_asked_for_again_whatever_their_spread():
+    rewards, groups = np.array([0.0, 1.0, 0.0, 1.0, 0.0, 0.0]), np.repeat([0, 1, 2], 2)
+    state = Refill(wanted=2, most_rounds=5).after(rewards, groups, left_out=groups == 0)
+    assert (state.kept, state.done, state.asked) == ((1,), False, 3)
+
+
+@given(
+    st.integers(1, 6),
+    st.integers(1, 4),
+    st.lists(st.lists(st.booleans(), min_size=1, max_size=8), min_size=4, max_size=4),
+)
+def test_rounds_are_bounded_and_kept_groups_are_the_first_that_have_spread(wanted, most_rounds, spreads):
+    state, first, informative = Refill(wanted, most_rounds), 0, []
+    while not state.done:
+        spread = spreads[state.rounds][: state.next_round]
+        informative += [first + i for i, differs in enumerate(spread) if differs]
+        state = one_round(state, spread, first)
+        first += len(spread)
+        assert 0 <= state.next_round <= wanted and (state.next_round > 0) != state.done
+    assert state.rounds <= most_rounds
+    assert list(state.kept) == informative[:wanted]
+
+
+def test_a_policy_that_never_succeeds_ends_with_what_there_is():
+    state = Refill(wanted=2, most_rounds=2)
+    assert state.next_round == 2
+    state = one_round(one_round(state, [False, False]), [False, False], first=2)
+    assert state.done and state.kept == ()
+
+
+def test_nothing_wanted_is_refused():
+    with pytest.raises(UserError, match="wanted=0 must be at least 1"):
+        Refill(wanted=0)

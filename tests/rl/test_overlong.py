@@ -1,0 +1,18 @@
+"""DAPO's soft punishment of long outputs against its printed formula."""
+
+import numpy as np
+import pytest
+
+from rrl.errors import UserError
+from rrl.rl.overlong import overlong_penalty
+
+
+def test_long_outputs_are_punished_as_dapo_says():
+    # Eq. 13 with L_max = 100 and L_cache = 20, piece by piece
+    def by_hand(length):
+        return 0.0 if length <= 80 else (80 - length) / 20 if length <= 100 else -1.0
+
+    lengths = np.array([0, 80, 81, 90, 100, 101, 500])
+    np.testing.assert_allclose(overlong_penalty(lengths, 100, 20), [by_hand(n) for n in lengths])
+    with pytest.raises(UserError, match=r"cache=0 must lie in 1\.\.longest=100"):
+        overlong_penalty(lengths, 100, 0)

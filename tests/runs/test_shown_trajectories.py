@@ -1,0 +1,81 @@
+"""Trajectories for the closing report come back as they were."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from rrl.data.passages import Passage
+from rrl.errors import UserError
+from rrl.data.trajectory import Search
+from rrl.runs.shown_trajectories import EACH, Shown, as_json, from_json
+from tests.eval.fakes import many
+
+
+def rich():
+    """A trajectory with something in every field that a recipe may set."""
+    (trajectory, *_) = many(1)
+    found = (Passage("7", "Velden", 'A "harbour".\n\u2028\ud800'),)
+    return dataclasses.replace(
+        trajectory,
+        searches=[Search(0, "Velden?", ("Velden",), False, found), Search(1, "", failed=True)],
+        starts=(0, 5),
+        cuts=((0, "turn_tokens"),),
+        turn_rewards={0: 0.1, 2: np.float32(0.3)},
+        rewards={"total": np.float64(0.7), "answer": 1, "lost": float("nan")},
+    )
+
+
+def same(a, b) -> bool:
+    """Equal in all fields, with the types of arrays and tuples."""
+    for field in dataclasses.fields(a):
+        one, two = getattr(a, field.name), getattr(b, field.name)
+        if isinstance(one, np.ndarray):
+            assert one.dtype == two.dtype, field.name
+            np.testing.assert_array_equal(one, two)
+        else:
+            assert repr(one) == repr(two) or one == two, field.name
+    return True
+
+
+def test_a_trajectory_comes_back_with_every_field(tmp_path):
+    shown, trajectory = Shown(tmp_path), rich()
+    shown.save_evaluated(4, [trajectory])
+    (back,) = shown.evaluated(4)
+    expected = dataclasses.replace(
+        trajectory,
+        turn_rewards={0: 0.1, 2: float(np.float32(0.3))},
+        rewards={"total": 0.7, "answer": 1, "lost": float("nan")},
+    )
+    assert same(back, expected)
+    assert same(from_json(as_json(back)), expected)
+
+
+def test_only_what_was_saved_for_the_step_comes_back(tmp_path):
+    shown, trajectories = Shown(tmp_path), many(3)
+    assert shown.evaluated(2) == [] and shown.sampled(2)[0] == []
+    shown.save_evaluated(2, trajectories[:1])
+    shown.save_sampled(3, trajectories[1:], np.array([True, False]))
+    assert shown.evaluated(3) == [] and shown.sampled(2)[0] == [] and len(shown.sampled(2)[1]) == 0
+    sampled, left_out = shown.sampled(3)
+    assert all(same(a, b) for a, b in zip(sampled, trajectories[1:], strict=True))
+    assert left_out.dtype == bool and left_out.tolist() == [True, False]
+
+
+def test_tokens_are_kept_of_those_that_the_page_shows(tmp_path):
+    shown, trajectories = Shown(tmp_path), many(EACH + 2)
+    shown.save_evaluated(1, trajectories)
+    shown.save_sampled(1, trajectories, np.zeros(EACH + 2, bool))
+    back, (sampled, left_out) = shown.evaluated(1), shown.sampled(1)
+    assert len(back) == EACH + 2 and len(sampled) == len(left_out) == EACH
+    assert [len(t.tokens) > 0 for t in back] == [True] * EACH + [False] * 2
+    assert back[-1].segments == trajectories[-1].segments
+
+
+@pytest.mark.parametrize("damage", [b"\xff\n", b"5\n", b'{"step": 1}\n{"question": 1}\n'])
+def test_a_damaged_file_is_named(tmp_path, damage):
+    shown = Shown(tmp_path)
+    shown.save_evaluated(1, [])
+    (tmp_path / "report" / "evaluated.jsonl").write_bytes(damage)
+    with pytest.raises(UserError, match=r"evaluated\.jsonl.*; remove that file"):
+        shown.evaluated(1)

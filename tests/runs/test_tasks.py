@@ -1,0 +1,188 @@
+"""What a run trains on: worlds that share no entity, folders with their splits."""
+
+import importlib
+import json
+import threading
+
+import pytest
+
+from rrl.miniwiki import KINDS
+from rrl.data.passages import Passage
+from rrl.data.questions import Question
+from rrl.errors import UserError
+from rrl.retrieval.build import build_index
+from rrl.retrieval.serve import make_server
+from rrl.train import rl_config
+from rrl.sft import loop as sft
+from rrl.runs.tasks import DataConfig, RetrieverConfig, data_files, hold_out, load_corpora
+from rrl.runs.workdir import refuse_other_config
+from tests.retrieval.fakes import WordEncoder
+
+BM25 = RetrieverConfig(kind="bm25")
+
+
+def test_held_out_worlds_share_no_title_with_training_and_every_kind_is_asked():
+    data = DataConfig(
+        train_worlds=2, held_out_worlds=2, world_size=100, train_per_kind=6, held_out_per_kind=4
+    )
+    train, held_out = load_corpora(data, BM25)
+    assert not {p.title for p in train.passages} & {p.title for p in held_out.passages}
+    assert (len(train.questions), len(held_out.questions)) == (30, 20)
+    assert {q.kind for q in held_out.questions} == set(KINDS)
+    again, _ = load_corpora(data, BM25)
+    assert again.questions == train.questions
+
+
+def test_a_folder_holds_out_its_own_split(tmp_path):
+    passages = [{"id": str(i), "title": f"T{i}", "text": f"text {i}"} for i in range(4)]
+    (tmp_path / "corpus.jsonl").write_text("\n".join(map(json.dumps, passages)))
+    for name, count in (("train", 5), ("dev", 3)):
+        lines = [
+            json.dumps({"id": f"{name}{i}", "question": "q?", "golden_answers": ["a"]}) for i in range(count)
+        ]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
+    train, held_out = load_corpora(DataConfig(path=str(tmp_path), held_out=2), BM25)
+    assert [q.id for q in train.questions] == [f"train{i}" for i in range(5)]
+    assert [q.id for q in held_out.questions] == ["dev0", "dev1"]
+    assert held_out.retriever is train.retriever
+
+
+def test_one_file_gives_every_fifth_question_away():
+    questions = [Question(str(i), "q", ("a",)) for i in range(10)]
+    train, held_out = hold_out(questions)
+    assert [q.id for q in held_out] == ["0", "5"]
+    assert len(train) == 8
+    with pytest.raises(UserError, match="at least 2"):
+        hold_out(questions[:1])
+
+
+def test_a_dense_retriever_without_encoder_is_named():
+    with pytest.raises(UserError, match=r"retriever\.encoder"):
+        load_corpora(DataConfig(), RetrieverConfig(kind="scann"))
+
+
+def test_off_searches_nothing():
+    data = DataConfig(train_worlds=1, held_out_worlds=1, world_size=60, train_per_kind=2, held_out_per_kind=2)
+    train, _ = load_corpora(data, RetrieverConfig(kind="off"))
+    assert train.retriever is None
+
+
+def test_a_folder_is_searched_through_an_index_or_a_service(tmp_path):
+    passages = [Passage(str(i), f"T{i}", f"text {i}") for i in range(4)]
+    build_index(passages, tmp_path / "index", "bm25")
+    lines = [json.dumps({"id": f"q{i}", "question": "q?", "golden_answers": ["a"]}) for i in range(5)]
+    data = tmp_path / "data"
+    data.mkdir()
+    (data / "questions.jsonl").write_text("\n".join(lines))
+    config = RetrieverConfig(kind="bm25", index=str(tmp_path / "index"))
+    train, _ = load_corpora(DataConfig(path=str(data)), config)
+    assert train.retriever.search(["T3"], 1)[0][0].passage == passages[3]
+    server = make_server(train.retriever, port=0)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    remote = RetrieverConfig(kind="bm25", index=f"http://127.0.0.1:{server.server_port}", form="flashrag")
+    service = load_corpora(DataConfig(path=str(data)), remote, search_seconds=30)[0].retriever
+    assert service.kind == "http"
+    assert (service.patience.time_out, service.patience.retries) == (10, 2), "three attempts in 30 seconds"
+    assert service.search(["T3"], 1)[0][0].passage == passages[3]
+    server.shutdown()
+    server.server_close()
+    with pytest.raises(UserError, match=r"retriever.index=http://.* does not answer.* Start the service"):
+        load_corpora(DataConfig(path=str(data)), remote)
+    with pytest.raises(UserError, match="data=FOLDER"):
+        load_corpora(DataConfig(), config)
+
+
+def test_runs_from_before_there_were_index_settings_continue(tmp_path):
+    assert set(BM25.identity()) == {"kind", "encoder", "title_weight", "k1", "b"}
+    for name in ("here", "there"):
+        build_index([Passage("0", "T", "text")], tmp_path / name, "bm25")
+    here, there = (RetrieverConfig(index=str(tmp_path / name)).identity() for name in ("here", "there"))
+    assert here == there, "an index may be moved"
+
+
+def test_a_service_is_known_by_its_address_and_form_alone():
+    service = RetrieverConfig(kind="scann", index="http://127.0.0.1:9", form="flashrag", title_weight=3)
+    assert service.identity() == {
+        "kind": "http",
+        "encoder": "",
+        "index": "http://127.0.0.1:9",
+        "form": "flashrag",
+    }
+
+
+def test_an_encoder_that_nothing_would_use_is_refused_by_name(tmp_path):
+    build_index([Passage("0", "T", "text")], tmp_path / "index", "bm25")
+    for index in (str(tmp_path / "index"), "http://127.0.0.1:9"):
+        with pytest.raises(UserError, match=rf"retriever\.encoder='e5' has no meaning with .*{index}"):
+            RetrieverConfig(index=index, encoder="e5").identity()
+    for file in ("rsearch_grpo", "rsearch_ppo", "miniwiki_cold_start"):
+        get_config = importlib.import_module(f"configs.{file}").get_config
+        with pytest.raises(UserError, match=r"encoder='e5' has no meaning with retriever=bm25"):
+            get_config("retriever=bm25,encoder=e5")
+        get_config("retriever=bm25")
+        get_config("encoder=e5")
+
+
+def test_a_run_over_a_large_corpus_opens_its_index_again(tmp_path, monkeypatch):
+    monkeypatch.setattr("rrl.retrieval.index.SMALL", 4)
+    monkeypatch.setattr("rrl.runs.tasks.load_encoder_of", lambda config: WordEncoder())
+    data, workdir = tmp_path / "data", tmp_path / "run"
+    data.mkdir()
+    passages = [{"id": str(i), "title": f"T{i}", "text": f"text {i}"} for i in range(4)]
+    (data / "corpus.jsonl").write_text("\n".join(map(json.dumps, passages)))
+    lines = [json.dumps({"id": f"q{i}", "question": "q?", "golden_answers": ["a"]}) for i in range(5)]
+    (data / "questions.jsonl").write_text("\n".join(lines))
+
+    def best() -> str:
+        train, _ = load_corpora(DataConfig(path=str(data)), RetrieverConfig("exact"), workdir=workdir)
+        return train.retriever.search(["T3"], 1)[0][0].passage.id
+
+    assert best() == "3" and len(list(workdir.glob("indexes/*/manifest.json"))) == 1
+    monkeypatch.setattr("rrl.retrieval.index.build_index", None)
+    assert best() == "3"
+
+
+def test_a_release_folder_whose_test_file_has_no_answers_is_trained_on(tmp_path):
+    (tmp_path / "corpus.json").write_text(json.dumps([{"title": "T", "text": "x"}]))
+    for name, answer in (("train", "a"), ("dev", "b"), ("test", "")):
+        asked = [{"_id": f"{name}{i}", "question": "q?", "context": [], "answer": answer} for i in range(3)]
+        (tmp_path / f"{name}.json").write_text(json.dumps(asked))
+    train, held_out = load_corpora(DataConfig(path=str(tmp_path)), BM25)
+    assert (train.questions[0].id, held_out.questions[0].id) == ("train0", "dev0")
+    (tmp_path / "dev.json").unlink()
+    train, held_out = load_corpora(DataConfig(path=str(tmp_path)), BM25)
+    assert ([q.id for q in train.questions], held_out.questions[0].id) == (["train1", "train2"], "train0")
+    (tmp_path / "train.json").unlink()
+    with pytest.raises(UserError, match="none of its question files has gold answers"):
+        load_corpora(DataConfig(path=str(tmp_path)), BM25)
+
+
+def test_data_are_known_by_their_content_wherever_they_lie(tmp_path):
+    here, there = tmp_path / "here", tmp_path / "there"
+    (here / "below").mkdir(parents=True)
+    (here / "questions.jsonl").write_text("one\n")
+    found = data_files(str(here))
+    assert found["files"] == {"questions.jsonl": 4}
+    here.rename(there)
+    assert data_files(str(there)) == found
+    (there / "questions.jsonl").write_text("two\n")
+    assert data_files(str(there))["content"] != found["content"]
+
+
+@pytest.mark.parametrize("train", [rl_config, sft])
+def test_where_data_lie_is_no_part_of_what_a_run_is(tmp_path, train):
+    old = {"run": {"data": {"path": "here", "seed": 0, "files": {"q.jsonl": 1}}}}
+    (tmp_path / "config.json").write_text(json.dumps(old))
+    new = {
+        "run": {"data": {"path": "there", "seed": 0, "files": {"q.jsonl": 1}, "content": {"q.jsonl": "a"}}}
+    }
+    refuse_other_config(tmp_path, new, train.MAY_DIFFER)
+    new["run"]["data"]["seed"] = 1
+    with pytest.raises(UserError, match=r"run\.data\.seed: 0 there, 1 now"):
+        refuse_other_config(tmp_path, new, train.MAY_DIFFER)
+
+
+def test_the_name_of_a_run_in_which_its_arguments_stand_is_no_part_of_what_it_is(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"run": {"name": "tiny-data=here-steps=1"}, "steps": 1}))
+    new = {"run": {"name": "tiny-data=there-steps=2"}, "steps": 2}
+    assert refuse_other_config(tmp_path, new, rl_config.MAY_DIFFER, rl_config.MAY_GROW) == {"steps": (1, 2)}

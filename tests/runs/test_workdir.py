@@ -1,0 +1,127 @@
+"""A workdir belongs to one config and to one process, and what is wrong with it is said in one line."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from rrl.errors import UserError
+from rrl.files import SaveError
+from rrl.runs.workdir import held, read_run, read_settings, refuse_held, refuse_other_config
+
+HOLDER = """
+import sys
+from rrl.runs.workdir import held
+with held(sys.argv[1]):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def holder(tmp_path):
+    """Another process that holds the workdir `tmp_path / "run"`."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(tmp_path / "run")],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    assert process.stdout.readline() == b"held\n"
+    yield process
+    process.kill()
+    process.wait()
+
+
+def test_a_workdir_is_held_by_one_process_until_that_dies(tmp_path, holder):
+    workdir = tmp_path / "run"
+    for hold in (refuse_held, lambda folder: held(folder).__enter__()):
+        with pytest.raises(UserError, match=r"run: another process works there\. Wait .*another --workdir"):
+            hold(workdir)
+    refuse_held(tmp_path / "other")
+    holder.kill()
+    holder.wait()
+    refuse_held(workdir)
+    with held(workdir), held(workdir):
+        pass
+
+
+def test_readers_do_not_hold_the_workdir(tmp_path, holder):
+    (tmp_path / "run" / "config.json").write_text('{"run": {}}')
+    assert read_run(tmp_path / "run") == {}
+
+
+def test_a_process_that_is_not_the_first_of_its_run_holds_nothing(tmp_path, holder, monkeypatch):
+    monkeypatch.setattr("jax.process_index", lambda: 1)
+    with held(tmp_path / "run"):
+        refuse_held(tmp_path / "run")
+
+
+def test_a_file_system_without_locks_is_used_without(tmp_path, monkeypatch):
+    def flock(*_):
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr("fcntl.flock", flock)
+    with held(tmp_path / "run"):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b'{"a": 1,\n "b": "\xff"}', "line 2: byte 0xff is not UTF-8"),
+        (b'{"a": 1,\n "b": 2', "line 2: not valid JSON"),
+        (b"", "line 1: not valid JSON"),
+        (b"[1, 2]", "must hold a JSON object, not list"),
+        (b"3", "must hold a JSON object, not int"),
+        (b"[" * 200_000, "nested too deeply"),
+    ],
+)
+def test_a_broken_config_is_named_with_its_line(tmp_path, content, message):
+    (tmp_path / "config.json").write_bytes(content)
+    for read in (read_settings, lambda folder: refuse_other_config(folder, {"a": 1}), read_run):
+        with pytest.raises(UserError, match=r"config\.json.*delete that folder") as error:
+            read(tmp_path)
+        assert message in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_config_that_is_a_folder_or_says_nothing_of_its_run_is_refused(tmp_path):
+    (tmp_path / "config.json").mkdir()
+    with pytest.raises(UserError, match=r"config\.json cannot be read \(Is a directory\)"):
+        refuse_other_config(tmp_path, {"a": 1})
+    (tmp_path / "config.json").rmdir()
+    (tmp_path / "config.json").write_text(json.dumps({"run": {"policy": "x"}}))
+    with pytest.raises(UserError, match=r"config\.json lacks reader"):
+        read_run(tmp_path, "policy", "reader")
+    (tmp_path / "config.json").write_text(json.dumps({"run": 3}))
+    with pytest.raises(UserError, match=r"config\.json lacks run"):
+        read_run(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["checkpoints", "policy", "tensorboard", "metrics.jsonl", "curves.png"])
+def test_a_file_where_a_run_makes_a_folder_is_refused_before_anything_is_loaded(tmp_path, name):
+    if "." in name:
+        (tmp_path / name).mkdir()
+    else:
+        (tmp_path / name).write_text("mine")
+    with pytest.raises(UserError, match=rf"{name} is a (file|folder), where the run makes .*; move it away"):
+        refuse_held(tmp_path)
+
+
+def test_a_workdir_that_cannot_be_made_is_a_failed_save(tmp_path):
+    (tmp_path / "file").write_text("mine")
+    with (
+        pytest.raises(SaveError, match=r"file/run could not be saved: .*file is a file"),
+        held(tmp_path / "file" / "run"),
+    ):
+        pass
+
+
+def test_a_workdir_whose_name_is_too_long_is_refused(tmp_path):
+    for workdir in (tmp_path / ("é" * 128), tmp_path / ("x" * 256) / "run"):
+        with pytest.raises(
+            UserError, match=r"a name of 256 bytes is too long .*; choose a shorter --workdir"
+        ):
+            refuse_other_config(workdir, {"a": 1})

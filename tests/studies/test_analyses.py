@@ -1,0 +1,259 @@
+"""The analyses: which runs they are made of, the table and the plot of what those have measured."""
+
+import csv
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rrl.errors import UserError
+from rrl.runs.launcher import load_config
+from rrl.studies.analyses.analyze import analyze
+from rrl.studies.analyses.listing import ANALYSES, TRAINED, evaluated, named, trained
+from rrl.studies.analyses.table import interval
+from rrl.studies.reproduction import queue
+from rrl.studies.reproduction.plan import ARMS, Run
+from tests.eval.runs import finished
+
+ROOT = Path(__file__).parents[2]
+RIGHT = {"a": "Norway", "b": "Ada Berg", "c": "1947", "d": "yes"}
+POLICY = "rsearch@assets/miniwiki-policy"
+
+
+@pytest.fixture(autouse=True)
+def here(monkeypatch):
+    monkeypatch.chdir(ROOT)
+
+
+def put(out: Path, run: Run, right: str, **card) -> None:
+    """A finished run that answered these questions."""
+    finished(out / run.name, {name: RIGHT[name] for name in right}, **card)
+    queue.Record(run.command("{out}"), queue.settings_of(run), "abc", 60.0, True).save(
+        out / f"{run.name}.json"
+    )
+
+
+# -- which runs ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_papers_analyses_are_there_and_say_which_figure_or_table_each_is():
+    wanted = {
+        "max_steps": "R3-RAG, Figure 3",
+        "top_k": "R3-RAG, Figure 4",
+        "retrievers": "R3-RAG, Tables 3 and 5",
+        "tokens": "R3-RAG, Table 4",
+        "rewards_r3rag": "R3-RAG, Table 2",
+        "rewards_tiresrag": "TIRESRAG-R1, Table 7",
+        "grpo_ppo": "R-Search, Tables 4 and 7",
+        "schedules": "TIRESRAG-R1, Figures 4 and 5",
+    }
+    assert all(source in ANALYSES[what].source for what, source in wanted.items())
+    ten = [str(number) for number in range(1, 11)]
+    for what in ("max_steps", "top_k"):
+        cells, known = evaluated(named(what))
+        assert [cell.value for cell in cells] == ten and len(known) == 10
+
+
+@pytest.mark.parametrize("what", [what for what in ANALYSES if not ANALYSES[what].arms])
+def test_what_is_evaluated_has_a_config_with_its_fields(what):
+    cells, known = evaluated(named(what), arguments=["questions=7"], fields={"rollout.rows": "8"})
+    assert [name for cell in cells for name in cell.runs] == list(known)
+    for run in [*known.values()][:: max(1, len(known) - 1)]:
+        config = load_config(run.config, [f"{field}={value}" for field, value in run.fields.items()])
+        assert config.data.questions == 7 and config.rollout.rows == 8
+
+
+def test_the_value_reaches_the_config():
+    steps = {
+        "rsearch": lambda c: c.recipe.environment.max_searches,
+        "r3rag": lambda c: c.recipe.environment.max_steps,
+        "r2ag": lambda c: c.recipe.environment.expansions,
+        "ircot": lambda c: c.method.steps,
+        "iter_retgen": lambda c: c.method.rounds,
+        "flare": lambda c: c.method.sentences,
+        "search_o1": lambda c: c.method.searches,
+    }
+    for method, found in steps.items():
+        ((run,),) = (
+            [*evaluated(named("max_steps"), [f"{method}@assets/miniwiki-policy"], ["7"])[1].values()],
+        )
+        assert found(load_config(run.config, [f"{f}={v}" for f, v in run.fields.items()])) == 7
+    (run,) = evaluated(named("top_k"), [POLICY], ["9"])[1].values()
+    assert load_config(run.config, []).rollout.top_k == 9
+    (run,) = evaluated(named("retrievers"), [POLICY], ["exact@models/e5"])[1].values()
+    config = load_config(run.config, [])
+    assert (config.retriever.kind, config.retriever.encoder) == ("exact", "models/e5")
+
+
+def test_a_recipe_that_only_finds_has_a_reader_and_others_have_none():
+    two = ["r2ag@assets/miniwiki-policy", POLICY]
+    for arguments, reader in (
+        ([], "assets/miniwiki-reader"),
+        (["reader=x", "dataset=y"], "x"),
+        (["dataset=y"], ""),
+    ):
+        _, known = evaluated(named("tokens"), two, arguments=arguments)
+        assert [load_config(run.config, []).reader for run in known.values()] == [reader, ""]
+
+
+def test_a_policy_s_card_says_its_method_and_two_of_one_method_are_told_apart():
+    cells, _ = evaluated(named("tokens"), ["assets/miniwiki-policy"])
+    assert [cell.system for cell in cells] == ["rsearch"]
+    cells, _ = evaluated(named("tokens"), ["ircot@assets/miniwiki-policy", "ircot@assets/miniwiki-reader"])
+    assert [cell.system for cell in cells] == ["ircot@assets/miniwiki-policy", "ircot@assets/miniwiki-reader"]
+
+
+@pytest.mark.parametrize("what", [what for what in ANALYSES if ANALYSES[what].arms])
+def test_what_is_trained_is_a_run_of_the_plan_for_each_seed(what):
+    cells, known = trained(named(what), (0, 1))
+    assert all(name in known for cell in cells for name in cell.runs)
+    assert len(cells[0].runs) == 2
+
+
+def test_arms_that_only_analyses_have_take_the_sizes_of_the_reproduction():
+    assert {name: TRAINED[name] for name in ARMS} == dict(ARMS)
+    for name, arm in TRAINED.items():
+        if name not in ARMS:
+            assert dataclasses.replace(arm, config=ARMS["tiresrag"].config) == ARMS["tiresrag"]
+            config = load_config(arm.config, [])
+            changed = {"fixed", "linear", "fast"} & {config.recipe.schedule}
+            weights = [
+                config.recipe[f"{part}_weight"] for part in ("reflect", "sufficient", "thinking", "penalty")
+            ]
+            assert (
+                changed
+                or 0 in weights
+                or not config.recipe.use_difficulty
+                or "plus_plus" in config.recipe.advantage
+            )
+
+
+# -- table and plot ------------------------------------------------------------------------------------------------------
+
+
+def test_values_of_two_policies_end_in_a_table_a_csv_and_a_plot(tmp_path, capsys):
+    policies = [POLICY, "naive_rag@assets/miniwiki-reader"]
+    _, known = evaluated(named("top_k"), policies, ["1", "2", "3"])
+    put(tmp_path, known["rsearch-1"], "a", top_k=1)
+    put(tmp_path, known["rsearch-2"], "abc", top_k=2, limits={"max_searches": 4, "context": 9})
+    put(tmp_path, known["naive_rag-1"], "", top_k=1, corpus_sha256="e" * 64)
+    analyze("top_k", tmp_path, policies=policies, values=["1", "2", "3"], run=False, command="python x")
+    text = (tmp_path / "table.md").read_text()
+    assert text in capsys.readouterr().out
+    assert text.startswith(
+        "# Passages of a search: R3-RAG, Figure 4; TIRESRAG-R1, Figure 3; R2AG, Table A.6\n"
+    )
+    assert "Made by `python x`." in text and "- retriever: kind bm25" in text
+    assert "- limits of all rows: max searches 4\n" in text
+    (first,) = [line for line in text.splitlines() if line.startswith("| rsearch | 1 |")]
+    (second,) = [line for line in text.splitlines() if line.startswith("| rsearch | 2 |")]
+    assert "| 25.0 [0.0, 75.0] |" in first and "| – |" in first
+    assert "| 75.0 [25.0, 100.0] |" in second and "| +50.0 [+0.0, +100.0] |" in second
+    assert "- passages of a search differs: rsearch-1, naive_rag-1: 1; rsearch-2: 2" in text
+    assert "- corpus differs: rsearch-1, rsearch-2: wiki" in text
+    assert "Not measured yet:\n\n- rsearch 3\n- naive_rag 2\n- naive_rag 3\n" in text
+    lines = list(csv.DictReader((tmp_path / "table.csv").open()))
+    assert [(line["system"], line["value"], float(line["em"])) for line in lines] == [
+        ("rsearch", "1", 0.25),
+        ("rsearch", "2", 0.75),
+        ("naive_rag", "1", 0.0),
+    ]
+    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+    (tmp_path / "rsearch-1.json").unlink()  # what the others are held against
+    analyze("top_k", tmp_path, policies=policies, values=["1", "2", "3"], run=False, command="python x")
+    again = (tmp_path / "table.md").read_text()
+    assert "| naive_rag | 1 |" in again and "| rsearch | 2 |" in again
+    assert "| +" not in again and "| -" not in again.replace("| ---", "")
+
+
+def test_arms_have_means_over_seeds_their_values_and_the_curves_of_training(tmp_path, capsys):
+    _, known = trained(named("grpo_ppo"), (0, 1))
+    for name, right in (
+        ("rsearch-0", "ab"),
+        ("rsearch-1", "abcd"),
+        ("rsearch_ppo-0", "a"),
+        ("rsearch_ppo-1", "a"),
+    ):
+        put(tmp_path, known[f"{name}-eval"], right)
+        (tmp_path / name).mkdir()
+        lines = (f'{{"step": {at}, "reward/total": {at / 4}, "train/searches": 2.0}}\n' for at in range(3))
+        (tmp_path / name / "metrics.jsonl").write_text("".join(lines))
+    out = tmp_path / "out"
+    analyze("grpo_ppo", out, seeds=(0, 1), shared=tmp_path, run=False)
+    text = (out / "table.md").read_text()
+    assert "| GRPO | 75.0 [" in text and "; 50.0, 100.0 |" in text
+    (ppo,) = [line for line in text.splitlines() if line.startswith("| PPO |")]
+    assert "| -50.0 [" in ppo and len(list(csv.DictReader((out / "table.csv").open()))) == 4
+    assert (out / "plot.png").stat().st_size > 20_000
+    assert (
+        "not drawn over the updates, for what is kept of these runs does not have it: answer reward\n"
+        in capsys.readouterr().out
+    )
+
+
+@pytest.mark.slow
+def test_what_the_published_page_was_made_of_ends_in_table_and_plot_without_a_run(tmp_path):
+    for what, rows in (("grpo_ppo", 2), ("evidence", 2), ("rewards_r3rag", 3)):
+        analyze(what, tmp_path / what, shared=tmp_path / "runs", keep=ROOT / "docs/reproduction")
+        text = (tmp_path / what / "table.md").read_text()
+        assert "Not measured yet" not in text and (tmp_path / what / "plot.png").stat().st_size > 20_000
+        assert len(list(csv.DictReader((tmp_path / what / "table.csv").open()))) == (
+            3 * rows - 2 * (rows == 3)
+        )
+    (ppo,) = [
+        line
+        for line in (tmp_path / "grpo_ppo/table.md").read_text().splitlines()
+        if line.startswith("| PPO |")
+    ]
+    assert "; 61.1, 58.2, 58.8 |" in ppo  # as docs/reproduction.md has them
+    analyze(
+        "rewards_tiresrag",
+        tmp_path / "some",
+        shared=tmp_path / "runs",
+        keep=ROOT / "docs/reproduction",
+        run=False,
+    )
+    text = (tmp_path / "some/table.md").read_text()
+    assert "| w/o filter |" in text and "Not measured yet:\n\n- w/o difficulty\n" in text
+    assert not (tmp_path / "runs").exists()
+
+
+def test_an_interval_is_the_wider_of_questions_and_seeds():
+    alike = [np.tile([0.0, 1.0], 200)] * 3  # seeds agree: the bootstrap over 400 questions
+    assert 0.04 < interval(alike).high - 0.5 < 0.06
+    apart = [
+        np.full(400, mean) for mean in (0.4, 0.5, 0.6)
+    ]  # questions agree: t(0.975, 2) = 4.303 times 0.1 / sqrt(3)
+    assert round(interval(apart).high - 0.5, 3) == round(0.5 - interval(apart).low, 3) == 0.248
+
+
+# -- wrong input ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("what", "given", "words"),
+    [
+        ("magic", {}, "what='magic' is unknown; there are max_steps, top_k"),
+        ("top_k", {"policies": [POLICY] * 2}, "one comes twice"),
+        (
+            "top_k",
+            {"policies": ["/none"]},
+            "policy='/none': the folder has no recipe card .* give METHOD@/none",
+        ),
+        ("top_k", {"policies": ["rsearch@/none"]}, "policy='/none' is no Hugging Face folder"),
+        ("top_k", {"values": ["x"]}, "top_k='x' is not allowed"),
+        ("top_k", {"arguments": ["top_k=2"]}, "top_k=2: the analysis sets that"),
+        ("top_k", {"fields": {"rollout.top": "2"}}, "config.rollout has no field 'top'"),
+        ("max_steps", {"policies": ["direct@assets/miniwiki-reader"]}, "'direct' has no steps"),
+        ("max_steps", {"policies": ["magic@assets/miniwiki-reader"]}, "method='magic' is unknown"),
+        ("tokens", {"values": ["1"]}, "nothing is varied in 'Tokens of a right answer'"),
+        ("schedules", {"policies": [POLICY]}, "what='schedules' trains its own policies"),
+        ("tokens", {"keep": Path("docs/reproduction")}, "leave out --keep"),
+        ("schedules", {"run": False}, "no run of this analysis is finished"),
+    ],
+)
+def test_wrong_input_is_named_before_anything_is_written(tmp_path, what, given, words):
+    with pytest.raises(UserError, match=words):
+        analyze(what, tmp_path / "out", shared=tmp_path / "runs", **given)
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,257 @@
+"""The reproduction in the small: what is kept of runs, and the page that is made of it."""
+
+import dataclasses
+import gzip
+import json
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from rrl.errors import UserError
+from rrl.studies.reproduction import queue
+from rrl.studies.reproduction.claims import CLAIMS
+from rrl.studies.reproduction.kept import Kept
+from rrl.studies.reproduction.page import page
+from rrl.studies.reproduction.plan import Run, runs
+from rrl.studies.reproduction.reproduce import reproduce
+from rrl.studies.reproduction.verdict import FAILS, MISSING
+from tests.eval.runs import finished
+
+ROOT = pathlib.Path(__file__).parents[2]
+SEEDS = (0, 1, 2)
+
+
+ANSWERS = {"a": "Norway", "b": "Ada Berg", "c": "1947", "d": "yes"}
+
+
+def measured_in(out, name, answers):
+    """As if the run had been done."""
+    finished(out / name, answers)
+    recorded(runs(SEEDS)[name], out)
+
+
+def recorded(run, out, seconds=90.0):
+    out.mkdir(exist_ok=True)
+    queue.Record(run.command("{out}"), queue.settings_of(run), "abc", seconds, True).save(
+        out / f"{run.name}.json"
+    )
+
+
+def row_of(file, key):
+    (row,) = [line for line in file.read_text().splitlines() if line.startswith(f"| {key} |")]
+    return row
+
+
+def test_the_page_tells_what_was_measured_and_lists_what_was_not(tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    known = runs(SEEDS)
+    measured_in(tmp_path, "naive_rag", ANSWERS)
+    measured_in(tmp_path, "direct", {"d": "yes"})
+    file = tmp_path / "page.md"
+    reproduce(tmp_path, file, run=False)
+    text = file.read_text()
+    assert "| 100.0 against 25.0 | +75.0 [+25.0, +100.0] | 4 | **holds** |" in row_of(file, "naive-rag")
+    assert row_of(file, "process").endswith(f"| – | – | – | {MISSING} |")
+    assert "- process: `python launch/reproduce.py --only=process` (6 runs)" in text
+    assert f"\nholds: 1; {MISSING}: {len(CLAIMS) - 1}." in text
+    assert f"2 of {len(known)} runs, 3 minutes in all" in text and "Commit abc." in text
+    assert "- passages of a search: 2\n" in text and "python 3" in text  # of the result cards
+    kept = Kept(tmp_path / "kept", known)
+    assert "smoke" not in text
+    assert "smoke run" in page(known, tmp_path, kept, SEEDS, "python x", smoke=True)
+    other = tmp_path / "other"
+    measured_in(other, "naive_rag", {"d": "yes"})
+    measured_in(other, "direct", ANSWERS)
+    reproduce(other, file, run=False)
+    assert row_of(file, "naive-rag").endswith(
+        f"| 25.0 against 100.0 | -75.0 [-100.0, -25.0] | 4 | **{FAILS}** |"
+    )
+
+
+def test_what_is_kept_makes_the_page_without_its_runs_and_is_not_run_again(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    out, keep, file = tmp_path / "out", tmp_path / "kept", tmp_path / "page.md"
+    measured_in(out, "naive_rag", ANSWERS)
+    measured_in(out, "direct", {"d": "yes"})
+    reproduce(out, file, keep=keep, run=False, command="x")
+    first = file.read_text()
+    files = {each.name: each.read_bytes() for each in keep.iterdir()}
+    assert sorted(files) == ["direct.json.gz", "naive_rag.json.gz"]
+    reproduce(out, file, keep=keep, run=False, command="x")
+    assert {each.name: each.read_bytes() for each in keep.iterdir()} == files
+
+    shutil.rmtree(out)
+    assert not reproduce(out, file, keep=keep, only=["naive-rag"], command="x").failed  # runs nothing
+    assert file.read_text() == first and not out.exists()
+    capsys.readouterr()
+    reproduce(out, file, keep=keep, only=["naive-rag", "iterative"], listed=True)
+    assert [line.split()[3] for line in capsys.readouterr().out.splitlines()[:-1]] == ["iter_retgen", "ircot"]
+
+    measured_in(out, "direct", ANSWERS)  # done once more: the newer one counts
+    (out / "direct.json").write_text((out / "direct.json").read_text().replace("90.0", "30.0"))
+    reproduce(out, file, keep=keep, run=False, command="x")
+    assert "| 100.0 against 100.0 |" in row_of(file, "naive-rag") and "2 minutes in all" in file.read_text()
+
+
+def test_training_is_kept_as_far_as_the_claims_read_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    plan = {"a": Run("a", "train", "configs/rsearch_grpo.py", 1)}
+    recorded(plan["a"], tmp_path)
+    lines = [{"step": step, "reward/answer": 0.1 * step, "other": 1.0} for step in (1, 2)]
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    Kept(tmp_path / "kept", plan).take(tmp_path)
+    found = Kept(tmp_path / "kept", plan).results((0,)).training("a")
+    assert [dict(line) for line in found] == [{"step": s, "reward/answer": 0.1 * s} for s in (1, 2)]
+
+
+def trained_and_evaluated(out, seconds=90.0):
+    """A cold start and two evaluations of it, as if they had been done."""
+    cold = Run("cold", "sft", "configs/miniwiki_cold_start.py", 1)
+    looks = [Run(name, "eval", "configs/eval.py", 1, needs=("cold",)) for name in ("one", "two")]
+    recorded(cold, out, seconds)
+    for look in looks:
+        finished(out / look.name, ANSWERS, model=f"{out}/cold/model", command=f"python x --out={out}")
+        recorded(look, out)
+    return {run.name: run for run in (cold, *looks)}
+
+
+def test_so_does_what_was_measured_of_a_model_that_started_from_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    cold = Run("cold", "sft", "configs/miniwiki_cold_start.py", 1)
+    middle = Run("middle", "sft", "configs/miniwiki_cold_start.py", 1, needs=("cold",))
+    look = Run("look", "eval", "configs/eval.py", 1, needs=("middle",))
+    plan, out, again = {run.name: run for run in (cold, middle, look)}, tmp_path / "out", tmp_path / "again"
+    for run in (cold, middle):
+        recorded(run, out)
+    finished(out / "look", ANSWERS, model=f"{out}/middle/model", command="python x")
+    recorded(look, out)
+    Kept(tmp_path / "kept", plan).take(out)
+    assert set(Kept(tmp_path / "kept", plan).entries) == {"cold", "middle", "look"}
+    recorded(cold, again, 91.0)
+    kept = Kept(tmp_path / "kept", plan)
+    kept.take(again)
+    assert set(kept.entries) == {"cold"} and set(kept.outdated) == {"middle", "look"}
+
+
+def test_what_started_from_a_model_that_was_made_anew_counts_no_longer(tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    out, folder = tmp_path / "out", tmp_path / "kept"
+    plan = trained_and_evaluated(out)
+    Kept(folder, plan).take(out)
+    assert not Kept(folder, plan).lacking(["one", "two"], tmp_path / "nothing")
+    card = Kept(folder, plan).entries["one"].card
+    assert (card.model, card.command) == ("{out}/cold/model", "python x --out={out}")
+    (folder / "two.json.gz").unlink()
+    lacking = Kept(folder, plan).lacking
+    assert [run.name for run in lacking(["one", "two"], out)] == ["cold", "two"]  # its model is still there
+    assert [run.name for run in lacking(["one", "two"], tmp_path / "nothing")] == ["cold", "one", "two"]
+
+    again = tmp_path / "again"
+    trained_and_evaluated(again, seconds=91.0)
+    (again / "one.json").unlink()
+    kept = Kept(folder, plan)
+    kept.take(again)
+    for each in (kept, Kept(folder, plan)):
+        assert set(each.entries) == {"cold", "two"}
+        assert each.outdated == {"one": "started from cold, which was done anew since"}
+
+
+def test_what_other_settings_made_is_not_used(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    out, keep, file = tmp_path / "out", tmp_path / "kept", tmp_path / "page.md"
+    measured_in(out, "naive_rag", ANSWERS)
+    measured_in(out, "direct", {"d": "yes"})
+    reproduce(out, file, keep=keep, run=False)
+    changed = {
+        "naive_rag": dataclasses.replace(runs(SEEDS)["naive_rag"], fields={"prompted.most_passages": 3})
+    }
+    assert "naive_rag" in Kept(keep, changed).outdated and not Kept(keep, changed).entries
+    monkeypatch.setattr("rrl.studies.reproduction.reproduce.runs", lambda *_: runs(SEEDS) | changed)
+    reproduce(out, file, keep=keep, run=False)  # neither what is kept nor what lies in the folder
+    assert "naive_rag was made by launch/eval.py" in capsys.readouterr().err
+    assert MISSING in row_of(file, "naive-rag")
+
+
+def test_the_published_page_is_that_of_the_published_results(monkeypatch):
+    """Settings that changed since make it differ: launch/reproduce.py --norun --keep=docs/reproduction
+    --page=docs/reproduction.md writes it anew, and what is measured no longer says so."""
+    monkeypatch.chdir(ROOT)
+    known = runs(SEEDS)
+    kept = Kept(ROOT / "docs" / "reproduction", known)
+    command = "python launch/reproduce.py --keep=docs/reproduction"
+    made = page(known, pathlib.Path("runs/reproduce"), kept, SEEDS, command)
+    assert made == (ROOT / "docs" / "reproduction.md").read_text()
+
+
+def test_where_nothing_is_finished_no_page_is_touched(tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    file = tmp_path / "page.md"
+    file.write_text("published")
+    with pytest.raises(UserError, match=r"nothing is finished in .*out, and nothing kept in .*none"):
+        reproduce(tmp_path / "out", file, keep=tmp_path / "none", run=False)
+    assert file.read_text() == "published"
+    with pytest.raises(UserError, match="is a file; give a folder"):
+        reproduce(tmp_path / "out", file, keep=file, run=False)
+
+
+def test_whatever_is_damaged_is_named(tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    measured_in(tmp_path, "direct", ANSWERS)
+    known = {"direct": runs(SEEDS)["direct"]}
+    Kept(tmp_path / "kept", known).take(tmp_path)
+    file = tmp_path / "kept" / "direct.json.gz"
+    whole = file.read_bytes()
+    told = json.loads(gzip.decompress(whole))
+    flipped = whole[:40] + bytes(byte ^ 255 for byte in whole[40:60]) + whole[60:]
+    others = [
+        {},
+        [],
+        told | {"record": {"made": 1}},
+        told | {"evaluation": {}},
+        told | {"card": {"method": ""}},
+    ]
+    for content in (
+        b"x",
+        whole[:50],
+        flipped,
+        *(gzip.compress(json.dumps(each).encode()) for each in others),
+    ):
+        file.write_bytes(content)
+        with pytest.raises(UserError, match=r"direct\.json\.gz is damaged .*delete it"):
+            Kept(tmp_path / "kept", known)
+
+
+def start(*flags):
+    return subprocess.run(
+        [sys.executable, "launch/reproduce.py", *flags],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+
+
+def test_wrong_input_is_one_line_and_leaves_nothing(tmp_path):
+    done = start(f"--out={tmp_path / 'out'}", f"--page={tmp_path / 'page.md'}", "--only=magic")
+    assert done.returncode == 2 and "error: only=magic is unknown" in done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+def test_two_claims_go_from_commands_to_the_page_and_are_not_run_again(tmp_path):
+    flags = ("--smoke", "--only=naive-rag,rl", "--seeds=0", f"--out={tmp_path / 'out'}")
+    done = start(*flags)
+    assert done.returncode == 0, done.stderr
+    text = (tmp_path / "out" / "reproduction.md").read_text()
+    verdicts = dict(re.findall(r"^\| ([\w-]+) \|.*\| (.*) \|$", text, re.MULTILINE))
+    assert verdicts["rl"] != MISSING and verdicts["naive-rag"] != MISSING and verdicts["tree"] == MISSING
+    assert "This is a smoke run" in text
+    assert json.loads((tmp_path / "out" / "rsearch-0.json").read_text())["finished"]
+    again = start(*flags)
+    assert again.returncode == 0 and "..." not in again.stderr

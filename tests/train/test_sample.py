@@ -1,0 +1,310 @@
+"""Dynamic sampling: rounds of questions until enough groups have something to tell."""
+
+import dataclasses
+from types import SimpleNamespace
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+from rrl.data.passages import Passage
+from rrl.data.questions import Question
+from rrl.data.trajectory import Trajectory
+from rrl.errors import UserError
+from rrl.models.decoder import Decoder
+from rrl.models.tokenizer import load_tokenizer
+from rrl.recipes.base import Scoring
+from rrl.recipes.catalogue import RECIPES, make_recipe
+from rrl.recipes.episodes import run_questions
+from rrl.recipes.r2ag import R2AG, Expanding
+from rrl.recipes.r2ag_forest import Node
+from rrl.recipes.rsearch import RSearch
+from rrl.rl.dynamic_sampling import Refill
+from rrl.rl.objective import ObjectiveConfig
+from rrl.rl.optim import OptimConfig
+from rrl.rollout.config import EngineConfig
+from rrl.rollout.curriculum import Shuffled
+from rrl.rollout.engine import Engine, RolloutStats
+from rrl.rollout.episodes import Live, Request
+from rrl.train import sample as rollouts
+from rrl.train.rl_config import RLConfig
+from rrl.train.sample import evaluate, sample_rounds, sample_step
+from tests.tiny import tiny_shape
+
+
+@pytest.fixture
+def sample(monkeypatch):
+    """`sample_rounds` over rollouts in which the questions that are odd numbers have spread; tells what was asked."""
+    asked = []
+
+    def run(engine, params, recipe, questions, *, key, samples, **_):
+        asked.append((list(questions), jax.random.key_data(key).tolist()))
+        engine.stats = RolloutStats(seconds=1.0, policy_tokens=len(questions))
+        return [
+            SimpleNamespace(
+                group=group,
+                question=question,
+                rewards={"total": float(sample * (question % 2))},
+                turn_rewards=None,
+            )
+            for group, question in enumerate(questions)
+            for sample in range(samples)
+        ]
+
+    monkeypatch.setattr(rollouts, "run_questions", run)
+    key = jax.random.key(7)
+
+    def ask(number, count):
+        return [10 * number + i for i in range(count)]
+
+    def sampled(refill, recipe=None, **options):
+        found = sample_rounds(
+            SimpleNamespace(),
+            None,
+            recipe or RSearch(),
+            ask,
+            refill,
+            key=key,
+            samples=2,
+            temperature=1.0,
+            scoring=Scoring(),
+            **options,
+        )
+        return found, asked, key
+
+    return sampled
+
+
+def test_one_round_is_what_was_asked_with_the_steps_own_key(sample):
+    found, asked, key = sample(Refill(4, 1))
+    assert asked == [([0, 1, 2, 3], jax.random.key_data(key).tolist())]
+    assert [t.group for t in found.trajectories] == [0, 0, 1, 1, 2, 2, 3, 3] and found.kept == {1, 3}
+    assert found.left_out.tolist() == [True, True, False, False] * 2
+
+
+def test_a_round_that_drops_nothing_keeps_every_group(sample):
+    found, _, _ = sample(Refill(4, 1, spread=None))
+    assert found.kept == {0, 1, 2, 3} and not found.left_out.any()
+
+
+def test_the_control_chooses_its_groups_by_the_rewards_that_were_dealt_out(sample):
+    class Backwards:
+        """Deals out in reverse: of questions 0 to 3 with totals 00 01 00 01 come 10 00 10 00."""
+
+        def permutation(self, values):
+            return np.array(values[::-1])
+
+    rounds = []
+    found, _, _ = sample(Refill(2, 2), shuffle=lambda number: rounds.append(number) or Backwards())
+    assert rounds == list(range(len(rounds))) and rounds
+    assert {t.question for t in found.trajectories if t.group in found.kept} <= {0, 2, 10, 12}
+    assert found.kept
+
+
+def test_long_episodes_lose_reward_before_groups_are_chosen(sample, monkeypatch):
+    # Questions 0 and 2 earn nothing; their second samples are so long that the groups differ.
+    plain = rollouts.run_questions
+
+    def run(*given, **options):
+        found = plain(*given, **options)
+        for place, t in enumerate(found):
+            t.policy_tokens = 95 if place % 2 else 80
+            t.turn_rewards = {0: 0.5, 1: t.rewards["total"]}
+        return found
+
+    monkeypatch.setattr(rollouts, "run_questions", run)
+    found, _, _ = sample(Refill(4, 1), overlong=(100, 20))
+    assert found.kept == {0, 1, 2, 3}
+    assert [t.rewards["overlong"] for t in found.trajectories] == [0, -0.75] * 4  # DAPO, Eq. 13
+    assert [t.rewards["total"] for t in found.trajectories] == [0, -0.75, 0, 0.25] * 2
+    assert [t.turn_rewards for t in found.trajectories[2:4]] == [{0: 0.5, 1: 0}, {0: 0.5, 1: 0.25}]
+
+
+def test_a_step_asks_for_the_rule_for_long_outputs(monkeypatch):
+    found = []
+    monkeypatch.setattr(rollouts, "sample_rounds", lambda *_, overlong, **__: found.append(overlong))
+    config = RLConfig(2, OptimConfig(), ObjectiveConfig(), overlong=(400, 100))
+    sample_step(config, 0, None, None, None, Shuffled([], 1, 0), Scoring())
+    assert found == [(400, 100)]
+
+
+@pytest.mark.parametrize("wrong", [(100,), (100, 0), (100, 101), (100, 20, 1)])
+def test_a_rule_for_long_outputs_that_is_none_is_refused(wrong):
+    with pytest.raises(UserError, match=r"train\.overlong=.*longest, cache"):
+        RLConfig(2, OptimConfig(), ObjectiveConfig(), overlong=wrong)
+
+
+@pytest.mark.parametrize(("spread", "rounds"), [(0.0, 1), (None, 2)])
+def test_dropping_groups_without_spread_where_groups_have_one_sample_is_refused(spread, rounds):
+    objective = ObjectiveConfig(drop_spread=spread)
+    with pytest.raises(UserError, match=r"train\.samples=1 .* nothing would be learned from"):
+        RLConfig(2, OptimConfig(), objective, samples=1, rounds=rounds)
+    RLConfig(2, OptimConfig(), ObjectiveConfig(), samples=1)
+
+
+def test_the_controls_rewards_are_dealt_out_anew_in_each_step_and_round(monkeypatch):
+    found = []
+    monkeypatch.setattr(
+        rollouts, "sample_rounds", lambda *_, shuffle, **options: found.append((shuffle, options))
+    )
+    config = RLConfig(2, OptimConfig(), ObjectiveConfig(), permute_rewards=True, rounds=2, seed=3)
+    for step in (0, 1):
+        sample_step(config, step, None, None, None, Shuffled([], 1, 0), Scoring())
+    draws = [shuffle(number).permutation(100).tolist() for shuffle, _ in found for number in (0, 1)]
+    assert len({tuple(draw) for draw in draws}) == 4
+    sample_step(
+        dataclasses.replace(config, permute_rewards=False), 0, None, None, None, Shuffled([], 1, 0), Scoring()
+    )
+    assert found[-1][0] is None
+
+
+def test_further_rounds_ask_for_what_is_missing_under_other_keys_and_groups_of_their_own(sample):
+    found, asked, _ = sample(Refill(4, 5))
+    questions = [batch for batch, _ in asked]
+    assert questions == [
+        [0, 1, 2, 3],
+        [10, 11, 12, 13],
+    ]  # two of four had spread: two are missing, four are asked
+    assert len({tuple(key) for _, key in asked}) == 2
+    assert [t.group for t in found.trajectories[::2]] == list(range(8))
+    kept = [t.question for t in found.trajectories[::2] if t.group in found.kept]
+    assert kept == [1, 3, 11, 13]
+    assert dataclasses.asdict(found.stats) == dataclasses.asdict(RolloutStats(seconds=2.0, policy_tokens=8))
+
+
+def test_groups_that_the_recipe_leaves_out_are_asked_for_again_though_they_have_spread(sample):
+    recipe = SimpleNamespace(left_out=lambda some: np.array([t.question == 3 for t in some]))
+    found, asked, _ = sample(Refill(2, 4), recipe)
+    assert [batch for batch, _ in asked] == [[0, 1], [10, 11]]
+    found, asked, _ = sample(Refill(4, 2), recipe)
+    kept = [t.question for t in found.trajectories[::2] if t.group in found.kept]
+    assert kept == [1, 11, 13]
+
+
+def test_what_never_has_spread_ends_after_the_rounds_allowed(sample):
+    found, asked, _ = sample(Refill(1, 3))  # question 0, 10, 20
+    assert len(asked) == 3 and not found.kept and len(found.trajectories) == 6
+    assert np.all([t.rewards["total"] == 0 for t in found.trajectories])
+
+
+def test_each_sample_of_a_question_has_a_temperature_of_its_own():
+    class Stub:
+        tokenizer = load_tokenizer("assets/miniwiki-tokenizer")
+        stats = RolloutStats()
+        fits = staticmethod(lambda prompt: True)
+
+        def run(self, params, requests, *_, **__):
+            self.asked = [(r.group, r.seed, r.temperature) for r in requests]
+            return []
+
+    engine, questions = Stub(), [Question("a", "Who?", ("x",)), Question("b", "What?", ("x",))]
+    temperatures = (0.1, 0.4, 0.7, 1.0)
+
+    def ask(temperature):
+        run_questions(
+            engine, None, RSearch(), questions, key=jax.random.key(0), samples=4, temperature=temperature
+        )
+        return engine.asked
+
+    assert ask(temperatures) == [(i // 4, i, temperatures[i % 4]) for i in range(8)]
+    assert ask(0.5) == [(i // 4, i, 0.5) for i in range(8)]
+
+
+def test_an_evaluation_counts_failed_searches_and_logits_that_are_not_finite():
+    none = np.zeros(0)
+
+    class Stub:
+        tokenizer = load_tokenizer("assets/miniwiki-tokenizer")
+        fits = staticmethod(lambda prompt: True)
+
+        def run(self, params, requests, *_, **__):
+            self.stats = RolloutStats(searches_failed=3, not_finite=2)
+            return [Trajectory(r.question, 0, 0, *(none,) * 5, [], [], "no_action") for r in requests]
+
+    questions = [Question("a", "Who?", ("x",), "bridge"), Question("b", "What?", ("x",), "bridge")]
+    found, _ = evaluate(Stub(), None, RSearch(), questions, scoring=Scoring())
+    assert found["eval/searches_failed"] == 3 and found["eval/not_finite"] == 2
+    assert found["eval/em"] == found["eval/em/bridge"] == 0
+
+
+def test_documents_that_leave_no_room_for_a_turn_give_way():
+    class Stub:
+        tokenizer, stats = load_tokenizer("assets/miniwiki-tokenizer"), RolloutStats()
+        config = EngineConfig(context=100)
+        fits = staticmethod(lambda prompt: True)
+
+        def run(self, params, requests, *_, **__):
+            self.prompts = [request.prompt for request in requests]
+            return []
+
+    engine, recipe = Stub(), R2AG(environment=Expanding(opening="bare", turn_tokens=40))
+    documents = [Passage(name, name, "far too long " * 20) for name in ("A", "B")]
+    short, long = (Node.of(Question("q", "Who?", ("x",)), 0, some) for some in ([], documents))
+    run_questions(engine, None, recipe, [short, long], key=jax.random.key(0))
+    assert (
+        len(engine.prompts[0]) < 20 and len(engine.prompts[1]) == 59
+    )  # 100 less the turn and the last token
+    said = [engine.tokenizer.decode(ids) for ids in engine.prompts]
+    assert all("Who?" in text for text in said) and "(Title: A)" not in said[1]
+
+
+def test_a_step_samples_at_its_temperatures(monkeypatch):
+    found = []
+    monkeypatch.setattr(rollouts, "sample_rounds", lambda *_, temperature, **__: found.append(temperature))
+    config = RLConfig(2, OptimConfig(), ObjectiveConfig(), samples=2, temperature=0.5)
+    sample_step(config, 0, None, None, None, Shuffled([], 1, 0), Scoring())
+    varied = dataclasses.replace(config, temperatures=(0.1, 0.4))
+    sample_step(varied, 0, None, None, None, Shuffled([], 1, 0), Scoring())
+    assert found == [0.5, (0.1, 0.4)]
+
+
+@pytest.mark.parametrize("temperatures", [(0.5,), (0.1, -0.1), (0.1, 0.2, 0.3)])
+def test_temperatures_that_do_not_fit_the_samples_are_refused(temperatures):
+    with pytest.raises(UserError, match=r"train\.temperatures=.* must be 2 numbers of at least 0"):
+        RLConfig(2, OptimConfig(), ObjectiveConfig(), samples=2, temperatures=temperatures)
+
+
+@pytest.fixture(scope="module")
+def small():
+    tokenizer = load_tokenizer("assets/miniwiki-tokenizer")
+    decoder = Decoder(tiny_shape(len(tokenizer), 128, eos_token_id=tokenizer.eos_token_id), rngs=nnx.Rngs(0))
+    config = EngineConfig(rows=4, context=96, feeds=2, feed_tokens=16)
+    return Engine(decoder, tokenizer, config), nnx.state(decoder)
+
+
+def test_a_question_too_long_for_the_context_ends_alone_and_counts_as_wrong(small):
+    engine, params = small
+    recipe = RSearch(instruction="")
+    recipe = dataclasses.replace(recipe, environment=dataclasses.replace(recipe.environment, turn_tokens=8))
+    questions = [Question(str(at), f"Who directed film {at}?", ("A",)) for at in range(3)]
+    long = Question("long", "Who directed all of these films? " * 60, ("A",))
+    ended = []
+    asked = [questions[0], long, *questions[1:]]
+    _, found = evaluate(
+        engine,
+        params,
+        recipe,
+        asked,
+        on_finish=lambda place, trajectory: ended.append((place, trajectory.ended)),
+    )
+    assert [t.question.id for t in found] == ["0", "long", "1", "2"]
+    assert found[1].ended == "context_limit" and found[1].policy_tokens == 0 and found[1].metrics["em"] == 0
+    assert len(found[1].tokens) == 96 and found[1].cuts == ((0, "room"),)
+    assert sorted(place for place, _ in ended) == [0, 1, 2, 3] and (1, "context_limit") in ended
+    _, alone = evaluate(engine, params, recipe, [questions[0], questions[0], *questions[1:]])
+    for place in (0, 2, 3):
+        np.testing.assert_array_equal(found[place].tokens, alone[place].tokens)
+    metrics, found = evaluate(engine, params, recipe, [long])
+    assert metrics["eval/em"] == 0 and found[0].ended == "context_limit"
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_recipe_scores_an_episode_that_ended_before_a_turn(name):
+    question = Question("q", "Who?", ("A",), gold=("T",))
+    for asked in (question, Node.of(question)):
+        live = Live(Request(asked, np.arange(5, dtype=np.int32), 0), "prompt")
+        live.met("room")
+        trajectory = live.trajectory("context_limit")
+        make_recipe(name).score([trajectory], Scoring(reader=lambda prompts: [""] * len(prompts)))
+        assert not trajectory.token_rewards.any() and trajectory.metrics.get("em", 0) == 0
