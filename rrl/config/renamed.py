@@ -28,7 +28,7 @@ RENAMED: Mapping[str, Mapping[str, str]] = {
 """Section -> old field -> new field. A section matches under its own name and with a prefix: "rollout" also matches
 "reader_rollout" and "judge_rollout". A section inside another is written with a dot: "recipe.environment"."""
 
-LAST_RELEASE = "0.1"
+LAST_RELEASE = "0.2"
 """The last release that accepts the old names."""
 
 
