@@ -17,7 +17,7 @@ from typing import Any
 
 from rrl.data.questions import Question
 from rrl.errors import UserError, at_least
-from rrl.files import atomic_stream
+from rrl.files import CHECKOUT, atomic_stream
 
 PACKAGES = ("jax", "flax", "numpy", "transformers", "scann", "bm25s")
 
@@ -197,8 +197,10 @@ def versions_here() -> dict[str, str]:
 
 
 def commit_here() -> str:
-    """The commit that is checked out, with a mark where what is run differs from it; "unknown" outside a clone."""
-    if not (commit := _git("rev-parse", "--short=12", "HEAD")):
+    """The commit of rrl that is checked out, with a mark where what is run differs from it; "unknown" outside a clone."""
+    commit = _git("rev-parse", "--short=12", "HEAD")
+    # An installed package may lie in a clone of something else.
+    if not commit or Path(_git("rev-parse", "--show-toplevel")) != CHECKOUT:
         return "unknown"
     return commit + (
         " with changes"
@@ -209,7 +211,9 @@ def commit_here() -> str:
 
 def _git(*arguments: str) -> str:
     try:
-        done = subprocess.run(["git", *arguments], capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            ["git", "-C", str(CHECKOUT), *arguments], capture_output=True, text=True, check=False
+        )
     except OSError:
         return ""
     return done.stdout.strip() if done.returncode == 0 else ""

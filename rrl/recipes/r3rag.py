@@ -74,7 +74,7 @@ class R3Rag(OutcomeRecipe):
         {
             "answer": "answer right (Eq. 2)",
             "relevance": "relevance of documents (Eq. 3)",
-            "format": "format (Eq. 5)",
+            "format": "broken format: Val - 1 (Eqs. 4, 5)",
         },
         {
             "acc": "right answers",

@@ -20,6 +20,7 @@ from tokenizers import normalizers
 
 from rrl.data.passages import Passage
 from rrl.errors import UserError
+from rrl.files import shipped
 from rrl.models.config import Pooling
 from rrl.models.encoder import Encoder
 from rrl.models.hf import folder_hash, load_encoder, save_encoder
@@ -230,8 +231,8 @@ def load_text_encoder(folder: str | Path, settings: Mapping[str, Any] | None = N
 
     Raises UserError naming what is missing or not supported.
     """
-    folder = Path(folder)
     require_folder("encoder", folder)
+    folder = shipped(folder)
     found = read_settings(folder, settings)
     tokenizer, encoder = load_tokenizer(folder), load_encoder(folder, pooling=found.pooling)
     check_tokenizer(tokenizer, encoder.config, "encoder")

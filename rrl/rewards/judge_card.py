@@ -8,7 +8,7 @@ import json
 import pathlib
 
 from rrl.errors import UserError, at_least
-from rrl.files import write_atomically
+from rrl.files import shipped, write_atomically
 from rrl.rewards.judge_prompts import JudgePrompt
 from rrl.text.chat import Prompt
 
@@ -58,7 +58,7 @@ def write_judge_card(folder: str | pathlib.Path, card: JudgeCard) -> None:
 
 def read_judge_card(folder: str | pathlib.Path) -> JudgeCard | None:
     """The card of a judge's folder, or None where there is none. Raises UserError for one that cannot be read."""
-    file = pathlib.Path(folder, FILE)
+    file = shipped(folder) / FILE
     if not file.is_file():
         return None
     try:
