@@ -66,6 +66,8 @@ class TextEncoder:
     """SHA-256 of the folder it was loaded from; indexes remember it."""
     devices: tuple[jax.Device, ...] = ()
     """Over which batches are split; none: JAX's own choice of one."""
+    titles: bool = True
+    """Whether passages are embedded with their titles, or by their texts alone."""
 
     @property
     def dim(self) -> int:
@@ -103,7 +105,7 @@ class TextEncoder:
     def embed_passages(
         self, passages: Sequence[Passage], batch: int | None = None
     ) -> Float[np.ndarray, "N E"]:
-        """Embeddings float32 of "prefix title text", in the passages' order; those that were cut are logged."""
+        """Embeddings float32 of passages (see `tokenize_passages`), in their order; those that were cut are logged."""
         ids, cut = self.tokenize_passages(passages)
         if cut:
             limit = self.settings.passage_tokens
@@ -111,8 +113,10 @@ class TextEncoder:
         return self.embed_tokens(ids, batch, _logged(len(ids)))
 
     def tokenize_passages(self, passages: Sequence[Passage]) -> tuple[list[list[int]], int]:
-        """Token ids of "prefix title text", cut at `passage_tokens`; and how many were cut. NumPy only, thread-safe."""
-        texts = (f"{self.settings.passage_prefix}{passage.title} {passage.text}" for passage in passages)
+        """Token ids of "prefix title text", or of "prefix text" without `titles`, cut at `passage_tokens`; and how many were cut.
+        NumPy only, thread-safe."""
+        prefix = self.settings.passage_prefix
+        texts = (f"{prefix}{p.title} {p.text}" if self.titles else prefix + p.text for p in passages)
         return self._encode_ids(texts, self.settings.passage_tokens)
 
     def embed_tokens(

@@ -15,6 +15,7 @@ from rrl.eval.result_card import (
     card_of,
     commit_here,
     differences,
+    gold_fingerprint,
     load_card,
     questions_fingerprint,
     save_card,
@@ -154,3 +155,10 @@ def test_the_commit_is_that_of_rrl_whatever_the_current_folder_belongs_to(tmp_pa
     monkeypatch.setattr("rrl.eval.result_card.CHECKOUT", tmp_path / "site-packages")
     (tmp_path / "site-packages").mkdir()
     assert commit_here() == "unknown"
+
+
+def test_gold_ids_are_part_of_what_recall_is_measured_by():
+    plain = Question("q", "Who?", ("A",), gold=("T",))
+    with_ids = dataclasses.replace(plain, gold_ids=("1",))
+    prints = {gold_fingerprint([q]) for q in (plain, with_ids, dataclasses.replace(with_ids, gold=()))}
+    assert len(prints) == 3 and "" not in prints
