@@ -58,7 +58,7 @@ from rrl.recipes.prompted.base import PromptedSettings
 from rrl.recipes.prompted.catalogue import METHODS, make_prompted_method
 from rrl.report.trajectories_html import write_html
 from rrl.retrieval.bm25 import Bm25Config
-from rrl.retrieval.gold import hits_at
+from rrl.retrieval.gold import hits_from_ranks
 from rrl.rewards.judge_settings import SECTIONS as JUDGE
 from rrl.rewards.judge_settings import JudgeSettings
 from rrl.rewards.reader import Reader
@@ -440,7 +440,7 @@ def finish(
     ranks = [line["answer_rank"] for line in lines if line["answer_rank"] is not None]
     # Beside questions with gold passages, those without have no answer that could be found.
     if ranks and card.corpus and "retrieval" not in found:
-        whole = hits_at(ranks).report(CUTS)
+        whole = hits_from_ranks(ranks).report(CUTS)
         found["retrieval_by_answer"] = {k: v for k, v in whole.items() if k.startswith(("hits", "mrr"))}
     endings = collections.Counter(line["ended"] for line in lines)
     found["ended"] = {name: often / len(lines) for name, often in endings.most_common()}

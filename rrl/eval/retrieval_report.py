@@ -8,7 +8,7 @@ import numpy as np
 
 from rrl.data.questions import Question
 from rrl.errors import UserError
-from rrl.retrieval.gold import IDS, GoldHits, gold_key, gold_of, hits_by, hits_by_answer
+from rrl.retrieval.gold import IDS, GoldHits, gold_key, gold_of, hits_by_answer, hits_by_key
 from rrl.retrieval.retriever import Hit, Retriever
 from rrl.text.normalize import RULES
 
@@ -94,7 +94,7 @@ def retrieval_report(
     if key:
         rows = [(q, hits) for q, hits in zip(asked, found, strict=True) if gold_of(q, key)]
         asked, found = [question for question, _ in rows], [hits for _, hits in rows]
-        hits = hits_by(key, _names(found, "id"), _names(found, "title"), asked, repeats=True)
+        hits = hits_by_key(key, _names(found, "id"), _names(found, "title"), asked, repeats=True)
     else:
         texts = [[f"{hit.passage.title} {hit.passage.text}" for hit in hits] for hits in found]
         hits = hits_by_answer(texts, [question.answers for question in asked], RULES["flashrag"])

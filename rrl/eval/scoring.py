@@ -17,7 +17,7 @@ from rrl.eval.intervals import bootstrap, compare
 from rrl.eval.predictions import Prediction
 from rrl.files import atomic_stream, saving
 from rrl.report.summary import table
-from rrl.retrieval.gold import TITLES, GoldHits, gold_key, hits_by
+from rrl.retrieval.gold import TITLES, GoldHits, gold_key, hits_by_key
 from rrl.text.characters import one_form
 from rrl.text.metrics import score_answers
 from rrl.text.normalize import RRL, Rule
@@ -99,7 +99,7 @@ class Scores:
     def hits(self) -> GoldHits | None:
         """Which of what was found is gold; None where what was found or gold passages are not known."""
         key, _ = self.gold_by
-        return hits_by(key, self.ids or (), self.titles or (), self.questions) if key else None
+        return hits_by_key(key, self.ids or (), self.titles or (), self.questions) if key else None
 
     @property
     def coverage(self) -> dict[str, Float[np.ndarray, "Q"]]:

@@ -47,14 +47,14 @@ def compare_single_step(trajectories: Sequence[Trajectory], retriever: Retriever
         )
     gold = [t.question.gold for t in known]
     steps = gold_hits([[title for search in t.searches for title in search.titles] for t in known], gold)
-    k = max(1, math.ceil(steps.found.mean()))
-    most = max(k, int(steps.found.max()))
+    k = max(1, math.ceil(steps.retrieved.mean()))
+    most = max(k, int(steps.retrieved.max()))
     # Twice as many, for of passages with one title the first alone counts.
     ranked = [
         list(dict.fromkeys(hit.passage.title for hit in hits))
         for hits in retriever.search([t.question.text for t in known], 2 * most)
     ]
-    own = [titles[:count] for titles, count in zip(ranked, steps.found.tolist(), strict=True)]
+    own = [titles[:count] for titles, count in zip(ranked, steps.retrieved.tolist(), strict=True)]
     return SingleStepComparison(
         kinds=tuple(t.question.kind for t in known),
         steps=steps,
@@ -78,7 +78,7 @@ def as_text(found: SingleStepComparison) -> str:
             for values in (hits.recall(), hits.full_recall())
         ]
         name = "all" if kind is None else kind.replace("_", " ")
-        rows.append((name, f"{found.steps.found[chosen].mean():.2f}", *numbers))
+        rows.append((name, f"{found.steps.retrieved[chosen].mean():.2f}", *numbers))
     gain = found.gain
     return "\n".join(
         [

@@ -100,7 +100,7 @@ class SearchRunner:
 
     def take_cached(self, query: str) -> bool:
         """Whether the retriever remembers what it found for it; then `done` gives that, and nothing need be searched."""
-        hits = None if self.retriever is None else self.retriever.recall(query, self.top_k)
+        hits = None if self.retriever is None else self.retriever.cached_hits(query, self.top_k)
         if hits is None:
             return False
         self._recalled.append((query, list(map(_shown, hits))))

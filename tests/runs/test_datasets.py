@@ -131,7 +131,7 @@ def test_an_encoder_that_nothing_would_use_is_refused_by_name(tmp_path):
 
 
 def test_a_run_over_a_large_corpus_opens_its_index_again(tmp_path, monkeypatch):
-    monkeypatch.setattr("rrl.retrieval.index.SMALL", 4)
+    monkeypatch.setattr("rrl.retrieval.index.BRUTE_FORCE_BELOW", 4)
     monkeypatch.setattr("rrl.runs.datasets.load_retriever_encoder", lambda config: WordEncoder())
     data, workdir = tmp_path / "data", tmp_path / "run"
     data.mkdir()

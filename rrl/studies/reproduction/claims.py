@@ -141,7 +141,7 @@ def higher_recall_at_equal_passages(results: ReproductionResults, runs: Sequence
     left, right = [], []
     for steps in results.evaluations(runs[0]):
         found = steps.hits
-        own = [titles[:count] for titles, count in zip(ranked, found.found.tolist(), strict=True)]
+        own = [titles[:count] for titles, count in zip(ranked, found.retrieved.tolist(), strict=True)]
         left.append(found.full_recall(most))
         right.append(gold_hits(own, single.gold).full_recall())
     return _evidence(left, right, 1)
