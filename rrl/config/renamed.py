@@ -13,7 +13,10 @@ from ml_collections import ConfigDict
 
 log = logging.getLogger(__name__)
 
-RENAMED: Mapping[str, Mapping[str, str]] = {}
+RENAMED: Mapping[str, Mapping[str, str]] = {
+    "critic": {"trace": "gae_lambda"},
+    "objective": {"streams": "parallel_microbatches", "lengths": "row_lengths"},
+}
 """Section -> old field -> new field. A section matches under its own name and with a prefix: "rollout" also matches
 "reader_rollout" and "judge_rollout". A section inside another is written with a dot: "recipe.environment"."""
 

@@ -124,9 +124,9 @@ def learn_in_miniwiki(config: ConfigDict, args: types.SimpleNamespace, recipe: M
         "kl_coef": 0.1,
         "clip_low": 0.2,
         "clip_high": 0.28,
-        "lengths": (1024,),
+        "row_lengths": (1024,),
         "microbatch_tokens": 2048,
-        "streams": 2,
+        "parallel_microbatches": 2,
     }
     config.optim = {
         "name": "adamw",
@@ -149,7 +149,7 @@ def shorten(config: ConfigDict) -> None:
     """Makes a smoke run of a config with all its sections: it looks at everything, briefly, and compiles one update."""
     config.data.update({"held_out_per_kind": 8, "train_per_kind": 50, "train_worlds": 4})
     config.train.questions = 16
-    config.objective.lengths = config.objective.lengths[-1:]
+    config.objective.row_lengths = config.objective.row_lengths[-1:]
     config.train.eval_every = config.train.steps
     config.note = (
         f"smoke run (steps={config.train.steps}; 1 to 5 are for a look): 16 questions an update, 8 held-out questions of each "

@@ -500,7 +500,7 @@ def test_from_the_experts_demonstrations_to_pairs_of_a_policys_own_and_a_step_of
     run.data.update({"train_worlds": 1, "held_out_worlds": 1, "held_out_per_kind": 1, "train_per_kind": 4})
     run.train.update({"questions": 2, "eval_every": 0})
     run.rollout.update({"rows": 8, "context": 512, "feeds": 4})
-    run.objective.lengths = (512,)
+    run.objective.row_lengths = (512,)
     run.critic.layers = 1  # the policy has no more
     run.recipe.environment.turn_tokens = 8
     outcome = experiment.run(run, tmp_path / "run")

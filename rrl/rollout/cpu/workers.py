@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from rrl.errors import UserError
 from rrl.models.config import DecoderConfig, matrix_parameters
-from rrl.parallel.runtime import cores_here
+from rrl.parallel.runtime import available_cores
 from rrl.rollout.config import EngineConfig
 
 ROWS_OF_A_WORKER = 8
@@ -42,7 +42,7 @@ def workers_of(config: EngineConfig, decoder: DecoderConfig) -> int:
     Raises:
         UserError: `config.loops` does not divide the rows, or is more than the cores.
     """
-    cores = cores_here()
+    cores = available_cores()
     if config.loops:
         if config.rows % config.loops or config.loops > max(2, cores):
             raise UserError(
