@@ -80,7 +80,7 @@ def test_streams_have_threads_of_their_own_where_there_are_cores(monkeypatch, st
 
     accumulator.accumulate = watched
     accumulator.step(params, state, (), [batch(1.0)] * 4, 1.0)
-    assert sum(name.startswith("rrl-stream") for name in seen) == threads
+    assert sum(name.startswith("rrl-microbatch") for name in seen) == threads
 
 
 def test_what_a_stream_raises_comes_out_of_the_step():

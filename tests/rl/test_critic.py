@@ -83,7 +83,7 @@ def test_streams_give_the_same_values_from_threads_of_their_own(monkeypatch):
 
         critic._estimate.program = watched
         found.append(critic.estimate(state, TRAJECTORIES))
-    assert names == {"MainThread", "rrl-stream"}
+    assert names == {"MainThread", "rrl-microbatch"}
     for one, other in zip(found[0].values, found[1].values, strict=True):
         np.testing.assert_array_equal(one, other)
 

@@ -135,7 +135,7 @@ def test_adamw_is_optax_adamw():
         ({"clip_norm": -1.0}, ["optim.clip_norm=-1.0", "at least 0"]),
         ({"adam_lr": -1.0}, ["optim.adam_lr=-1.0", "at least 0"]),
         ({"eps": float("nan")}, ["optim.eps=nan", "at least 0"]),
-        ({"frozen": ("[",)}, ["optim.frozen", "'['", "no regular expression"]),
+        ({"frozen": ("[",)}, ["optim.frozen", "'['", "not a regular expression"]),
     ],
 )
 def test_wrong_settings_are_refused(fields, words):
@@ -172,7 +172,7 @@ def test_adapters_alone_are_trained_where_there_are_any_and_nothing_frozen_is(ad
 
 def test_a_frozen_pattern_without_a_parameter_is_refused():
     with pytest.raises(
-        UserError, match=r"optim.frozen=\['head'\] match no parameter; there are embedding, q"
+        UserError, match=r"optim.frozen=\['head'\] match no parameter; the parameters are embedding, q"
     ):
         split_trained(Toy(), ("embedding", "head"))
 

@@ -74,7 +74,7 @@ def made(entries, time, group, kv_heads, width, seed=0):
 )
 def test_it_gives_the_numbers_of_xla(compiled, entries, time, group, kv_heads, width):
     q, k, v, at, rows = made(entries, time, group, kv_heads, width)
-    layer, groups = jnp.int32(1), KVCache(k, v, SLOTS, slots_last=True).groups(at)
+    layer, groups = jnp.int32(1), KVCache(k, v, SLOTS, slots_last=True).read_groups(at)
     expected = jax.jit(lambda: cache_attention(q, k, v, layer, at, rows, groups, (), slots_last=True))()
     found = jax.jit(lambda: cpu_attention(q, k, v, layer, at, rows, SLOTS))()
     real = np.asarray(at < SLOTS)
@@ -411,7 +411,7 @@ def test_adapters_are_left_to_xla_or_added_before(compiled):
         held = getattr(decoder.layers, name)
         held[...] = jax.random.normal(jax.random.key(1), held.shape) * 0.1
     tokens, (ours, theirs) = draw(BASE, 2, 9), caches(BASE, 2, 20)
-    assert not decoder._in_kernel(ours) and merge_lora(decoder)._in_kernel(ours)
+    assert not decoder._uses_cpu_kernel(ours) and merge_lora(decoder)._uses_cpu_kernel(ours)
     wanted, _ = extend(decoder, tokens, places(2, 9), theirs)
     for model in (decoder, merge_lora(decoder)):
         found, _ = extend(model, tokens, places(2, 9), ours)
@@ -462,7 +462,7 @@ def test_it_runs_where_vectors_are_short(compiled, tmp_path, monkeypatch):
             f"{target}_short", jax.ffi.pycapsule(getattr(library, target)), platform="cpu"
         )
     q, k, v, at, rows = made(4, 21, 2, 2, 32)
-    groups = KVCache(k, v, SLOTS, slots_last=True).groups(at)
+    groups = KVCache(k, v, SLOTS, slots_last=True).read_groups(at)
     expected = cache_attention(q, k, v, jnp.int32(1), at, rows, groups, (), slots_last=True)
     found = cpu_attention(q, k, v, jnp.int32(1), at, rows, SLOTS)
     real = np.asarray(at < SLOTS)
