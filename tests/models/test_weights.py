@@ -99,7 +99,7 @@ def test_a_kill_while_files_take_their_names_never_leaves_a_folder_that_loads_wr
 def test_a_sharded_folder_on_any_mesh_is_what_it_is_on_one_device_and_each_part_is_read_once(
     sharded, sizes, monkeypatch
 ):
-    counted, read = [], Weights.read
+    counted, read = [], SafetensorsFolder.read
 
     def counting(self, *arguments):
         value = read(self, *arguments)
