@@ -36,7 +36,7 @@ def test_two_processes_give_the_trajectories_of_one_and_leave_together_where_one
             ["RuntimeError", "PromptTooLong"],
             ["Wordless", "RuntimeError"],
         ][process]
-        assert said["unpicklable"].startswith("what process 0 gives to the others does not pickle")
+        assert said["unpicklable"].startswith("the value of process 0 cannot be pickled")
     for said, words in zip(both, failed, strict=True):
         assert said["failed"] == words
         whole, cut = said["exchanges"]

@@ -304,7 +304,7 @@ def test_an_unknown_section_is_refused(folders):
             (384, "x"),
             r"^objective\.row_lengths=\(384, 'x'\) must be a tuple.* int",
         ),
-        ("optim", "frozen", ("[",), r"^optim\.frozen=\('\[',\): '\[' is no regular expression"),
+        ("optim", "frozen", ("[",), r"^optim\.frozen=\('\[',\): '\[' is not a regular expression"),
         ("data", "held_out_split", "train", r"^data\.held_out_split='train' .*dev, test"),
         ("data", "path", "", r"^data='' is no folder"),
         ("retriever", "index", "nowhere", r"^retriever\.index='nowhere': .*build_index\.py"),
