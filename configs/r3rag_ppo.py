@@ -36,7 +36,13 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from rrl.config.shared import begin, is_smoke, parse_run, refuse_void, shorten
+from rrl.config.shared import (
+    base_config,
+    is_smoke,
+    parse_run_arguments,
+    refuse_unused_with_ablation,
+    shrink_to_smoke,
+)
 
 ABLATIONS: dict[str, dict[str, Any]] = {
     "none": {},
@@ -48,7 +54,7 @@ ABLATIONS: dict[str, dict[str, Any]] = {
 
 def get_config(arg: str = "") -> ConfigDict:
     """The config of `--config=configs/r3rag_ppo.py:ARG`."""
-    args = parse_run(
+    args = parse_run_arguments(
         arg,
         judge="",
         judge_model="",
@@ -57,15 +63,15 @@ def get_config(arg: str = "") -> ConfigDict:
         malformed=("paper", "released"),
         cut=("document", "block"),
     )
-    refuse_void(args, "outcome", last_step="figure")
+    refuse_unused_with_ablation(args, "outcome", last_step="figure")
     if args.size == "tiny" and args.data == "miniwiki":  # where it is asked about documents alone
-        refuse_void(args, "process", judge="")
+        refuse_unused_with_ablation(args, "process", judge="")
     # They import jax: after the arguments were found right.
     from rrl.rewards.judge_settings import sections_of
     from rrl.train.experiment import with_defaults
 
     tiny, real = args.size == "tiny", args.data != "miniwiki"
-    config = begin("r3rag_ppo", arg, args)
+    config = base_config("r3rag_ppo", arg, args)
     config.policy = args.policy or (
         "runs/r3rag_cold_start/model" if tiny else f"models/R3-RAG-CS-Qwen2.5-{args.size.upper()}"
     )
@@ -152,5 +158,5 @@ def get_config(arg: str = "") -> ConfigDict:
         "frozen": ("^embedding$",) if tiny else (),
     }
     if is_smoke(args):
-        shorten(config)
+        shrink_to_smoke(config)
     return with_defaults(config)

@@ -16,13 +16,13 @@ import types
 
 from ml_collections import ConfigDict
 
-from rrl.config.shared import is_smoke, parse_run
+from rrl.config.shared import is_smoke, parse_run_arguments
 
 
 def get_config(arg: str = "") -> ConfigDict:
     """The config of `--config=configs/rsearch_ppo.py:ARG`."""
     grpo = _beside("rsearch_grpo")
-    args, config = parse_run(arg, **grpo.ARGUMENTS), grpo.get_config(arg)
+    args, config = parse_run_arguments(arg, **grpo.ARGUMENTS), grpo.get_config(arg)
     from rrl.train.experiment import with_defaults
 
     # The built-in world's cold-started policy, as rsearch_grpo.py knows it.

@@ -26,7 +26,7 @@ from flax import nnx
 from ml_collections import ConfigDict
 
 from rrl.config.renamed import rename_config
-from rrl.config.sections import build, fill, only
+from rrl.config.sections import build, fill_defaults, refuse_unknown_fields
 from rrl.data.questions import Question, save_questions
 from rrl.data.trajectory import Trajectory
 from rrl.data.trajectory_files import load_trajectories
@@ -47,7 +47,7 @@ from rrl.eval.result_card import (
 from rrl.eval.results import Lines, read_lines
 from rrl.eval.scoring import CUTS, Scores, as_text, matched, report, score, write_report
 from rrl.eval.timing import append_timing, latency, read_timing
-from rrl.files import saving, write_whole
+from rrl.files import saving, write_atomically
 from rrl.models.hardware import ComputeConfig, MeshConfig
 from rrl.models.hf import folder_hash, load_language_model
 from rrl.models.weights import require_folder
@@ -64,10 +64,10 @@ from rrl.rewards.judge_settings import JudgeSettings
 from rrl.rewards.reader import Reader
 from rrl.rollout.config import NO_NUMBERS, EngineConfig
 from rrl.rollout.engine import Engine
-from rrl.runs.clock import Clock
+from rrl.runs.datasets import RetrieverConfig, encoder_folder
 from rrl.runs.progress import Progress
-from rrl.runs.tasks import RetrieverConfig, encoder_folder
-from rrl.runs.workdir import held, refuse_held, refuse_other_config
+from rrl.runs.timed_log import TimedLog
+from rrl.runs.workdir import lock_workdir, refuse_locked, refuse_other_config
 from rrl.text.metrics import AnswerScores, exact_match
 from rrl.text.normalize import rule_named
 from rrl.text.short_answers import choice_correct
@@ -123,26 +123,26 @@ def with_defaults(config: ConfigDict) -> ConfigDict:
     """A config of this form (see configs/eval.py) with every field there is, so that each can be overridden."""
     rename_config(config)
     for name, kind in SECTIONS.items():
-        fill(config[name], kind)
+        fill_defaults(config[name], kind)
     if "judge" in config:
         for name, kind in JUDGE.items():
             if name not in config:
                 config[name] = ConfigDict()
-            fill(config[name], kind)
+            fill_defaults(config[name], kind)
     name = config.method.name
     if name in METHODS:
         for option, value in make_method(name).defaults.items():
             if option not in config.method:
                 config.method[option] = value
-        fill(config.prompted, Prompting)
+        fill_defaults(config.prompted, Prompting)
         for field in ("temperature", "token_bytes"):  # the evaluation's, and the tokenizer's
             del config.prompted[field]
     elif is_recipe(name):
         recipe = make_recipe(name)
-        fill(config.recipe, type(recipe))
+        fill_defaults(config.recipe, type(recipe))
         if "environment" not in config.recipe:
             config.recipe.environment = ConfigDict()
-        fill(config.recipe.environment, type(recipe.environment))
+        fill_defaults(config.recipe.environment, type(recipe.environment))
     return config
 
 
@@ -169,7 +169,7 @@ class Settings:
         """Checks a config (see configs/eval.py for its form) and that its folders are there; loads nothing yet."""
         values = config.to_dict() if hasattr(config, "to_dict") else dict(config)
         names = ("name", "policy", "reader", "method", "recipe", "prompted")
-        only([*SECTIONS, *JUDGE, *names], values, "config")
+        refuse_unknown_fields([*SECTIONS, *JUDGE, *names], values, "config")
         reader = values.get("reader", "")
         way = make_way(values["method"], values.get("recipe"), values.get("prompted"), reader)
         if not values["name"]:
@@ -201,7 +201,7 @@ def run(config: Mapping[str, Any], workdir: str | Path, command: Sequence[str] =
     that of this process. Raises UserError for wrong input, and a workdir that another process holds, before anything is written;
     SaveError where the workdir cannot be written.
     """
-    say, workdir = Clock(), Path(workdir)
+    say, workdir = TimedLog(), Path(workdir)
     if jax.process_count() > 1:
         raise UserError("an evaluation runs in one process, over all devices of its host: start it once")
     settings = Settings.of(config)
@@ -215,7 +215,7 @@ def run(config: Mapping[str, Any], workdir: str | Path, command: Sequence[str] =
         )
     identity = identity_of(settings, data)
     refuse_other_config(workdir, identity)
-    refuse_held(workdir, FOLDERS, FILES)
+    refuse_locked(workdir, FOLDERS, FILES)
     data = with_retriever(data, settings.retriever, settings.rollout.search_seconds, workdir, say)
     judge = (
         settings.judge.load(data.questions, settings.compute, settings.mesh.make())
@@ -224,9 +224,9 @@ def run(config: Mapping[str, Any], workdir: str | Path, command: Sequence[str] =
     )
     engine, params = _engine(settings, data, say)
     settings.way.check(engine, data.questions, settings.data.on_error, say)
-    with held(workdir):
+    with lock_workdir(workdir):
         with saving(workdir / "config.json"):
-            write_whole(workdir / "config.json", json.dumps(identity, indent=2) + "\n")
+            write_atomically(workdir / "config.json", json.dumps(identity, indent=2) + "\n")
         with saving(workdir / "questions.jsonl"):
             save_questions(workdir / "questions.jsonl", data.questions)
         answer(settings, _with_reader(settings), data, engine, params, workdir)
@@ -283,7 +283,7 @@ def identity_of(settings: Settings, data: Dataset) -> dict[str, Any]:
     }
 
 
-def _engine(settings: Settings, data: Dataset, say: Clock) -> tuple[Engine, Any]:
+def _engine(settings: Settings, data: Dataset, say: TimedLog) -> tuple[Engine, Any]:
     mesh, compute = settings.mesh.make(), settings.compute
     device = mesh.devices.flat[0]
     say(f"policy {settings.policy}, on {mesh.size} of {len(jax.devices())} devices ({device.device_kind})")

@@ -15,7 +15,7 @@ from rrl.data.records import read_records
 from rrl.errors import UserError
 from rrl.eval.intervals import bootstrap, compare
 from rrl.eval.predictions import Prediction
-from rrl.files import replaced, saving
+from rrl.files import atomic_stream, saving
 from rrl.report.summary import table
 from rrl.retrieval.gold import Hits, hits_of
 from rrl.text.characters import one_form
@@ -391,7 +391,7 @@ def write_report(folder: str | Path, found: Mapping[str, Any], scores: Scores) -
         raise UserError(f"out={str(folder)!r} cannot be made ({error}); give another folder") from error
     text = json.dumps(found, indent=2, ensure_ascii=False) + "\n"
     for name, content in (("scores.jsonl", "".join(lines)), ("metrics.json", text)):
-        with saving(folder / name), replaced(folder / name) as stream:
+        with saving(folder / name), atomic_stream(folder / name) as stream:
             stream.write(content.encode())
 
 

@@ -11,7 +11,7 @@ from rrl.parallel.mesh import data_shards
 from rrl.parallel.topology import Chip
 from rrl.plan.hlo import Traffic
 from rrl.rl.logprobs import chunk_positions
-from rrl.train.experiment import Settings
+from rrl.train.experiment import TrainSettings
 
 BF16, F32 = 2, 4
 
@@ -26,7 +26,7 @@ class Workload:
     """Those that the policy samples, one at a time."""
 
     @classmethod
-    def of(cls, settings: Settings, tokens: int = 0, policy_tokens: int = 0) -> "Workload":
+    def of(cls, settings: TrainSettings, tokens: int = 0, policy_tokens: int = 0) -> "Workload":
         """0: half the context, and a quarter of the trajectory."""
         tokens = tokens or settings.rollout.context // 2
         return cls(tokens, policy_tokens or tokens // 4)
@@ -61,7 +61,7 @@ def forward_flops(config: DecoderConfig, tokens: float, keys: float, scored: flo
 
 
 def costs(
-    settings: Settings,
+    settings: TrainSettings,
     config: DecoderConfig,
     mesh: Mesh | AbstractMesh,
     workload: Workload,
@@ -142,7 +142,7 @@ def cache_device_bytes(
 
 
 def temporaries(
-    settings: Settings,
+    settings: TrainSettings,
     config: DecoderConfig,
     mesh: Mesh | AbstractMesh,
     *,

@@ -25,7 +25,7 @@ from rrl.parallel.topology import GIB, Topology, open_topology
 from rrl.plan import programs
 from rrl.plan.estimate import Cost, Workload, cache_device_bytes, costs, temporaries
 from rrl.plan.programs import Model, Program, device_bytes
-from rrl.train.experiment import Settings
+from rrl.train.experiment import TrainSettings
 
 _QWEN = {"model_type": "qwen2", "max_position_embeddings": 32768, "rope_theta": 1e6, "rms_norm_eps": 1e-6}
 PUBLISHED: Mapping[str, Mapping[str, Any]] = {
@@ -59,7 +59,7 @@ STATE = ("parameters", "reference", "optimiser state", "critic", "critic's optim
 class Plan:
     """What `plan` found."""
 
-    settings: Settings
+    settings: TrainSettings
     topology: Topology
     mesh: Mesh | AbstractMesh
     config: DecoderConfig
@@ -108,7 +108,7 @@ def plan(
     Raises:
         UserError: no such topology, libtpu is missing, sizes that do not multiply to the chips, no shape for the policy.
     """
-    settings = Settings.parse(config)
+    settings = TrainSettings.parse(config)
     shape, source = policy_shape(settings.policy)
     check_context(shape, settings.rollout.context, f"policy={settings.policy!r}")
     slice_ = open_topology(topology)

@@ -35,7 +35,7 @@ from rrl.rl.optim import OptimConfig, make_optimizer, split_trained
 from rrl.rl.update import Updater
 from rrl.rollout.automaton import compile_stops
 from rrl.rollout.loop import DECODE, PREFILL, Programs
-from rrl.train.experiment import Settings
+from rrl.train.experiment import TrainSettings
 
 Body = TypeVar("Body", bound=Decoder)
 
@@ -68,7 +68,7 @@ class Model:
     def of(
         cls,
         config: DecoderConfig,
-        settings: Settings,
+        settings: TrainSettings,
         mesh: Mesh | AbstractMesh,
         *,
         dtype: DTypeLike,
@@ -124,7 +124,7 @@ class Program:
     """What the compiler said where the program alone does not fit; then it tells no sizes but `temporaries`."""
 
 
-def rollout(settings: Settings, model: Model, mesh: Mesh) -> Program:
+def rollout(settings: TrainSettings, model: Model, mesh: Mesh) -> Program:
     """The episode loop with its callback, without a query encoder."""
     environment = settings.recipe.environment
     automaton = compile_stops(environment.stops, [b""])
@@ -150,7 +150,7 @@ def rollout(settings: Settings, model: Model, mesh: Mesh) -> Program:
     return _compile("rollout", loop, shapes, mesh, scopes={"decode": DECODE, "prefill": PREFILL})
 
 
-def accumulate(settings: Settings, model: Model, mesh: Mesh) -> Program:
+def accumulate(settings: TrainSettings, model: Model, mesh: Mesh) -> Program:
     """Log-probabilities under the policy, and under the reference where the reward has not asked for them, loss and gradient of
     the largest microbatch."""
     descent = _updater(settings, model).descent
@@ -159,21 +159,21 @@ def accumulate(settings: Settings, model: Model, mesh: Mesh) -> Program:
     return _accumulate("update", descent, model.params, frozen, batch, mesh)
 
 
-def apply(settings: Settings, model: Model, mesh: Mesh) -> Program:
+def apply(settings: TrainSettings, model: Model, mesh: Mesh) -> Program:
     """The optimiser's step."""
     return _apply(
         "optimiser step", _updater(settings, model).descent, settings.train.optim, model.params, mesh
     )
 
 
-def critic_accumulate(settings: Settings, model: Model, mesh: Mesh) -> Program:
+def critic_accumulate(settings: TrainSettings, model: Model, mesh: Mesh) -> Program:
     """Values, loss and gradient of the largest microbatch."""
     critic, valued, _ = _critic(settings, model)
     batch = _microbatch(settings.train.objective, ("value", "return"), mesh)
     return _accumulate("critic update", critic.descent, valued.params, valued.fixed, batch, mesh)
 
 
-def critic_apply(settings: Settings, model: Model, mesh: Mesh) -> Program:
+def critic_apply(settings: TrainSettings, model: Model, mesh: Mesh) -> Program:
     """The step of the critic's optimiser."""
     critic, valued, optim = _critic(settings, model)
     return _apply("critic step", critic.descent, optim, valued.params, mesh)
@@ -199,11 +199,11 @@ def device_bytes(tree: PyTree) -> float:
     )
 
 
-def _updater(settings: Settings, model: Model) -> Updater:
+def _updater(settings: TrainSettings, model: Model) -> Updater:
     return Updater(model.graph, make_optimizer(settings.train.optim), settings.train.objective)
 
 
-def _critic(settings: Settings, model: Model) -> tuple[Critic, Valued, OptimConfig]:
+def _critic(settings: TrainSettings, model: Model) -> tuple[Critic, Valued, OptimConfig]:
     config, valued = settings.train.critic, model.critic
     assert config is not None and valued is not None  # what is called has a critic
     made = Critic(valued.graph, valued.fixed, make_optimizer(config.optim), config, settings.train.objective)
@@ -285,7 +285,7 @@ def _no_host(*report: Any) -> np.ndarray:
     raise RuntimeError("a planned rollout has no host")
 
 
-Compiler = Callable[[Settings, Model, Mesh], Program]
+Compiler = Callable[[TrainSettings, Model, Mesh], Program]
 COMPILERS: tuple[Compiler, ...] = (rollout, accumulate, apply)
 CRITIC_COMPILERS: tuple[Compiler, ...] = (critic_accumulate, critic_apply)
 """Those of PPO's critic."""

@@ -12,7 +12,7 @@ import numpy as np
 
 from rrl.data.passages import Passage, fingerprint
 from rrl.errors import UserError
-from rrl.files import in_turn
+from rrl.files import wait_for_lock
 from rrl.retrieval.bm25 import Bm25Config, Bm25Index
 from rrl.retrieval.build import build_index, check_kind
 from rrl.retrieval.dense import ExactIndex, ScannIndex
@@ -67,7 +67,7 @@ def stored_retriever(
     key = hashlib.sha256(f"{kind} {fingerprint(passages)} {text_encoder.fingerprint}".encode()).hexdigest()
     index = folder / key[:16]
     folder.mkdir(parents=True, exist_ok=True)
-    with in_turn(folder):
+    with wait_for_lock(folder):
         if os.path.lexists(index):
             try:
                 return open_index(index, text_encoder)

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from rrl.errors import UserError, at_least, at_most, number, whole
+from rrl.errors import UserError, at_least, at_most, integer_at_least, require_number
 from rrl.models.decoder import FEW_TOKENS
 
 
@@ -51,11 +51,11 @@ class EngineConfig:
     """Without a word from the device for so long, the log says what everything is waiting for."""
 
     def __post_init__(self) -> None:
-        whole(1, self, "rows", "context", "feeds", "feed_tokens", "patience", "top_k")
-        whole(0, self, "spare_rows", "loops", "sample_top_k", "draft_tokens")
+        integer_at_least(1, self, "rows", "context", "feeds", "feed_tokens", "patience", "top_k")
+        integer_at_least(0, self, "spare_rows", "loops", "sample_top_k", "draft_tokens")
         at_most(FEW_TOKENS - 1, self, "draft_tokens")
         at_least(0, self, "stall_seconds")
-        number(self, "search_seconds", "top_p")
+        require_number(self, "search_seconds", "top_p")
         if not self.search_seconds > 0:
             raise UserError(
                 f"search_seconds={self.search_seconds} must be above 0: each search would be given up"

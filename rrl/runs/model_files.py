@@ -11,7 +11,7 @@ from rrl.models.weights import write_json
 from rrl.recipes.card import Card, write_card
 
 MODEL_FILES = "model_files"
-START = "start.json"
+START_FILE = "start.json"
 """File in MODEL_FILES that names the folder a run started from, and its hash."""
 
 
@@ -29,6 +29,6 @@ def write_model_files(
     folder = pathlib.Path(workdir, MODEL_FILES)
     save_description(folder, config, tokenizer)
     if start is not None:
-        write_json(folder / START, {"folder": os.path.abspath(start), "sha256": folder_hash(start)})
+        write_json(folder / START_FILE, {"folder": os.path.abspath(start), "sha256": folder_hash(start)})
     if card is not None:
         write_card(folder, card)

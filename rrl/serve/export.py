@@ -29,8 +29,8 @@ from rrl.parallel.mesh import make_mesh
 from rrl.parallel.rules import shardings
 from rrl.rl.optim import OptimConfig, split_trained
 from rrl.runs.checkpoints import read_part, saved_metadata, saved_steps
-from rrl.runs.model_files import MODEL_FILES, START
-from rrl.runs.workdir import read_run, read_settings, refuse_unwritable
+from rrl.runs.model_files import MODEL_FILES, START_FILE
+from rrl.runs.workdir import read_config, read_identity, refuse_unwritable
 from rrl.sft import loop as sft
 from rrl.train import learner
 
@@ -133,13 +133,13 @@ def _read_decoder(
     workdir: pathlib.Path, step: int, described: pathlib.Path, start: str | pathlib.Path | None
 ) -> Decoder:
     """What the run has to show by a checkpoint, spread over the devices of this process."""
-    settings, run = read_settings(workdir), read_run(workdir)
+    settings, run = read_config(workdir), read_identity(workdir)
     if "optim" not in settings:
         raise UserError(f"{workdir / CONFIG} lacks optim; give the workdir of a training run")
     if "average_last" in settings:
-        where = learner.learned_in_checkpoint(settings)
+        where = learner.learned_params_path(settings)
     else:
-        where = sft.learned_in_checkpoint(settings, saved_metadata(workdir, step))
+        where = sft.learned_params_path(settings, saved_metadata(workdir, step))
     mesh = make_mesh(data=1, fsdp=-1, devices=jax.local_devices())
     frozen, lora = _trained(workdir, settings["optim"], run.get("lora", {}))
     if frozen or lora.rank:
@@ -173,12 +173,12 @@ def _trained(workdir: pathlib.Path, optim: Any, lora: Any) -> tuple[tuple[str, .
 
 def _start(workdir: pathlib.Path, described: pathlib.Path, moved: str | pathlib.Path | None) -> pathlib.Path:
     """The folder that a run started from, whose weights are still the same."""
-    if not (described / START).is_file():
+    if not (described / START_FILE).is_file():
         raise UserError(
             f"workdir {os.fspath(workdir)}: the run froze some of its parameters, and started from random ones; only the "
             "folder that it writes at its end holds them"
         )
-    known = read_json(described / START, "which says what the run started from")
+    known = read_json(described / START_FILE, "which says what the run started from")
     folder = pathlib.Path(moved or known["folder"])
     found = folder_hash(folder) if (folder / CONFIG).is_file() else "none"
     if found != known["sha256"]:

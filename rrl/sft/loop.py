@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 
 from rrl.data.examples import Example
 from rrl.errors import UserError, at_least, at_most
-from rrl.files import saving, write_whole
+from rrl.files import saving, write_atomically
 from rrl.models.decoder import Decoder, computed
 from rrl.parallel.mesh import put_rows, use_mesh
 from rrl.parallel.rules import constrain_state
@@ -35,7 +35,7 @@ from rrl.rl.packing import pack
 from rrl.runs.checkpoints import Checkpoints
 from rrl.runs.metrics import MetricsWriter
 from rrl.runs.progress import Progress
-from rrl.sft.sources import Source
+from rrl.sft.sources import BatchSource
 from rrl.stopping import stop_requested
 
 
@@ -77,7 +77,7 @@ MAY_GROW = ("steps", "optim.total_steps", "eval_every")
 """Fields that a continued run may raise: it goes on for longer, from where it was, by the schedule of the longer run."""
 
 
-def learned_in_checkpoint(settings: Mapping[str, Any], metadata: Mapping[str, Any]) -> str:
+def learned_params_path(settings: Mapping[str, Any], metadata: Mapping[str, Any]) -> str:
     """Where in the state of a checkpoint the parameters are that the run has to show: the best ones, with `patience`."""
     return "[1]" if settings["patience"] and metadata["loss"] is not None else "[0].params"
 
@@ -94,7 +94,7 @@ class TrainState:
 
 
 @dataclasses.dataclass(frozen=True)
-class Result:
+class SFTResult:
     """How a run ended."""
 
     step: int
@@ -200,14 +200,14 @@ class Evaluator:
 
 def train(
     config: SFTConfig,
-    source: Source,
+    source: BatchSource,
     decoder: Decoder,
     workdir: str | os.PathLike[str],
     *,
     held_out: Mapping[str, Sequence[Example]] | None = None,
     identity: Mapping[str, Any] | None = None,
     mesh: Mesh | None = None,
-) -> Result:
+) -> SFTResult:
     """Trains `decoder` in place, continuing what the workdir holds.
 
     Args:
@@ -322,8 +322,10 @@ def train(
     file = pathlib.Path(workdir, "result.json")
     if jax.process_index() == 0:
         with saving(file):
-            write_whole(file, json.dumps({"step": step, "stopped": stopped, "evaluation": found}, indent=2))
-    return Result(step, found, stopped)
+            write_atomically(
+                file, json.dumps({"step": step, "stopped": stopped, "evaluation": found}, indent=2)
+            )
+    return SFTResult(step, found, stopped)
 
 
 def _refuse_divergence(step: int, metrics: Mapping[str, jax.Array], saved: int | None) -> None:

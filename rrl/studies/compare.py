@@ -18,13 +18,13 @@ from typing import Any
 import numpy as np
 
 from rrl.errors import UserError
-from rrl.files import saving, write_whole
+from rrl.files import saving, write_atomically
 from rrl.report.curves import plot_spread
 from rrl.report.summary import table
-from rrl.runs.launcher import REFUSED, STOPPED, TRY_AGAIN
+from rrl.runs.launcher import EXIT_STOPPED, EXIT_TRY_AGAIN, EXIT_USER_ERROR
 from rrl.runs.metrics import read_metrics
-from rrl.runs.workdir import CONFIG, read_run
-from rrl.stopping import Stopped, Unavailable
+from rrl.runs.workdir import CONFIG, read_identity
+from rrl.stopping import RunStopped, ServiceUnavailable
 
 GRPO, SFT = "GRPO", "SFT continued"
 ARMS = {GRPO: "", SFT: "", "rewards permuted": "control=permuted", "search off": "control=search_off"}
@@ -132,7 +132,7 @@ def compare(
     evaluations = "".join(f"{json.dumps(line)}\n" for line in lines)
     for name, content in (("compare.jsonl", evaluations), ("compare.txt", text + "\n")):
         with saving(root / name):
-            write_whole(root / name, content)
+            write_atomically(root / name, content)
     return text
 
 
@@ -166,15 +166,15 @@ def run(cell: Cell, todo: Sequence[Sequence[str]], made_by: str) -> None:
     for command in todo:
         print("python", *command, file=sys.stderr, flush=True)
         code = wait_for(subprocess.Popen([sys.executable, *command]))
-        if code != REFUSED and cell.workdir.is_dir():
+        if code != EXIT_USER_ERROR and cell.workdir.is_dir():
             with saving(cell.workdir / "command.json"):
-                write_whole(cell.workdir / "command.json", made_by)
-        if code == STOPPED or code < 0:
-            raise Stopped(
+                write_atomically(cell.workdir / "command.json", made_by)
+        if code == EXIT_STOPPED or code < 0:
+            raise RunStopped(
                 f"the run {cell.workdir} was stopped by a signal (exit code {code}); the same command continues it"
             )
-        if code == TRY_AGAIN:
-            raise Unavailable(f"the run {cell.workdir} was left by a service (exit code {code})")
+        if code == EXIT_TRY_AGAIN:
+            raise ServiceUnavailable(f"the run {cell.workdir} was left by a service (exit code {code})")
         if code:
             raise subprocess.CalledProcessError(code, command)
 
@@ -234,7 +234,7 @@ def refuse_mixed_models(plan: Sequence[Cell]) -> None:
     for cell in plan:
         if cell.arm == SFT or not (cell.workdir / CONFIG).exists():
             continue
-        made = read_run(cell.workdir, "policy", "reader", "retriever")
+        made = read_identity(cell.workdir, "policy", "reader", "retriever")
         models = {name: made[name] for name in ("policy", "reader")} | {
             "encoder": made["retriever"]["encoder"]
         }
@@ -256,7 +256,7 @@ def unlike(plan: Sequence[Cell]) -> list[str]:
     for cell in plan:
         if not (cell.workdir / CONFIG).exists():
             continue
-        made = read_run(cell.workdir, *(() if cell.arm == SFT else ("policy",)))
+        made = read_identity(cell.workdir, *(() if cell.arm == SFT else ("policy",)))
         fields = {
             f"{part}.{name}": value
             for part in ("data", "retriever")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from rrl.errors import UserError
 from rrl.eval.comparison import Run, as_csv, as_markdown, load_runs, records
-from rrl.files import replaced, saving
+from rrl.files import atomic_stream, saving
 from rrl.report.curves import plot_spread
 from rrl.studies.report_html import SIDE_BY_SIDE, page
 
@@ -39,7 +39,7 @@ def write_run_report(
     except OSError as error:
         raise UserError(f"out={str(out)!r} cannot be made ({error}); give another folder") from error
     for name, content in (("report.md", text), ("report.csv", as_csv(rows)), ("report.html", html)):
-        with saving(out / name), replaced(out / name) as stream:
+        with saving(out / name), atomic_stream(out / name) as stream:
             stream.write(content.encode("utf-8", "replace"))
     return text
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from rrl.errors import UserError
 from rrl.eval.comparison import Run, as_csv, as_markdown, load_runs, records
-from rrl.files import replaced, saving
+from rrl.files import atomic_stream, saving
 from rrl.report.curves import COLOURS, GRID, legend_below, new_figure, save_figure, style_axis
 
 COSTS = {
@@ -63,7 +63,7 @@ def sweep(
     rows = [{name: value} | row for value, row in zip(values, records(runs, level, seed), strict=True)]
     text = f"# {name}\n\n{as_markdown(runs, rows)}"
     for file, content in (("sweep.md", text), ("sweep.csv", as_csv(rows))):
-        with saving(out / file), replaced(out / file) as stream:
+        with saving(out / file), atomic_stream(out / file) as stream:
             stream.write(content.encode("utf-8", "replace"))
     with saving(out / "sweep.png"):
         plot_sweep(name, values, runs, rows, out / "sweep.png")

@@ -21,12 +21,12 @@ from rrl.train.rl_config import RLConfig
 
 
 @dataclasses.dataclass(frozen=True)
-class Sampled:
+class SampledStep:
     """What a training step samples."""
 
     trajectories: list[Trajectory] = dataclasses.field(default_factory=list)
     """Scored; groups are numbered over all rounds."""
-    kept: frozenset[int] = frozenset()
+    used_groups: frozenset[int] = frozenset()
     """The groups to learn from."""
     stats: RolloutStats = dataclasses.field(default_factory=RolloutStats)
     """Of all rounds."""
@@ -34,7 +34,7 @@ class Sampled:
     @property
     def left_out(self) -> Bool[np.ndarray, "N"]:
         """Which of the trajectories the update does not see."""
-        return np.array([t.group not in self.kept for t in self.trajectories], bool)
+        return np.array([t.group not in self.used_groups for t in self.trajectories], bool)
 
 
 def sample_step(
@@ -45,7 +45,7 @@ def sample_step(
     recipe: Recipe,
     curriculum: Curriculum,
     scoring: Scoring,
-) -> Sampled:
+) -> SampledStep:
     """What a step (counted from 0) samples: a pure function of its arguments and of the curriculum's state, which goes on."""
 
     def ask(number: int, count: int) -> list[Question]:
@@ -84,7 +84,7 @@ def sample_rounds(
     learn: Callable[[Sequence[Trajectory]], None] = lambda trajectories: None,
     shuffle: Callable[[int], np.random.Generator] | None = None,
     overlong: tuple[int, ...] = (),
-) -> Sampled:
+) -> SampledStep:
     """Rounds of rollouts until `refill` has enough groups with spread (dynamic sampling); one round where it allows no more.
 
     `ask(round, n)` gives n questions, and `learn` is told what came of them before it is asked again. A step is a pure function
@@ -108,7 +108,7 @@ def sample_rounds(
         )
         learn(some)
         if overlong:
-            punish_long(some, *overlong)
+            apply_overlong_penalty(some, *overlong)
         if shuffle is not None:
             permute_rewards(some, shuffle(number))
         for trajectory in some:
@@ -117,10 +117,10 @@ def sample_rounds(
         refill = refill.after(totals, groups.astype(np.int64), recipe.left_out(some))
         found += some
         stats += engine.stats
-    return Sampled(found, frozenset(refill.kept), stats)
+    return SampledStep(found, frozenset(refill.kept), stats)
 
 
-def punish_long(trajectories: Sequence[Trajectory], longest: int, cache: int) -> None:
+def apply_overlong_penalty(trajectories: Sequence[Trajectory], longest: int, cache: int) -> None:
     """Adds DAPO's penalty for long outputs (`overlong_penalty`) to the rewards, as "overlong", to their total, and to what the
     last turn earned, where turns earn; in place."""
     penalties = overlong_penalty(np.array([t.policy_tokens for t in trajectories]), longest, cache)
@@ -142,7 +142,7 @@ def permute_rewards(trajectories: Sequence[Trajectory], rng: np.random.Generator
         rewards[turn] = float(reward)
 
 
-def describe(trajectories: Sequence[Trajectory], prefix: str) -> dict[str, float]:
+def trajectory_metrics(trajectories: Sequence[Trajectory], prefix: str) -> dict[str, float]:
     """Means over trajectories: rewards by component, metrics, tokens by role, and the shares of each way of ending and of those
     that met a limit."""
     count = max(len(trajectories), 1)
@@ -186,7 +186,7 @@ def evaluate(
         scoring=scoring,
         on_finish=on_finish,
     )
-    found = {k: v for k, v in describe(trajectories, "eval").items() if k.startswith("eval/")}
+    found = {k: v for k, v in trajectory_metrics(trajectories, "eval").items() if k.startswith("eval/")}
     for kind in dict.fromkeys(q.kind for q in questions if q.kind):
         of_kind = [t for t in trajectories if t.question.kind == kind]
         for name in of_kind[0].metrics:

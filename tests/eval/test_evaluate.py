@@ -15,7 +15,7 @@ from rrl.eval import evaluate
 from rrl.eval.comparison import cost_table, load_run, records
 from rrl.eval.dataset import Dataset
 from rrl.eval.results import Lines, read_lines
-from rrl.files import SaveError, locked
+from rrl.files import SaveError, exclusive_lock
 from rrl.recipes.catalogue import RECIPES
 from rrl.recipes.prompted.catalogue import METHODS
 from rrl.runs.launcher import load_config
@@ -210,7 +210,7 @@ def test_a_workdir_where_another_process_works_is_refused_before_anything_is_loa
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(evaluate, "with_retriever", lambda *_: pytest.fail("loads"))
-    with locked(tmp_path, ""), pytest.raises(UserError, match=r"another process works there\. Wait"):
+    with exclusive_lock(tmp_path, ""), pytest.raises(UserError, match=r"another process works there\. Wait"):
         evaluate.run(config("method=direct,questions=2"), tmp_path)
 
 

@@ -21,7 +21,7 @@ from rrl.plan.estimate import Cost, Workload, costs, forward_flops
 from rrl.plan.plan import PUBLISHED, Plan, default_mesh, first_knob, plan, policy_shape
 from rrl.plan.programs import Program
 from rrl.plan.report import report
-from rrl.train.experiment import Settings
+from rrl.train.experiment import TrainSettings
 
 SEVEN = DecoderConfig.from_hf(PUBLISHED["Qwen2.5-7B"])
 TINY = {
@@ -220,7 +220,7 @@ def test_the_roofline_is_the_slowest_of_arithmetic_memory_and_links():
 
 
 def test_recomputing_layers_costs_one_more_pass():
-    settings, mesh = Settings.parse(get_config("size=7b")), AbstractMesh((1, 4, 4), AXES)
+    settings, mesh = TrainSettings.parse(get_config("size=7b")), AbstractMesh((1, 4, 4), AXES)
     work = Workload.of(settings)
     full, none = (
         costs(settings, SEVEN, mesh, work, remat=remat, trained=7e9, traffic={})["update"].flops
@@ -244,7 +244,7 @@ def made(memory, sizes=(1, 4, 4), remat="full", spare=0, **objective):
     """A plan of the 7B run on v5e:4x4 whose memory, in GiB, is made up."""
     config = get_config("size=7b")
     config.rollout.spare_rows = spare
-    settings = Settings.parse(config)
+    settings = TrainSettings.parse(config)
     train = dataclasses.replace(
         settings.train, objective=dataclasses.replace(settings.train.objective, **objective)
     )

@@ -11,7 +11,7 @@ import pytest
 
 from rrl.errors import UserError
 from rrl.files import SaveError
-from rrl.stopping import Stopped
+from rrl.stopping import RunStopped
 from rrl.studies.compare import Cell, cells, commands, compare, rows, wait_for, with_arguments
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -157,7 +157,7 @@ def test_the_plot_runs_over_minutes_or_updates(sweep, monkeypatch):
 @pytest.mark.parametrize("code", [143, -9])
 def test_a_run_that_a_signal_stopped_is_named_and_continued_by_the_same_command(sweep, code):
     sweep.code = code
-    with pytest.raises(Stopped, match=r"GRPO-0 was stopped by a signal.*the same command continues"):
+    with pytest.raises(RunStopped, match=r"GRPO-0 was stopped by a signal.*the same command continues"):
         sweep()
     sweep.code = 0
     assert "+10.0" in sweep()

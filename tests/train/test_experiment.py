@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 from ml_collections import ConfigDict
 
-from rrl.config.sections import DERIVED, fill
+from rrl.config.sections import DERIVED, fill_defaults
 from rrl.errors import UserError
 from rrl.recipes.card import card_of, write_card
 from rrl.recipes.rsearch import RSearch
 from rrl.report.article import HELD_OUT, TRAINING, UNUSED
 from rrl.rl.advantages import ESTIMATORS
 from rrl.rl.optim import OptimConfig
-from rrl.train.experiment import SECTIONS, Settings, identity_of, run, shown_with_sources
+from rrl.train.experiment import SECTIONS, TrainSettings, identity_of, page_trajectories, run
 from tests.eval.fakes import many
 from tests.train import made
 
@@ -43,7 +43,7 @@ def folders(tmp_path, monkeypatch):
 
 
 def test_the_default_is_the_built_in_world_with_the_shipped_policy(folders):
-    settings = Settings.of(config())
+    settings = TrainSettings.from_config(config())
     assert settings.data.path == "miniwiki"
     assert settings.policy == "assets/miniwiki-policy"
     assert settings.retriever.kind == "scann"
@@ -51,7 +51,7 @@ def test_the_default_is_the_built_in_world_with_the_shipped_policy(folders):
 
 
 def test_the_large_sizes_hold_the_papers_settings(folders):
-    settings = Settings.of(config("size=7b,data=.,reader=assets/miniwiki-reader"))
+    settings = TrainSettings.from_config(config("size=7b,data=.,reader=assets/miniwiki-reader"))
     train = settings.train
     assert (train.steps, train.questions, train.samples) == (195, 256, 5)
     assert (train.optim.lr, train.optim.warmup_ratio) == (1e-6, 0.95)
@@ -69,7 +69,9 @@ def test_the_large_sizes_hold_the_papers_settings(folders):
 
 def test_ppo_has_a_critic_and_the_kl_in_the_reward_and_is_else_grpo(folders):
     paper = "size=7b,data=.,reader=assets/miniwiki-reader"
-    settings, grpo = (Settings.of(config(paper, name)) for name in ("rsearch_ppo", "rsearch_grpo"))
+    settings, grpo = (
+        TrainSettings.from_config(config(paper, name)) for name in ("rsearch_ppo", "rsearch_grpo")
+    )
     critic, objective = settings.train.critic, settings.train.objective
     assert (critic.optim.lr, critic.discount, critic.trace, critic.optim.total_steps) == (1e-5, 1, 1, 195)
     assert (objective.kl_coef, objective.kl_estimator, objective.kl_in) == (0.001, "k1", "reward")
@@ -82,9 +84,9 @@ def test_advantages_within_groups_of_one_are_refused(folders):
     single = config()
     single.objective.drop_spread, single.train.samples = None, 1
     with pytest.raises(UserError, match=r"recipe\.advantage='grpo' .*train\.samples=1"):
-        Settings.of(single)
+        TrainSettings.from_config(single)
     single.recipe.advantage = "reinforce_plus_plus"
-    assert Settings.of(single).train.samples == 1
+    assert TrainSettings.from_config(single).train.samples == 1
 
 
 def test_a_filter_of_groups_of_one_is_refused():
@@ -95,22 +97,22 @@ def test_a_filter_of_groups_of_one_is_refused():
         None,
     )
     with pytest.raises(UserError, match=r"recipe\.use_filter.*train\.samples=1"):
-        Settings.parse(single)
+        TrainSettings.parse(single)
     single.recipe.use_filter = False
-    assert Settings.parse(single).train.samples == 1
+    assert TrainSettings.parse(single).train.samples == 1
 
 
 def test_schedules_count_the_optimisers_steps(folders):
     changed = config("steps=20", "rsearch_ppo")
     changed.objective.epochs, changed.critic.minibatches, changed.critic.warmup_steps = 3, 2, 4
-    train = Settings.of(changed).train
+    train = TrainSettings.from_config(changed).train
     assert (train.optim.total_steps, train.critic.optim.total_steps) == (16 * 3, 20 * 2)
     changed.critic.trace = 2.0
     with pytest.raises(UserError, match=r"^critic\.trace=2.0 must lie in 0\.\.1"):
-        Settings.of(changed)
+        TrainSettings.from_config(changed)
     changed.critic.trace, changed.critic_optim.lr = 1.0, -1.0
     with pytest.raises(UserError, match=r"^critic_optim\.lr=-1.0 must be at least 0"):
-        Settings.of(changed)
+        TrainSettings.from_config(changed)
 
 
 # Rewards 0 0 3 of one question and 1 2 6 of another, by hand: group means 1 and 3, squared distances 6 and 14; mean 2,
@@ -137,7 +139,7 @@ def test_a_config_chooses_how_rewards_become_advantages(folders, name):
     trajectories = many(6)
     for t, group, total in zip(trajectories, (4, 4, 4, 9, 9, 9), (0.0, 0.0, 3.0, 1.0, 2.0, 6.0), strict=True):
         t.group, t.rewards = group, {"total": total}
-    found = Settings.of(changed).recipe.advantages(trajectories)
+    found = TrainSettings.from_config(changed).recipe.advantages(trajectories)
     np.testing.assert_allclose(found, ADVANTAGES[name or "grpo"], rtol=1e-5, atol=1e-6)
 
 
@@ -148,25 +150,25 @@ def test_an_unknown_advantage_is_refused_with_what_there_is(folders):
         "grpo, grpo_population, dr_grpo, rloo, reinforce_plus_plus, reinforce_plus_plus_baseline, reward"
     )
     with pytest.raises(UserError, match=rf"^recipe\.advantage='gae' is unknown; choose one of {allowed}$"):
-        Settings.of(changed)
+        TrainSettings.from_config(changed)
 
 
 def test_an_advantage_that_a_critic_would_replace_is_refused(folders):
     changed = config("", "rsearch_ppo")
     changed.recipe.advantage = "rloo"
     with pytest.raises(UserError, match=r"^recipe\.advantage='rloo' has no part .* leave it at 'grpo'"):
-        Settings.of(changed)
+        TrainSettings.from_config(changed)
 
 
 def test_groups_that_only_format_and_reader_tell_apart_are_left_out_of_the_default_run(folders):
-    settings = Settings.of(config())
+    settings = TrainSettings.from_config(config())
     recipe, spread = settings.recipe, settings.train.objective.drop_spread
     assert spread == pytest.approx(recipe.answer_weight + recipe.evidence_weight + recipe.reader_weight)
     assert (recipe.environment.correction, settings.train.objective.clip_high) == ("", 0.28)
 
 
 def test_a_policy_without_our_card_is_trained_as_in_the_paper(folders):
-    settings = Settings.of(config("policy=models/Qwen2.5-7B-Instruct"))
+    settings = TrainSettings.from_config(config("policy=models/Qwen2.5-7B-Instruct"))
     optim, objective, rollout = settings.train.optim, settings.train.objective, settings.rollout
     assert (optim.lr, optim.warmup_ratio, optim.schedule, optim.frozen) == (1e-6, 0.95, "constant", ())
     assert (objective.kl_coef, objective.clip_high, objective.drop_spread) == (0.001, 0.2, None)
@@ -184,9 +186,9 @@ def test_a_policy_without_our_card_is_trained_as_in_the_paper(folders):
 def test_a_policy_with_our_card_keeps_the_tiny_settings_and_its_own_instruction(folders):
     folder = folders / "models" / "Qwen2.5-7B-Instruct"
     write_card(folder, card_of(RSearch(instruction="Search."), 1024, 2))
-    shipped = Settings.of(config())
+    shipped = TrainSettings.from_config(config())
     for arg, instruction in (("", "Search."), (",prompt=bare", ""), (",prompt=paper", RSearch().instruction)):
-        settings = Settings.of(config(f"policy={folder}{arg}"))
+        settings = TrainSettings.from_config(config(f"policy={folder}{arg}"))
         assert settings.recipe.instruction == instruction
         assert (settings.train, settings.rollout) == (shipped.train, shipped.rollout)
 
@@ -197,7 +199,7 @@ def test_how_long_a_run_waits_is_no_part_of_what_it_is(folders, monkeypatch):
     for name, value in (("stall_seconds", 300.0), ("stall_seconds", 1.0), ("rows", 32)):
         changed = config()
         changed.rollout[name] = value
-        identities.append(identity_of(Settings.of(changed)))
+        identities.append(identity_of(TrainSettings.from_config(changed)))
     assert identities[0] == identities[1] != identities[2]
 
 
@@ -214,7 +216,7 @@ def test_a_config_holds_every_field_with_its_default():
     assert (filled.train.checkpoint_every, filled.objective.minibatches, filled.optim.b1) == (20, 1, 0.9)
     ordinary = config("policy=models/Qwen2.5-7B-Instruct").objective
     given = ConfigDict({"clip_norm": None})
-    fill(given, OptimConfig)
+    fill_defaults(given, OptimConfig)
     assert filled.optim.adam_lr is ordinary.drop_spread is given.clip_norm is None
     for section, field in ((filled.optim, "clip_norm"), (ordinary, "drop_spread"), (given, "clip_norm")):
         assert section.get_type(field) is object  # any literal, None among them
@@ -228,11 +230,11 @@ def test_listing_the_defaults_changes_no_setting(folders):
             if field.default is not dataclasses.MISSING and short[name].get(field.name, ...) == field.default:
                 del short[name][field.name]
     whole = config().to_dict()
-    assert Settings.of(whole | short) == Settings.of(whole)
+    assert TrainSettings.from_config(whole | short) == TrainSettings.from_config(whole)
 
 
 def test_the_default_run_is_printed_beside_clean_demonstrations_and_no_other(folders):
-    name, em = Settings.of(config()).reference
+    name, em = TrainSettings.from_config(config()).reference
     assert "4,000 clean demonstrations" in name and em == 0.733
     for arg in ("steps=2", "control=permuted", "policy=assets/miniwiki-policy", "data=folder"):
         assert "reference" not in config(arg)
@@ -242,7 +244,7 @@ def test_an_unknown_section_is_refused(folders):
     wrong = config()
     wrong.roolout = ConfigDict({"rows": 3})
     with pytest.raises(UserError, match=r"config\.roolout is unknown; the fields of config are compute"):
-        Settings.of(wrong)
+        TrainSettings.from_config(wrong)
 
 
 @pytest.mark.parametrize(
@@ -305,14 +307,14 @@ def test_a_wrong_field_is_named(folders, section, field, value, message):
     wrong[section].unlock()
     wrong[section][field] = value
     with pytest.raises(UserError, match=message):
-        Settings.of(wrong)
+        TrainSettings.from_config(wrong)
 
 
 def test_a_wrong_field_of_the_environment_is_named_with_its_section(folders):
     wrong = config()
     wrong.recipe.environment.max_searches = -1
     with pytest.raises(UserError, match=r"^recipe\.environment\.max_searches=-1 must be at least 0"):
-        Settings.of(wrong)
+        TrainSettings.from_config(wrong)
 
 
 @pytest.mark.parametrize("field", ["policy", "name"])
@@ -320,13 +322,13 @@ def test_an_empty_text_is_no_policy_and_no_name(folders, field):
     wrong = config()
     wrong[field] = ""
     with pytest.raises(UserError, match=f"^{field}=''"):
-        Settings.of(wrong)
+        TrainSettings.from_config(wrong)
 
 
 def test_a_missing_policy_is_named_and_nothing_is_written(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match=r"policy='assets/miniwiki-policy'.*config\.json"):
-        Settings.of(config())
+        TrainSettings.from_config(config())
     assert list(tmp_path.iterdir()) == []
 
 
@@ -344,14 +346,14 @@ def test_a_wrong_argument_is_named(arg):
 def test_the_page_tells_held_out_from_training_and_from_what_was_left_out():
     held_out, sampled = many(2), many(8)
     outcome = types.SimpleNamespace(sampled=sampled, left_out=np.arange(8) < 4, evaluated=held_out)
-    shown = shown_with_sources(outcome)
+    shown = page_trajectories(outcome)
     assert [found for found, _ in shown] == held_out + sampled
     assert [found for _, found in shown] == [HELD_OUT] * 2 + [UNUSED] * 4 + [TRAINING] * 4
 
 
 def test_a_run_without_training_or_evaluation_shows_nothing():
     outcome = types.SimpleNamespace(sampled=[], left_out=np.zeros(0, bool), evaluated=[])
-    assert shown_with_sources(outcome) == []
+    assert page_trajectories(outcome) == []
 
 
 def test_what_is_found_wrong_after_loading_leaves_nothing_behind(tmp_path, monkeypatch):

@@ -79,13 +79,13 @@ def sample(monkeypatch):
 def test_one_round_is_what_was_asked_with_the_steps_own_key(sample):
     found, asked, key = sample(Refill(4, 1))
     assert asked == [([0, 1, 2, 3], jax.random.key_data(key).tolist())]
-    assert [t.group for t in found.trajectories] == [0, 0, 1, 1, 2, 2, 3, 3] and found.kept == {1, 3}
+    assert [t.group for t in found.trajectories] == [0, 0, 1, 1, 2, 2, 3, 3] and found.used_groups == {1, 3}
     assert found.left_out.tolist() == [True, True, False, False] * 2
 
 
 def test_a_round_that_drops_nothing_keeps_every_group(sample):
     found, _, _ = sample(Refill(4, 1, spread=None))
-    assert found.kept == {0, 1, 2, 3} and not found.left_out.any()
+    assert found.used_groups == {0, 1, 2, 3} and not found.left_out.any()
 
 
 def test_the_control_chooses_its_groups_by_the_rewards_that_were_dealt_out(sample):
@@ -98,8 +98,8 @@ def test_the_control_chooses_its_groups_by_the_rewards_that_were_dealt_out(sampl
     rounds = []
     found, _, _ = sample(Refill(2, 2), shuffle=lambda number: rounds.append(number) or Backwards())
     assert rounds == list(range(len(rounds))) and rounds
-    assert {t.question for t in found.trajectories if t.group in found.kept} <= {0, 2, 10, 12}
-    assert found.kept
+    assert {t.question for t in found.trajectories if t.group in found.used_groups} <= {0, 2, 10, 12}
+    assert found.used_groups
 
 
 def test_long_episodes_lose_reward_before_groups_are_chosen(sample, monkeypatch):
@@ -115,7 +115,7 @@ def test_long_episodes_lose_reward_before_groups_are_chosen(sample, monkeypatch)
 
     monkeypatch.setattr(rollouts, "run_questions", run)
     found, _, _ = sample(Refill(4, 1), overlong=(100, 20))
-    assert found.kept == {0, 1, 2, 3}
+    assert found.used_groups == {0, 1, 2, 3}
     assert [t.rewards["overlong"] for t in found.trajectories] == [0, -0.75] * 4  # DAPO, Eq. 13
     assert [t.rewards["total"] for t in found.trajectories] == [0, -0.75, 0, 0.25] * 2
     assert [t.turn_rewards for t in found.trajectories[2:4]] == [{0: 0.5, 1: 0}, {0: 0.5, 1: 0.25}]
@@ -168,7 +168,7 @@ def test_further_rounds_ask_for_what_is_missing_under_other_keys_and_groups_of_t
     ]  # two of four had spread: two are missing, four are asked
     assert len({tuple(key) for _, key in asked}) == 2
     assert [t.group for t in found.trajectories[::2]] == list(range(8))
-    kept = [t.question for t in found.trajectories[::2] if t.group in found.kept]
+    kept = [t.question for t in found.trajectories[::2] if t.group in found.used_groups]
     assert kept == [1, 3, 11, 13]
     assert dataclasses.asdict(found.stats) == dataclasses.asdict(RolloutStats(seconds=2.0, policy_tokens=8))
 
@@ -178,13 +178,13 @@ def test_groups_that_the_recipe_leaves_out_are_asked_for_again_though_they_have_
     found, asked, _ = sample(Refill(2, 4), recipe)
     assert [batch for batch, _ in asked] == [[0, 1], [10, 11]]
     found, asked, _ = sample(Refill(4, 2), recipe)
-    kept = [t.question for t in found.trajectories[::2] if t.group in found.kept]
+    kept = [t.question for t in found.trajectories[::2] if t.group in found.used_groups]
     assert kept == [1, 11, 13]
 
 
 def test_what_never_has_spread_ends_after_the_rounds_allowed(sample):
     found, asked, _ = sample(Refill(1, 3))  # question 0, 10, 20
-    assert len(asked) == 3 and not found.kept and len(found.trajectories) == 6
+    assert len(asked) == 3 and not found.used_groups and len(found.trajectories) == 6
     assert np.all([t.rewards["total"] == 0 for t in found.trajectories])
 
 

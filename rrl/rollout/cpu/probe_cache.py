@@ -21,7 +21,7 @@ from jaxtyping import PyTree
 
 import rrl.models
 import rrl.rollout
-from rrl.files import write_whole
+from rrl.files import write_atomically
 from rrl.models.cpu.layers import processor
 from rrl.parallel.runtime import cache_folder, cores_here
 from rrl.rollout.loop import Programs
@@ -68,7 +68,7 @@ def remember(key: str, found: Mapping[str, Any]) -> None:
     file = _file(key)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(file, json.dumps(found))
+        write_atomically(file, json.dumps(found))
     except OSError as error:
         log.debug("%s could not be written: %s", file, error)
 

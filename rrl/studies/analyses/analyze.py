@@ -6,7 +6,7 @@ from typing import Any
 
 from rrl.errors import UserError
 from rrl.eval.evaluate import Settings
-from rrl.files import replaced, saving
+from rrl.files import atomic_stream, saving
 from rrl.parallel.runtime import cores_here
 from rrl.runs.launcher import load_config
 from rrl.runs.metrics import read_metrics
@@ -96,7 +96,7 @@ def analyze(
     for name, content in (("table.md", text), ("table.csv", csv_of(rows))):
         with saving(out / name):
             out.mkdir(parents=True, exist_ok=True)
-            with replaced(out / name) as stream:
+            with atomic_stream(out / name) as stream:
                 stream.write(content.encode())
     with saving(out / "plot.png"):
         draw(analysis, rows, curves, out / "plot.png")

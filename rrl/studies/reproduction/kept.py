@@ -19,7 +19,7 @@ from rrl.eval.comparison import Run as Measured
 from rrl.eval.comparison import load_run
 from rrl.eval.result_card import ResultCard, card_of
 from rrl.eval.scoring import CUTS, costs
-from rrl.files import replaced
+from rrl.files import atomic_stream
 from rrl.runs.metrics import read_metrics
 from rrl.studies.reproduction.plan import Run, needed
 from rrl.studies.reproduction.queue import Record, record_of, unlike
@@ -56,7 +56,7 @@ class Entry:
         told = dataclasses.asdict(self)
         if self.evaluation is not None:
             told["evaluation"]["columns"] = {n: v.tolist() for n, v in self.evaluation.columns.items()}
-        with replaced(file) as stream:
+        with atomic_stream(file) as stream:
             stream.write(gzip.compress(json.dumps(told).encode(), mtime=0))
 
     @staticmethod

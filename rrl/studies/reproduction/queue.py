@@ -21,9 +21,9 @@ from ml_collections import ConfigDict
 from rrl.errors import UserError
 from rrl.eval import evaluate
 from rrl.eval.result_card import commit_here
-from rrl.files import locked, replaced
+from rrl.files import atomic_stream, exclusive_lock
 from rrl.parallel.runtime import cores_here
-from rrl.runs.launcher import TRY_AGAIN, load_config
+from rrl.runs.launcher import EXIT_TRY_AGAIN, load_config
 from rrl.sft import stages
 from rrl.stopping import stop_requested
 from rrl.studies.reproduction.plan import Run
@@ -52,7 +52,7 @@ class Record:
 
     def save(self, file: Path) -> None:
         """Writes it as JSON."""
-        with replaced(file) as stream:
+        with atomic_stream(file) as stream:
             stream.write(json.dumps(dataclasses.asdict(self), indent=2).encode() + b"\n")
 
 
@@ -150,7 +150,7 @@ def work(
     codes: set[int] = set()
     active: dict[int, _Life] = {}
     with (
-        locked(out, f"out {out}: another process runs there. Wait for that, or stop it.") as lock,
+        exclusive_lock(out, f"out {out}: another process runs there. Wait for that, or stop it.") as lock,
         stop_requested() as stop,
     ):
         try:
@@ -187,7 +187,7 @@ def work(
                 life.process.send_signal(signal.SIGTERM)
             for life in active.values():
                 life.end(life.process.wait())
-    return Work(failed, bool(stop), codes == {TRY_AGAIN})
+    return Work(failed, bool(stop), codes == {EXIT_TRY_AGAIN})
 
 
 @dataclasses.dataclass(frozen=True)

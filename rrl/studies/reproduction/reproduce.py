@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rrl.errors import UserError
-from rrl.files import replaced
+from rrl.files import atomic_stream
 from rrl.parallel.runtime import cores_here
 from rrl.studies.reproduction.claims import claims_named
 from rrl.studies.reproduction.kept import Kept
@@ -54,7 +54,7 @@ def reproduce(
         )
     text = page(known, out, kept, seeds, command, smoke)
     file.parent.mkdir(parents=True, exist_ok=True)
-    with replaced(file) as stream:
+    with atomic_stream(file) as stream:
         stream.write(text.encode())
     print(f"{text}\n{file}")
     return done
