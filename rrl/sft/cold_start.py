@@ -172,7 +172,7 @@ class ColdStartSettings:
         encoder_folder(sections["retriever"])
         path = sections["data"].path
         if path != "miniwiki" and not (path and pathlib.Path(path).is_dir()):
-            raise UserError(f"data={path!r} is no folder; give one, or miniwiki for the built-in world")
+            raise UserError(f"data={path!r} is not a folder; give one, or miniwiki for the built-in world")
         return cls(
             model=model,
             endpoint=None if model else build(EndpointConfig, endpoint, "endpoint"),

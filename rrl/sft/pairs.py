@@ -32,7 +32,7 @@ class PairsConfig(RecipeDataConfig):
         at_least(1, self, "held_out")
         if not pathlib.Path(self.path).is_file():
             raise UserError(
-                f"path={self.path!r} is no file; give the pairs.jsonl of launch/cold_start.py, by pairs=FILE"
+                f"path={self.path!r} is not a file; give the pairs.jsonl of launch/cold_start.py, by pairs=FILE"
             )
 
     @property

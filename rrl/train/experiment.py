@@ -131,7 +131,7 @@ class TrainSettings:
         settings.retriever.identity()  # its index, where it has one
         path = settings.data.path
         if path != "miniwiki" and not (path and pathlib.Path(path).is_dir()):
-            raise UserError(f"data={path!r} is no folder; give one, or miniwiki for the built-in world")
+            raise UserError(f"data={path!r} is not a folder; give one, or miniwiki for the built-in world")
         return dataclasses.replace(settings, compute=settings.compute.on(jax.default_backend()))
 
     @classmethod

@@ -13,8 +13,8 @@ from rrl.runs.workdir import lock_workdir, read_config, read_identity, refuse_lo
 
 HOLDER = """
 import sys
-from rrl.runs.workdir import held
-with held(sys.argv[1]):
+from rrl.runs.workdir import lock_workdir
+with lock_workdir(sys.argv[1]):
     print("held", flush=True)
     sys.stdin.read()
 """

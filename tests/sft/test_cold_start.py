@@ -349,7 +349,7 @@ def test_of_a_question_the_first_are_kept_and_none_twice():
         ),
         (lambda c: c.recipe.update({"judge_answers": True}), "give the section judge"),
         (lambda c: c.sampling.update({"temperatures": ()}), "sampling.temperatures"),
-        (lambda c: c.data.update({"path": "nowhere"}), "data='nowhere' is no folder"),
+        (lambda c: c.data.update({"path": "nowhere"}), "data='nowhere' is not a folder"),
         (lambda c: c.retriever.update({"encoder": "nowhere"}), "retriever.encoder"),
         (lambda c: c.sampling.update({"block": 0}), "sampling.block=0 must be at least 1"),
         (lambda c: c.endpoint.update({"temperature": 0.5}), "set sampling.temperatures"),
@@ -461,7 +461,7 @@ def test_long_pairs_are_left_out_and_a_file_that_leaves_nothing_is_refused(tmp_p
     path.write_text('{"input": "a"}\n')
     with pytest.raises(UserError, match="line 1: output: missing"):
         load_pairs(PairsConfig(path=str(path)), tokenizer, 300)
-    with pytest.raises(UserError, match="is no file; give the pairs"):
+    with pytest.raises(UserError, match="is not a file; give the pairs"):
         PairsConfig(path=str(tmp_path / "none"))
 
 

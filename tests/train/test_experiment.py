@@ -296,7 +296,7 @@ def test_an_unknown_section_is_refused(folders):
         ("objective", "lengths", (384, "x"), r"^objective\.lengths=\(384, 'x'\) must be a tuple.* int"),
         ("optim", "frozen", ("[",), r"^optim\.frozen=\('\[',\): '\[' is no regular expression"),
         ("data", "held_out_split", "train", r"^data\.held_out_split='train' .*dev, test"),
-        ("data", "path", "", r"^data='' is no folder"),
+        ("data", "path", "", r"^data='' is not a folder"),
         ("retriever", "index", "nowhere", r"^retriever\.index='nowhere': .*build_index\.py"),
         ("train", "seed", 2**32, r"^train\.seed=4294967296 must be at most 4294967295"),
         ("recipe", "reader_weight", -1.0, r"^recipe\.reader_weight=-1\.0 must be at least 0"),

@@ -92,7 +92,7 @@ def test_the_papers_variants_are_arguments(arg, changed):
 )
 def test_an_argument_of_what_an_ablation_leaves_out_is_refused(arg):
     ablation, other = arg.split(",")
-    with pytest.raises(UserError, match=f"argument {other} has no meaning with {ablation}, which leaves out"):
+    with pytest.raises(UserError, match=f"argument {other} has no meaning with {ablation}, which removes"):
         config(arg)
     assert config(ablation) != config(other)
 
