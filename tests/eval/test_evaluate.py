@@ -202,7 +202,7 @@ def test_a_folder_in_the_place_of_a_file_is_refused_before_anything_is_loaded(
     monkeypatch.setattr(evaluate, "with_retriever", lambda *_: pytest.fail("loads"))
     monkeypatch.setattr(evaluate, "refuse_other_config", lambda *_: None)
     (tmp_path / name).mkdir()
-    with pytest.raises(UserError, match=rf"{name} is a folder, where the run makes a file; move it away"):
+    with pytest.raises(UserError, match=rf"{name} is a folder, but the run needs a file there; move it away"):
         evaluate.run(config("method=direct,questions=2"), tmp_path)
 
 

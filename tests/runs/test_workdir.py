@@ -106,7 +106,7 @@ def test_a_file_where_a_run_makes_a_folder_is_refused_before_anything_is_loaded(
         (tmp_path / name).mkdir()
     else:
         (tmp_path / name).write_text("mine")
-    with pytest.raises(UserError, match=rf"{name} is a (file|folder), where the run makes .*; move it away"):
+    with pytest.raises(UserError, match=rf"{name} is a (file|folder), but the run needs .*; move it away"):
         refuse_locked(tmp_path)
 
 

@@ -253,7 +253,7 @@ def test_what_stands_in_the_place_of_the_runs_own_is_refused_before_anything_is_
     strong, tmp_path, name
 ):
     (tmp_path / name).mkdir() if "." in name else (tmp_path / name).write_text("mine")
-    with pytest.raises(UserError, match=rf"{name} is a (file|folder), where the run makes .*; move it away"):
+    with pytest.raises(UserError, match=rf"{name} is a (file|folder), but the run needs .*; move it away"):
         cold_start.run(settings(strong, tmp_path / "cache", questions=1), tmp_path)
     assert not strong.asked
 
