@@ -268,7 +268,7 @@ def test_blocks_without_the_config_that_made_them_are_refused(strong, tmp_path):
     made = settings(strong, tmp_path / "cache", questions=1)
     cold_start.run(made, tmp_path / "run")
     (tmp_path / "run" / "config.json").unlink()
-    with pytest.raises(UserError, match=r"holds sampled trajectories \(blocks\), but not the config\.json"):
+    with pytest.raises(UserError, match=r"holds sampled trajectories \(blocks\), but the config\.json"):
         cold_start.run(made, tmp_path / "run")
 
 
