@@ -13,7 +13,15 @@ from ml_collections import ConfigDict
 
 log = logging.getLogger(__name__)
 
-RENAMED: Mapping[str, Mapping[str, str]] = {}
+RENAMED: Mapping[str, Mapping[str, str]] = {
+    "rollout": {
+        "spare_rows": "oversubscribed_slots",
+        "feeds": "wake_threshold",
+        "feed_tokens": "prefill_tokens",
+        "patience": "max_wait_steps",
+        "loops": "workers",
+    },
+}
 """Section -> old field -> new field. A section's name also matches with a prefix: "rollout" matches "reader_rollout" and
 "judge_rollout". A nested section is written with a dot: "recipe.environment"."""
 

@@ -102,10 +102,10 @@ def set_miniwiki_training(config: ConfigDict, args: types.SimpleNamespace, recip
     config.recipe.environment.correction = ""  # the cold start shows the policy no correction
     config.rollout = {
         "rows": 64,
-        "spare_rows": 32,
+        "oversubscribed_slots": 32,
         "context": 1024,
-        "feeds": 16,
-        "feed_tokens": 256,
+        "wake_threshold": 16,
+        "prefill_tokens": 256,
         "draft_tokens": 1,
         "top_k": 2,
         "top_p": 0.95,

@@ -122,7 +122,7 @@ class EndpointTeacher:
                         continue
                     text = reply.text
                     state.segments += [(PROMPT, _prompt_text(state.prompt)), (POLICY, text)]
-                    state.episode.said.append(text)
+                    state.episode.policy_texts.append(text)
                     action = self.recipe.environment.react(
                         state.episode, text, TURN_TOKENS if reply.cut else EOS
                     )

@@ -47,7 +47,7 @@ from rrl.rl.advantages import WITHIN_GROUPS
 from rrl.rl.critic import CriticConfig
 from rrl.rl.objective import ObjectiveConfig
 from rrl.rl.optim import OptimConfig
-from rrl.rollout.config import NO_NUMBERS, EngineConfig
+from rrl.rollout.config import RESULT_INVARIANT_FIELDS, EngineConfig
 from rrl.rollout.engine import Engine
 from rrl.runs.datasets import DataConfig, RetrieverConfig, data_fingerprint, encoder_folder, load_datasets
 from rrl.runs.metrics import read_metrics, refuse_damaged_metrics
@@ -406,7 +406,7 @@ def identity_of(settings: TrainSettings) -> dict[str, Any]:
 
 def _result_fields(rollout: EngineConfig) -> dict[str, Any]:
     """What of an engine's settings its numbers depend on."""
-    return {name: value for name, value in dataclasses.asdict(rollout).items() if name not in NO_NUMBERS}
+    return {name: value for name, value in dataclasses.asdict(rollout).items() if name not in RESULT_INVARIANT_FIELDS}
 
 
 def report(

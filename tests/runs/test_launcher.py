@@ -114,9 +114,9 @@ def test_a_long_argument_gives_a_folder_name_that_the_file_system_accepts(tmp_pa
                 "--config.optim.b1=0.8",
                 "--config.optim.adam_lr=1e-3",
                 "--config.optim.clip_norm=2.5",
-                "--config.rollout.patience=0",  # the overrides above it were accepted
+                "--config.rollout.max_wait_steps=0",  # the overrides above it were accepted
             ],
-            "rollout.patience=0 must be at least 1",
+            "rollout.max_wait_steps=0 must be at least 1",
         ),
     ],
 )

@@ -244,7 +244,7 @@ def test_the_error_for_a_damaged_block_names_its_line(service, tmp_path, line):
 def test_after_an_error_about_long_prompts_the_same_workdir_accepts_a_longer_context(tmp_path):
     made = config("model=assets/miniwiki-policy,retriever=bm25,questions=1")
     made.data.update({"train_worlds": 1, "train_per_kind": 1, "on_error": "stop"})
-    made.rollout.update({"rows": 4, "context": 64, "feeds": 4})
+    made.rollout.update({"rows": 4, "context": 64, "wake_threshold": 4})
     with pytest.raises(UserError, match=r"rollout\.context"):
         cold_start.run(made, tmp_path / "run")
     made.rollout.context = 2048
@@ -486,7 +486,7 @@ def test_cold_start_pairs_sft_and_ppo_run_one_after_the_other(tmp_path, monkeypa
 
     data = config(f"model={tmp_path}/cold/model,retriever=bm25,questions=3")
     data.data.update({"train_worlds": 1, "train_per_kind": 1})
-    data.rollout.update({"rows": 4, "context": 256, "feeds": 4})
+    data.rollout.update({"rows": 4, "context": 256, "wake_threshold": 4})
     data.recipe.environment.turn_tokens = 8
     report = cold_start.run(data, tmp_path / "data")  # an untrained policy writes no well-formed step
     assert report.trajectories == 12 and report.fell == {"malformed": 12}
@@ -504,7 +504,7 @@ def test_cold_start_pairs_sft_and_ppo_run_one_after_the_other(tmp_path, monkeypa
     run = config(f"policy={tmp_path}/taught/model,retriever=bm25,steps=1", "r3rag_ppo")
     run.data.update({"train_worlds": 1, "held_out_worlds": 1, "held_out_per_kind": 1, "train_per_kind": 4})
     run.train.update({"questions": 2, "eval_every": 0})
-    run.rollout.update({"rows": 8, "context": 512, "feeds": 4})
+    run.rollout.update({"rows": 8, "context": 512, "wake_threshold": 4})
     run.objective.lengths = (512,)
     run.critic.layers = 1  # as many as the policy has
     run.recipe.environment.turn_tokens = 8
