@@ -78,7 +78,7 @@ def get_config(arg: str = "") -> ConfigDict:
             "clip_low": 0.2,
             "clip_high": 0.2,
             "minibatches": 4,
-            "lengths": (2048, 4096, 8192, 16384),
+            "row_lengths": (2048, 4096, 8192, 16384),
             "microbatch_tokens": 32768,
         }
         config.optim = {"name": "adamw", "lr": 2e-6, "clip_norm": 1.0, "b2": 0.999}

@@ -111,10 +111,10 @@ def get_config(arg: str = "") -> ConfigDict:
         "aggregation": "group_token_mean",
         "drop_spread": 0.0,
         # Two or three groups' outputs after their prompts, each once. Rows of one would often have no room for a second.
-        "lengths": (1792,) if tiny else (2048, 4096, 8192, 16384),
+        "row_lengths": (1792,) if tiny else (2048, 4096, 8192, 16384),
         "microbatch_tokens": 3584 if tiny else 32768,
         "share_prefixes": tiny,
-        "streams": 2 if tiny else 1,
+        "parallel_microbatches": 2 if tiny else 1,
     }
     config.optim = {
         "name": "adamw",

@@ -124,14 +124,14 @@ def get_config(arg: str = "") -> ConfigDict:
         "clip_high": 0.2,
         # Short rows: of long ones a critic's share would take two or four, the latter half empty. One length compiles one
         # update; the steps of a trajectory that are longer together are parted (`rrl.rl.prefix_tree`).
-        "lengths": (2048,) if tiny else (1024, 2048, 4096, 8192),
+        "row_lengths": (2048,) if tiny else (1024, 2048, 4096, 8192),
         "microbatch_tokens": 2048 if tiny else 32768,
         "share_prefixes": tiny,
-        "streams": 2 if tiny else 1,
+        "parallel_microbatches": 2 if tiny else 1,
     }
     config.critic = {
         "discount": 1.0,
-        "trace": 1.0,
+        "gae_lambda": 1.0,
         # Paid for its own step alone, a small policy learns to answer at once, which is often right by luck.
         "across_contexts": tiny,
         # Half of the layers take 6 s of an update instead of 11 (docs/recipes.md). Of six shares each fills an even number of

@@ -66,7 +66,7 @@ def get_config(arg: str = "") -> ConfigDict:
             "kl_coef": 0.001,
             "clip_low": 0.2,
             "clip_high": 0.2,
-            "lengths": (1024, 2048, 4096, 8192),
+            "row_lengths": (1024, 2048, 4096, 8192),
             "microbatch_tokens": 32768,
         }
         config.optim = {"name": "adamw", "lr": 1e-6, "clip_norm": 1.0, "b2": 0.999}

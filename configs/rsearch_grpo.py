@@ -97,9 +97,9 @@ def get_config(arg: str = "") -> ConfigDict:
         # Groups whose answers are all right or all wrong differ by format and reader alone, at most by 0.7: a third of the
         # update's time and of its noise.
         "drop_spread": 0.7 if ours and not real else None,
-        "lengths": sized((1024,), (1024, 2048, 4096), (1024, 2048, 4096, 8192)),
+        "row_lengths": sized((1024,), (1024, 2048, 4096), (1024, 2048, 4096, 8192)),
         "microbatch_tokens": sized(2048, 8192, 32768),
-        "streams": sized(2, 1, 1),
+        "parallel_microbatches": sized(2, 1, 1),
     }
     config.optim = {
         "name": "adamw",

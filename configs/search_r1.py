@@ -109,7 +109,7 @@ def publish(config: ConfigDict, args: types.SimpleNamespace, recipe: dict[str, A
         "clip_low": 0.2,
         "clip_high": 0.2,
         "minibatches": 2 if ppo else 10,
-        "lengths": (1024, 2048, 4096),
+        "row_lengths": (1024, 2048, 4096),
         "microbatch_tokens": 32768,
     }
     config.optim = {"name": "adamw", "lr": 1e-6, "warmup_ratio": 0.285, "clip_norm": 1.0, "b2": 0.999}

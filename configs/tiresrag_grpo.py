@@ -119,9 +119,9 @@ def get_config(arg: str = "") -> ConfigDict:
         # Sums over tokens, as 4.2 prints them; the mean over tokens is what was tried in the built-in world.
         "aggregation": "token_mean" if tiny else "constant",
         "constant_tokens": 1,
-        "lengths": (1024,) if tiny else (2048, 4096, 8192, 16384),
+        "row_lengths": (1024,) if tiny else (2048, 4096, 8192, 16384),
         "microbatch_tokens": 2048 if tiny else 32768,
-        "streams": 2 if tiny else 1,
+        "parallel_microbatches": 2 if tiny else 1,
     }
     config.optim = {
         "name": "adamw",

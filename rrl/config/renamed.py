@@ -14,6 +14,8 @@ from ml_collections import ConfigDict
 log = logging.getLogger(__name__)
 
 RENAMED: Mapping[str, Mapping[str, str]] = {
+    "critic": {"trace": "gae_lambda"},
+    "objective": {"streams": "parallel_microbatches", "lengths": "row_lengths"},
     "rollout": {
         "spare_rows": "oversubscribed_slots",
         "feeds": "wake_threshold",

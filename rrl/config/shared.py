@@ -127,9 +127,9 @@ def set_miniwiki_training(config: ConfigDict, args: types.SimpleNamespace, recip
         "kl_coef": 0.1,
         "clip_low": 0.2,
         "clip_high": 0.28,
-        "lengths": (1024,),
+        "row_lengths": (1024,),
         "microbatch_tokens": 2048,
-        "streams": 2,
+        "parallel_microbatches": 2,
     }
     config.optim = {
         "name": "adamw",
@@ -152,7 +152,7 @@ def shrink_to_smoke(config: ConfigDict) -> None:
     """Reduce a complete config, in place, to a smoke run: it runs every part briefly and compiles one update program."""
     config.data.update({"held_out_per_kind": 8, "train_per_kind": 50, "train_worlds": 4})
     config.train.questions = 16
-    config.objective.lengths = config.objective.lengths[-1:]
+    config.objective.row_lengths = config.objective.row_lengths[-1:]
     config.train.eval_every = config.train.steps
     config.note = (
         f"smoke run (steps={config.train.steps}; 1 to 5 make one): 16 questions per update, 8 held-out questions of each "

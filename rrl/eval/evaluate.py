@@ -186,7 +186,7 @@ class Settings:
         if settings.searches:
             encoder_folder(settings.retriever)
             settings.retriever.identity()  # its index, where it has one
-        return dataclasses.replace(settings, compute=settings.compute.on(jax.default_backend()))
+        return dataclasses.replace(settings, compute=settings.compute.for_platform(jax.default_backend()))
 
     @property
     def searches(self) -> bool:

@@ -82,9 +82,9 @@ def costs(
     shards = data_shards(mesh)
     prefills = fed / (settings.rollout.prefill_tokens * shards)
     rate = {name: sum(kind.bytes for kind in kinds.values()) for name, kinds in traffic.items()}
-    length = settings.train.objective.lengths[-1]
+    length = settings.train.objective.row_lengths[-1]
     objective = settings.train.objective
-    batches = max(1.0, tokens / (objective.rows(length, shards) * length))
+    batches = max(1.0, tokens / (objective.rows_per_microbatch(length, shards) * length))
     forward = forward_flops(config, tokens, mean_keys, written)
     # Forward, twice that back (once where weights are frozen), with remat forward again; and the reference, of which a reward
     # that pays for the KL asks once for all epochs.
@@ -164,8 +164,8 @@ def temporaries(
     fed = settings.rollout.prefill_tokens
     layer = 2 * matrix_parameters(config) / config.layers / tensor * BF16
     in_rollout = BF16 * chip_parameters + 6 * rows * vocabulary * F32 + fed * width + layer
-    length = settings.train.objective.lengths[-1]
-    tokens = settings.train.objective.rows(length, shards) / shards * length
+    length = settings.train.objective.row_lengths[-1]
+    tokens = settings.train.objective.rows_per_microbatch(length, shards) / shards * length
     kept = {
         "full": config.hidden,
         "dots": config.hidden * 3 + (config.heads * config.head_dim * 2 + config.mlp * 2) / tensor,

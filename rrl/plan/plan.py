@@ -16,7 +16,7 @@ from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import PyTree
 
 from rrl.errors import UserError
-from rrl.models.attention_backends import Backend
+from rrl.models.attention_backends import AttentionBackend
 from rrl.models.config import DecoderConfig
 from rrl.models.decoder import Remat
 from rrl.models.hf import check_context, read_decoder_config
@@ -70,7 +70,7 @@ class Plan:
     """Of the parameters, those that the optimiser changes."""
     computation: str
     remat: Remat
-    attention: Backend
+    attention: AttentionBackend
     memory: dict[str, dict[str, float]]
     """Bytes of one device by phase (rollout, update, optimiser step, and the critic's two) and part."""
     programs: list[Program]
@@ -126,7 +126,7 @@ def plan(
                 f"rollout.{name}={count} must be a multiple of data x fsdp = {shards} of the mesh; "
                 f"give --config.rollout.{name}={-(-count // shards) * shards} or another config.mesh"
             )
-    compute = settings.compute.on(slice_.chip.platform)
+    compute = settings.compute.for_platform(slice_.chip.platform)
     dtype, remat = jnp.dtype(compute.dtype), compute.remat
     attention = compute.backend(slice_.chip.platform, settings.train.objective.share_prefixes)
     model = Model.of(
@@ -260,8 +260,8 @@ def first_knob(plan: Plan) -> str:
     if phase == "rollout":
         fewer = max(plan.settings.rollout.prefill_tokens // 2, 1)
         return f"--config.rollout.prefill_tokens={fewer}: what prefilling holds is the largest part, and goes with it"
-    length = objective.lengths[-1]
-    each = objective.rows(length, shards) // shards
+    length = objective.row_lengths[-1]
+    each = objective.rows_per_microbatch(length, shards) // shards
     updates = phase.endswith("update")
     if updates and plan.remat != "full":
         return (
@@ -280,7 +280,7 @@ def first_knob(plan: Plan) -> str:
             "too much; the tensor axis divides it"
         )
     return (
-        f"--config.rollout.context and objective.lengths (now {plan.settings.rollout.context} and {length}): one row a shard "
+        f"--config.rollout.context and objective.row_lengths (now {plan.settings.rollout.context} and {length}): one row a shard "
         "is too much already"
     )
 

@@ -19,15 +19,15 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
-from rrl.models.attention_backends import Backend
+from rrl.models.attention_backends import AttentionBackend
 from rrl.models.config import DecoderConfig
-from rrl.models.decoder import Decoder, Remat, computed
+from rrl.models.decoder import Decoder, Remat, cast_params
 from rrl.models.heads import ValueModel
 from rrl.models.lora import add_lora
 from rrl.parallel.mesh import ROW_AXES, data_shards
 from rrl.parallel.rules import optimizer_shardings, shardings
 from rrl.plan.hlo import Traffic, collectives
-from rrl.rl.accumulate import Descent
+from rrl.rl.accumulate import GradientAccumulator
 from rrl.rl.batch import Batch
 from rrl.rl.critic import Critic
 from rrl.rl.objective import ObjectiveConfig
@@ -74,7 +74,7 @@ class Model:
         dtype: DTypeLike,
         param_dtype: DTypeLike,
         remat: Remat,
-        attention: Backend,
+        attention: AttentionBackend,
     ) -> "Model":
         """Nothing is allocated."""
 
@@ -95,7 +95,7 @@ class Model:
 
         graph, params, fixed = split_trained(nnx.eval_shape(make), settings.train.optim.frozen)
         reference, fixed = jax.eval_shape(
-            lambda *states: tuple(computed(state, dtype) for state in states), params, fixed
+            lambda *states: tuple(cast_params(state, dtype) for state in states), params, fixed
         )
         critic = None
         if (asked := settings.train.critic) is not None:
@@ -153,16 +153,16 @@ def rollout(settings: TrainSettings, model: Model, mesh: Mesh) -> Program:
 def accumulate(settings: TrainSettings, model: Model, mesh: Mesh) -> Program:
     """Log-probabilities under the policy, and under the reference where the reward has not asked for them, loss and gradient of
     the largest microbatch."""
-    descent = _updater(settings, model).descent
+    accumulator = _updater(settings, model).accumulator
     batch = _microbatch(settings.train.objective, settings.train.objective.extras, mesh)
     frozen = (model.reference, model.fixed)
-    return _accumulate("update", descent, model.params, frozen, batch, mesh)
+    return _accumulate("update", accumulator, model.params, frozen, batch, mesh)
 
 
 def apply(settings: TrainSettings, model: Model, mesh: Mesh) -> Program:
     """The optimiser's step."""
     return _apply(
-        "optimiser step", _updater(settings, model).descent, settings.train.optim, model.params, mesh
+        "optimiser step", _updater(settings, model).accumulator, settings.train.optim, model.params, mesh
     )
 
 
@@ -170,13 +170,13 @@ def critic_accumulate(settings: TrainSettings, model: Model, mesh: Mesh) -> Prog
     """Values, loss and gradient of the largest microbatch."""
     critic, valued, _ = _critic(settings, model)
     batch = _microbatch(settings.train.objective, ("value", "return"), mesh)
-    return _accumulate("critic update", critic.descent, valued.params, valued.fixed, batch, mesh)
+    return _accumulate("critic update", critic.accumulator, valued.params, valued.fixed, batch, mesh)
 
 
 def critic_apply(settings: TrainSettings, model: Model, mesh: Mesh) -> Program:
     """The step of the critic's optimiser."""
     critic, valued, optim = _critic(settings, model)
-    return _apply("critic step", critic.descent, optim, valued.params, mesh)
+    return _apply("critic step", critic.accumulator, optim, valued.params, mesh)
 
 
 def optimizer_state(optim: OptimConfig, params: PyTree, mesh: Mesh | AbstractMesh) -> PyTree:
@@ -212,8 +212,8 @@ def _critic(settings: TrainSettings, model: Model) -> tuple[Critic, Valued, Opti
 
 def _microbatch(objective: ObjectiveConfig, extras: Iterable[str], mesh: Mesh) -> Batch:
     """The largest one, as shapes on the mesh."""
-    length = objective.lengths[-1]
-    rows = objective.rows(length, data_shards(mesh))
+    length = objective.row_lengths[-1]
+    rows = objective.rows_per_microbatch(length, data_shards(mesh))
     split = NamedSharding(mesh, PartitionSpec(ROW_AXES))
 
     def side(dtype: DTypeLike) -> jax.ShapeDtypeStruct:
@@ -225,15 +225,15 @@ def _microbatch(objective: ObjectiveConfig, extras: Iterable[str], mesh: Mesh) -
 
 
 def _accumulate(
-    name: str, descent: Descent, params: PyTree, frozen: PyTree, batch: Batch, mesh: Mesh
+    name: str, accumulator: GradientAccumulator, params: PyTree, frozen: PyTree, batch: Batch, mesh: Mesh
 ) -> Program:
-    sums = {key: _whole((), jnp.float32, mesh) for key in descent.sums}
-    return _compile(name, descent.accumulate, (params, frozen, params, sums, batch), mesh)
+    sums = {key: _whole((), jnp.float32, mesh) for key in accumulator.sums}
+    return _compile(name, accumulator.accumulate, (params, frozen, params, sums, batch), mesh)
 
 
-def _apply(name: str, descent: Descent, optim: OptimConfig, params: PyTree, mesh: Mesh) -> Program:
+def _apply(name: str, accumulator: GradientAccumulator, optim: OptimConfig, params: PyTree, mesh: Mesh) -> Program:
     shapes = (params, optimizer_state(optim, params, mesh), params, _whole((), jnp.float32, mesh))
-    return _compile(name, descent.apply, shapes, mesh)
+    return _compile(name, accumulator.apply, shapes, mesh)
 
 
 def _compile(

@@ -16,8 +16,8 @@ def report(plan: Plan) -> str:
 def _head(plan: Plan) -> list[str]:
     chip, mesh, rollout = plan.topology.chip, plan.mesh.shape, plan.settings.rollout
     objective = plan.settings.train.objective
-    length = objective.lengths[-1]
-    rows = objective.rows(length, data_shards(plan.mesh))
+    length = objective.row_lengths[-1]
+    rows = objective.rows_per_microbatch(length, data_shards(plan.mesh))
     adapters = f", {plan.trained / 1e9:.3g} B of them trained" if plan.trained < plan.parameters else ""
     lines = [
         f"{plan.settings.name} on {plan.topology.name}: {plan.topology.size} x {chip.label}, "

@@ -3,7 +3,7 @@
 import dataclasses
 
 from rrl.errors import UserError, at_least, at_most, integer_at_least, require_number
-from rrl.models.decoder import FEW_TOKENS
+from rrl.models.decoder import MAX_DECODE_TOKENS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +53,7 @@ class EngineConfig:
     def __post_init__(self) -> None:
         integer_at_least(1, self, "rows", "context", "wake_threshold", "prefill_tokens", "max_wait_steps", "top_k")
         integer_at_least(0, self, "oversubscribed_slots", "workers", "sample_top_k", "draft_tokens")
-        at_most(FEW_TOKENS - 1, self, "draft_tokens")
+        at_most(MAX_DECODE_TOKENS - 1, self, "draft_tokens")
         at_least(0, self, "stall_seconds")
         require_number(self, "search_seconds", "top_p")
         if not self.search_seconds > 0:

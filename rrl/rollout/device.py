@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from rrl.models.cache import KVCache
 from rrl.models.cpu.layers import cpu_draw
-from rrl.models.decoder import FEW_TOKENS, Decoder
+from rrl.models.decoder import MAX_DECODE_TOKENS, Decoder
 from rrl.parallel.mesh import ROW_AXES, data_shards
 from rrl.rollout.drafts import NgramDrafts, following, windows
 from rrl.rollout.exchange import (
@@ -113,7 +113,7 @@ def sample_tokens(
     count, time, width = hidden.shape
     positions = (rows.offset + rows.position)[:, None] + jnp.arange(1, time + 1)
     keys = row_keys(sampler.key, jnp.repeat(rows.request, time), positions.ravel())
-    temperature, table = jnp.repeat(rows.temperature, time), model.drawn_by(cache)
+    temperature, table = jnp.repeat(rows.temperature, time), model.sampling_table(cache)
     kept: dict[str, Any] = {"top_p": sampler.top_p, "top_k": sampler.top_k}
     if table is None:
         drawn = sample(model.unembed(hidden).reshape(count * time, -1), keys, temperature, **kept)
@@ -245,8 +245,8 @@ def decode(
 
 
 def tokens_per_row(step_tokens: int, width: int) -> int:
-    """How many a decode step of `width` rows computes: together `step_tokens`, but one at least and FEW_TOKENS at most."""
-    return min(max(step_tokens // width, 1), FEW_TOKENS)
+    """How many a decode step of `width` rows computes: together `step_tokens`, but one at least and MAX_DECODE_TOKENS at most."""
+    return min(max(step_tokens // width, 1), MAX_DECODE_TOKENS)
 
 
 def shortest(rows: DecodeState, count: int) -> Int[Array, "count"]:

@@ -25,10 +25,10 @@ from rrl.errors import UserError
 from rrl.models.cache import BLOCK, KVCache
 from rrl.models.config import DecoderConfig
 from rrl.models.cpu.layers import can_attend, can_compute
-from rrl.models.decoder import Decoder, computed
-from rrl.models.lora import merged
+from rrl.models.decoder import Decoder, cast_params
+from rrl.models.lora import merge_lora
 from rrl.parallel.mesh import ROW_AXES, data_shards
-from rrl.parallel.runtime import cores_here
+from rrl.parallel.runtime import available_cores
 from rrl.rollout.config import EngineConfig
 from rrl.rollout.cpu.workers import compiler_options, weights_dominate, worker_count
 from rrl.rollout.device import DecodeState, Sampler, decode, prefill, tokens_per_row
@@ -145,7 +145,7 @@ class RolloutPrograms:
         def episode_loop(
             params: PyTree, encoder_state: PyTree, key: Key, table: jax.Array, loop: jax.Array
         ) -> jax.Array:
-            params = computed(params, nnx.merge(self.graph, params).dtype)
+            params = cast_params(params, nnx.merge(self.graph, params).dtype)
             model = self.model(params)
             sampler = self.sampler(key, table, first_accept)
 
@@ -255,8 +255,8 @@ class RolloutPrograms:
             slots,
             dtype,
             slots_last=self.on_cpu,
-            compiled=self.uses_cpu_attention(dtype),
-            threads=cores_here() if self.one_cpu and self.workers == 1 else 1,
+            cpu_kernel=self.uses_cpu_attention(dtype),
+            threads=available_cores() if self.one_cpu and self.workers == 1 else 1,
         )
 
     def uses_cpu_attention(self, dtype: DTypeLike) -> bool:
@@ -279,9 +279,9 @@ class RolloutPrograms:
         CPU adapters are added to the kernels, and a tied table is turned, once for all tokens; each loop holds its own copies."""
         model = nnx.merge(self.graph, params)
         if self.uses_cpu_layers(model.dtype):
-            model = merged(model)
+            model = merge_lora(model)
         if self.one_cpu and model.config.tie_embeddings:
-            model.turned = model.embedding[...].T
+            model.transposed_embedding = model.embedding[...].T
         return model
 
     def _unhoisted(self, model: Decoder, params: PyTree, chunks: jax.Array) -> Decoder:

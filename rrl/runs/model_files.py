@@ -6,7 +6,7 @@ import pathlib
 from transformers import PreTrainedTokenizerBase
 
 from rrl.models.config import DecoderConfig
-from rrl.models.hf import folder_hash, save_description
+from rrl.models.hf import folder_hash, save_config_and_tokenizer
 from rrl.models.weights import write_json
 from rrl.recipes.card import Card, write_card
 
@@ -33,7 +33,7 @@ def write_model_files(
         start: folder that the run started from. An export needs it because checkpoints do not contain frozen parameters.
     """
     folder = pathlib.Path(workdir, MODEL_FILES)
-    save_description(folder, config, tokenizer)
+    save_config_and_tokenizer(folder, config, tokenizer)
     if start is not None:
         write_json(folder / START_FILE, {"folder": os.path.abspath(start), "sha256": folder_hash(start)})
     if card is not None:

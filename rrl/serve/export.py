@@ -24,7 +24,7 @@ from rrl.models.hf import (
     save_decoder,
 )
 from rrl.models.lora import LoraConfig, add_lora
-from rrl.models.weights import CONFIG, read_json
+from rrl.models.weights import CONFIG_FILE, read_json
 from rrl.parallel.mesh import make_mesh
 from rrl.parallel.rules import shardings
 from rrl.rl.optim import OptimConfig, split_trained
@@ -121,10 +121,10 @@ def parse_size(text: str) -> int:
 
 def _described(workdir: pathlib.Path) -> pathlib.Path:
     for name in _DESCRIBED:
-        if (workdir / name / CONFIG).is_file():
+        if (workdir / name / CONFIG_FILE).is_file():
             return workdir / name
     raise UserError(
-        f"workdir {os.fspath(workdir)} says nowhere what its model is (no {MODEL_FILES}/{CONFIG}); start its command "
+        f"workdir {os.fspath(workdir)} says nowhere what its model is (no {MODEL_FILES}/{CONFIG_FILE}); start its command "
         "again, which writes that, or use the workdir of a run with a language model"
     )
 
@@ -135,7 +135,7 @@ def _read_decoder(
     """What the run has to show by a checkpoint, spread over the devices of this process."""
     settings, run = read_config(workdir), read_identity(workdir)
     if "optim" not in settings:
-        raise UserError(f"{workdir / CONFIG} lacks optim; give the workdir of a training run")
+        raise UserError(f"{workdir / CONFIG_FILE} lacks optim; give the workdir of a training run")
     if "average_last" in settings:
         where = learner.learned_params_path(settings)
     else:
@@ -168,7 +168,7 @@ def _trained(workdir: pathlib.Path, optim: Any, lora: Any) -> tuple[tuple[str, .
         frozen = build(OptimConfig, {"frozen": optim.get("frozen", ())}, "optim").frozen
         return frozen, build(LoraConfig, lora, "lora")
     except UserError as error:
-        raise UserError(f"{workdir / CONFIG}: {error}; put back the file that the run wrote") from error
+        raise UserError(f"{workdir / CONFIG_FILE}: {error}; put back the file that the run wrote") from error
 
 
 def _start(workdir: pathlib.Path, described: pathlib.Path, moved: str | pathlib.Path | None) -> pathlib.Path:
@@ -180,7 +180,7 @@ def _start(workdir: pathlib.Path, described: pathlib.Path, moved: str | pathlib.
         )
     known = read_json(described / START_FILE, "which says what the run started from")
     folder = pathlib.Path(moved or known["folder"])
-    found = folder_hash(folder) if (folder / CONFIG).is_file() else "none"
+    found = folder_hash(folder) if (folder / CONFIG_FILE).is_file() else "none"
     if found != known["sha256"]:
         raise UserError(
             f"start={os.fspath(folder)} (sha256 {found[:12]}) is not what the run started from (sha256 "

@@ -170,7 +170,7 @@ class ColdStartSettings:
         sections: dict[str, Any] = {
             section: build(kind, values.get(section, {}), section) for section, kind in SECTIONS.items()
         }
-        sections["compute"] = sections["compute"].on(jax.default_backend())
+        sections["compute"] = sections["compute"].for_platform(jax.default_backend())
         encoder_folder(sections["retriever"])
         path = sections["data"].path
         if path != "miniwiki" and not (path and pathlib.Path(path).is_dir()):

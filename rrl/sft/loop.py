@@ -21,7 +21,7 @@ from jax.sharding import Mesh
 from rrl.data.examples import Example
 from rrl.errors import UserError, at_least, at_most
 from rrl.files import saving, write_atomically
-from rrl.models.decoder import Decoder, computed
+from rrl.models.decoder import Decoder, cast_params
 from rrl.parallel.mesh import put_rows, use_mesh
 from rrl.parallel.rules import constrain_state
 from rrl.rl.batch import Batch
@@ -116,7 +116,7 @@ class SFTResult:
 def loss_sums(decoder: Decoder, batch: Batch, chunk: int) -> tuple[jax.Array, jax.Array]:
     """Return the negative log-likelihood summed over the targets, and the number of targets."""
     scores = token_logprobs(decoder, batch, chunk=chunk)
-    return -scores.logp.sum(), batch.loss[:, 1:].sum()
+    return -scores.logp.sum(), batch.loss_mask[:, 1:].sum()
 
 
 def make_update(
@@ -140,7 +140,7 @@ def make_update(
             "grad_norm": optax.global_norm(grads),
             "skipped": skipped_updates(opt_state),
             "tokens": (batch.segment_ids > 0).sum(),
-            "targets": batch.loss.sum(),
+            "targets": batch.loss_mask.sum(),
         }
         return TrainState(optax.apply_updates(state.params, updates), opt_state, state.step + 1), metrics
 
@@ -189,11 +189,11 @@ class Evaluator:
                 with use_mesh(self._mesh):
                     parts.append(jax.device_get(self._scores(decoder, put_rows(part, self._mesh))))
             logp, greedy = (np.concatenate(p) for p in zip(*parts, strict=True))
-            totals += [-logp[batch.loss].sum(dtype=np.float64), greedy[batch.loss].sum(), batch.loss.sum()]
+            totals += [-logp[batch.loss_mask].sum(dtype=np.float64), greedy[batch.loss_mask].sum(), batch.loss_mask.sum()]
             set_matches = [
                 g[m].all()
                 for g, m in zip(
-                    packed.unpack(greedy, lengths), packed.unpack(batch.loss, lengths), strict=True
+                    packed.unpack(greedy, lengths), packed.unpack(batch.loss_mask, lengths), strict=True
                 )
             ]
             matches[f"match/{name}"] = float(np.mean(set_matches))
@@ -233,7 +233,7 @@ def train(
         SaveError: the workdir cannot be written.
     """
     graph, params, fixed = split_trained(decoder, config.optim.frozen)
-    fixed = computed(fixed, decoder.dtype)
+    fixed = cast_params(fixed, decoder.dtype)
     nnx.update(decoder, fixed)  # frees the copy in the wider dtype
     optimizer = make_optimizer(config.optim)
     state = TrainState(params, init_optimizer(optimizer, params, mesh), jnp.zeros((), jnp.int32))

@@ -36,7 +36,7 @@ from rrl.models.config import DecoderConfig
 from rrl.models.decoder import Decoder
 from rrl.models.hardware import ComputeConfig, MeshConfig
 from rrl.models.hf import folder_hash, load_language_model, save_decoder
-from rrl.models.induction import wire_induction
+from rrl.models.induction import init_induction_heads
 from rrl.models.lora import LoraConfig, add_lora
 from rrl.models.tokenizer import load_tokenizer
 from rrl.parallel.rules import shard
@@ -177,7 +177,7 @@ def _run(config: Mapping[str, Any], workdir: str | pathlib.Path, stack: contextl
     identity: dict[str, Any] = {name: values[name] for name in ("stage", "model", "tokenizer", "data")}
     identity |= {name: values[name] for name in ("scales", "induction") if values.get(name)}
     mesh_config = build(MeshConfig, values.get("mesh", {}), "mesh")
-    compute = build(ComputeConfig, values.get("compute", {}), "compute").on(jax.default_backend())
+    compute = build(ComputeConfig, values.get("compute", {}), "compute").for_platform(jax.default_backend())
     lora = build(LoraConfig, values.get("lora", {}), "lora")
     if lora.rank:
         identity["lora"] = dataclasses.asdict(lora)
@@ -222,7 +222,7 @@ def _run(config: Mapping[str, Any], workdir: str | pathlib.Path, stack: contextl
         decoder = Decoder(shape, rngs=nnx.Rngs(settings.seed), **options)
         scale_parameters(decoder, values.get("scales", {}))
         if values.get("induction"):
-            wire_induction(decoder, seed=settings.seed, **values["induction"])
+            init_induction_heads(decoder, seed=settings.seed, **values["induction"])
     add_lora(decoder, lora, rngs=nnx.Rngs(settings.seed))
     if mesh.size > 1:
         nnx.update(decoder, shard(nnx.state(decoder), mesh))

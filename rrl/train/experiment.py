@@ -43,7 +43,7 @@ from rrl.rewards.judge import Judge
 from rrl.rewards.judge_settings import SECTIONS as JUDGE
 from rrl.rewards.judge_settings import JudgeSettings
 from rrl.rewards.reader import Reader
-from rrl.rl.advantages import WITHIN_GROUPS
+from rrl.rl.advantages import GROUP_RELATIVE
 from rrl.rl.critic import CriticConfig
 from rrl.rl.objective import ObjectiveConfig
 from rrl.rl.optim import OptimConfig
@@ -132,7 +132,7 @@ class TrainSettings:
         path = settings.data.path
         if path != "miniwiki" and not (path and pathlib.Path(path).is_dir()):
             raise UserError(f"data={path!r} is not a folder; give one, or miniwiki for the built-in world")
-        return dataclasses.replace(settings, compute=settings.compute.on(jax.default_backend()))
+        return dataclasses.replace(settings, compute=settings.compute.for_platform(jax.default_backend()))
 
     @classmethod
     def parse(cls, config: Mapping[str, Any]) -> "TrainSettings":
@@ -152,9 +152,9 @@ class TrainSettings:
         recipe_values = dict(values["recipe"])
         name, environment = recipe_values.pop("name"), recipe_values.pop("environment", {})
         rollout = build(EngineConfig, values["rollout"], "rollout")
-        if objective.lengths[-1] < rollout.context:
+        if objective.row_lengths[-1] < rollout.context:
             raise UserError(
-                f"objective.lengths={objective.lengths} must reach rollout.context={rollout.context}: add it as the last"
+                f"objective.row_lengths={objective.row_lengths} must reach rollout.context={rollout.context}: add it as the last"
             )
         recipe = make_recipe(name, recipe_values, environment)
         usual, asked = (getattr(made, "advantage", None) for made in (make_recipe(name), recipe))
@@ -163,7 +163,7 @@ class TrainSettings:
                 f"recipe.advantage={asked!r} has no part in a run with a critic, which gives the advantages: leave it at "
                 f"{usual!r}, or take the config's critic out"
             )
-        if critic is None and steps and values["train"].get("samples") == 1 and asked in WITHIN_GROUPS:
+        if critic is None and steps and values["train"].get("samples") == 1 and asked in GROUP_RELATIVE:
             raise UserError(
                 f"recipe.advantage={asked!r} compares the samples of a question, of which train.samples=1 gives one: nothing "
                 "would be learned from. Raise it, or take reinforce_plus_plus or reward, which compare questions"
@@ -371,7 +371,7 @@ def _drop_long_questions(settings: TrainSettings, loaded: TrainComponents, say: 
 def describe_programs(settings: TrainSettings) -> str:
     """The programs of a run and their sizes, in words: nothing else is compiled after they have been met once."""
     objective, shards = settings.train.objective, data_shards(settings.mesh.make())
-    update = ", ".join(f"{objective.rows(length, shards)} x {length}" for length in objective.lengths)
+    update = ", ".join(f"{objective.rows_per_microbatch(length, shards)} x {length}" for length in objective.row_lengths)
 
     def loop(name: str, sizes: EngineConfig) -> str:
         return f"{name} of {sizes.rows} rows x {sizes.context} tokens"

@@ -12,9 +12,9 @@ from jaxtyping import Float, PyTree
 
 from rrl.data.trajectory import Trajectory
 from rrl.errors import UserError
-from rrl.models.decoder import Decoder, computed
+from rrl.models.decoder import Decoder, cast_params
 from rrl.models.heads import ValueModel
-from rrl.rl.critic import State, make_critic
+from rrl.rl.critic import CriticState, make_critic
 from rrl.rl.optim import (
     init_optimizer,
     make_optimizer,
@@ -68,17 +68,17 @@ class Learner:
             raise UserError("train.critic and a value model go together; give both or neither")
         self.config = config
         graph, params, fixed = split_trained(decoder, config.optim.frozen)
-        self._fixed = _commit_to_devices(computed(fixed, decoder.dtype))
+        self._fixed = _commit_to_devices(cast_params(fixed, decoder.dtype))
         nnx.update(decoder, self._fixed)  # lets go of the wider copy
         self._reference = _commit_to_devices(
-            jax.tree.map(lambda x: x.copy(), computed(params, decoder.dtype))
+            jax.tree.map(lambda x: x.copy(), cast_params(params, decoder.dtype))
         )
         optimizer = make_optimizer(config.optim)
         self._rate = make_schedule(config.optim)
         opt_state = init_optimizer(optimizer, params, mesh)
         average = jax.tree.map(lambda x: x.copy(), params) if config.average_last else None
         self._critic = None
-        values: list[State] = []  # the critic's, where there is one: a checkpoint without holds nothing of it
+        values: list[CriticState] = []  # the critic's, where there is one: a checkpoint without holds nothing of it
         if config.critic is not None and value_model is not None:
             self._critic, *values = make_critic(value_model, config.critic, config.objective, mesh)
         self.state = _commit_to_devices((params, opt_state, average, *values))
@@ -117,15 +117,15 @@ class Learner:
         policy tokens."""
         skipped, metrics = self._skipped, dict[str, float]()
         credit: Advantages
-        before = self._updater.before(self._reference, self._fixed, trajectories)
+        before = self._updater.reference_logprobs(self._reference, self._fixed, trajectories)
         if self._critic is None:
             spread = float(advantages.std())
-            credit = self._updater.credit(trajectories, advantages, before)
+            credit = self._updater.token_advantages(trajectories, advantages, before)
         else:
-            penalties = None if before is None else before.penalties
+            penalties = None if before is None else before.kl_penalties
             estimate = self._critic.estimate(self._values[0], trajectories, penalties)
-            credit, spread = estimate.advantages, estimate.spread
-            self._values[0], found = self._critic.learn(self._values[0], trajectories, estimate)
+            credit, spread = estimate.advantages, estimate.advantage_std
+            self._values[0], found = self._critic.update(self._values[0], trajectories, estimate)
             metrics |= {f"critic/{name}": value for name, value in found.items()}
         if step >= self.config.critic_warmup:
             self._params, self._opt_state, found = self._updater(

@@ -14,7 +14,7 @@ from jaxtyping import Bool
 from rrl.data.questions import Question
 from rrl.data.trajectory import Trajectory
 from rrl.models.decoder import Decoder
-from rrl.models.hardware import memory_used
+from rrl.models.hardware import peak_memory
 from rrl.models.heads import ValueModel
 from rrl.recipes.base import ALONE, Recipe, Scoring, curriculum_of
 from rrl.retrieval.retriever import Retriever
@@ -151,7 +151,7 @@ def train(
                     "time/update": done - rolled,
                     "time/step": done - began,
                     "minutes": recorder.seconds / 60,
-                } | memory_used()
+                } | peak_memory()
                 _update_progress(step, metrics, sampled, recorder)
                 if step == config.steps:
                     recorder.saved.save_sampled(step, sampled.trajectories, sampled.left_out)

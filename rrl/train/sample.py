@@ -13,7 +13,7 @@ from rrl.data.trajectory import ENVIRONMENT, POLICY, PROMPT, Trajectory
 from rrl.recipes.base import ALONE, Recipe, Scoring
 from rrl.recipes.episodes import run_questions
 from rrl.retrieval.retriever import Retriever
-from rrl.rl.dynamic_sampling import Refill
+from rrl.rl.dynamic_sampling import DynamicSampling
 from rrl.rl.overlong import overlong_penalty
 from rrl.rollout.curriculum import Curriculum
 from rrl.rollout.engine import Engine, RolloutStats
@@ -59,7 +59,7 @@ def sample_step(
         params,
         recipe,
         ask,
-        Refill(config.questions, config.rounds, config.drop_spread),
+        DynamicSampling(config.questions, config.rounds, config.drop_spread),
         key=jax.random.fold_in(jax.random.key(config.seed), step),
         samples=config.samples,
         temperature=config.temperatures or config.temperature,
@@ -75,7 +75,7 @@ def sample_rounds(
     params: PyTree,
     recipe: Recipe,
     ask: Callable[[int, int], Sequence[Question]],
-    refill: Refill,
+    dynamic_sampling: DynamicSampling,
     *,
     key: jax.Array,
     samples: int,
@@ -85,7 +85,7 @@ def sample_rounds(
     shuffle: Callable[[int], np.random.Generator] | None = None,
     overlong: tuple[int, ...] = (),
 ) -> SampledStep:
-    """Rounds of rollouts until `refill` has enough groups with spread (dynamic sampling); one round where it allows no more.
+    """Rounds of rollouts until `dynamic_sampling` has enough groups with spread; one round if it allows no more.
 
     `ask(round, n)` gives n questions, and `learn` is told what came of them before it is asked again. A step is a pure function
     of parameters, key and questions: round 0 samples with `key` itself, a later one with its number folded in. With
@@ -94,13 +94,13 @@ def sample_rounds(
     """
     found: list[Trajectory] = []
     stats = RolloutStats()
-    while not refill.done:
-        number = refill.rounds
+    while not dynamic_sampling.done:
+        number = dynamic_sampling.rounds
         some = run_questions(
             engine,
             params,
             recipe,
-            ask(number, refill.next_round),
+            ask(number, dynamic_sampling.next_round),
             key=jax.random.fold_in(key, number) if number else key,
             samples=samples,
             temperature=temperature,
@@ -112,12 +112,12 @@ def sample_rounds(
         if shuffle is not None:
             permute_rewards(some, shuffle(number))
         for trajectory in some:
-            trajectory.group += refill.asked
+            trajectory.group += dynamic_sampling.sampled
         totals, groups = np.array([(t.rewards["total"], t.group) for t in some]).T
-        refill = refill.after(totals, groups.astype(np.int64), recipe.left_out(some))
+        dynamic_sampling = dynamic_sampling.after(totals, groups.astype(np.int64), recipe.left_out(some))
         found += some
         stats += engine.stats
-    return SampledStep(found, frozenset(refill.kept), stats)
+    return SampledStep(found, frozenset(dynamic_sampling.selected), stats)
 
 
 def apply_overlong_penalty(trajectories: Sequence[Trajectory], longest: int, cache: int) -> None:

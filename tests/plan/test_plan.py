@@ -47,7 +47,7 @@ def tiny_config(folder, make=get_config):
     config = make(f"policy={folder}")
     with config.unlocked():
         config.rollout.update(rows=8, context=64, wake_threshold=2, prefill_tokens=16)
-        config.objective.lengths = (64,)
+        config.objective.row_lengths = (64,)
         config.objective.microbatch_tokens = 64
     return config
 
@@ -189,7 +189,7 @@ def test_spare_rows_are_planned_for():
 def test_a_context_beyond_the_policys_positions_is_refused(tmp_path):
     config = tiny_config(tmp_path)
     with config.unlocked():
-        config.rollout.context, config.objective.lengths = 256, (256,)
+        config.rollout.context, config.objective.row_lengths = 256, (256,)
     with pytest.raises(UserError, match=r"a context of 256 tokens .* max_position_embeddings=128"):
         plan(config, "cpu:8")
 
@@ -303,7 +303,7 @@ STATE = {"parameters": 1, "reference": 1, "optimiser state": 2}
         ),
         (
             made({"update": STATE | {"activations": 16}}, sizes=(1, 2, 8), microbatch_tokens=16384),
-            "--config.rollout.context and objective.lengths",
+            "--config.rollout.context and objective.row_lengths",
         ),
         (
             made({"update": {"parameters": 8, "optimiser state": 16, "activations": 2}}, sizes=(4, 1, 4)),

@@ -41,7 +41,7 @@ def memorise(decoder, batch, steps):
     def learn(params):
         def loss(params):
             scores = token_logprobs(nnx.merge(graph, params), batch)
-            return -jnp.sum(jnp.where(batch.loss, scores.logp, 0)) / jnp.sum(batch.loss)
+            return -jnp.sum(jnp.where(batch.loss_mask, scores.logp, 0)) / jnp.sum(batch.loss_mask)
 
         def step(carry, _):
             value, gradient = jax.value_and_grad(loss)(carry[0])

@@ -505,7 +505,7 @@ def test_cold_start_pairs_sft_and_ppo_run_one_after_the_other(tmp_path, monkeypa
     run.data.update({"train_worlds": 1, "held_out_worlds": 1, "held_out_per_kind": 1, "train_per_kind": 4})
     run.train.update({"questions": 2, "eval_every": 0})
     run.rollout.update({"rows": 8, "context": 512, "wake_threshold": 4})
-    run.objective.lengths = (512,)
+    run.objective.row_lengths = (512,)
     run.critic.layers = 1  # as many as the policy has
     run.recipe.environment.turn_tokens = 8
     outcome = experiment.run(run, tmp_path / "run")

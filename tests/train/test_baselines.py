@@ -41,7 +41,7 @@ def test_search_r1_with_grpo_holds_the_published_settings(size):
 def test_search_r1_with_ppo_has_a_critic_and_the_kl_in_the_reward():
     run, tiny = paper("search_r1", more=",algorithm=ppo"), settings("search_r1", "algorithm=ppo")
     objective = run.train.objective
-    assert (run.train.critic.optim.lr, run.train.critic.discount, run.train.critic.trace) == (1e-5, 1, 1)
+    assert (run.train.critic.optim.lr, run.train.critic.discount, run.train.critic.gae_lambda) == (1e-5, 1, 1)
     assert (run.train.optim.warmup_ratio, run.train.critic.optim.warmup_ratio) == (0.285, 0.015)
     assert (objective.kl_coef, objective.kl_estimator, objective.kl_in) == (0.001, "k1", "reward")
     assert objective.whiten and run.train.samples == 1

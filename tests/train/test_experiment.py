@@ -73,7 +73,7 @@ def test_ppo_has_a_critic_and_the_kl_in_the_reward_and_is_else_grpo(folders):
         TrainSettings.from_config(config(paper, name)) for name in ("rsearch_ppo", "rsearch_grpo")
     )
     critic, objective = settings.train.critic, settings.train.objective
-    assert (critic.optim.lr, critic.discount, critic.trace, critic.optim.total_steps) == (1e-5, 1, 1, 195)
+    assert (critic.optim.lr, critic.discount, critic.gae_lambda, critic.optim.total_steps) == (1e-5, 1, 1, 195)
     assert (objective.kl_coef, objective.kl_estimator, objective.kl_in) == (0.001, "k1", "reward")
     assert objective.whiten and grpo.train.critic is None
     same = dataclasses.replace(settings.train, critic=None, objective=grpo.train.objective)
@@ -107,10 +107,10 @@ def test_schedules_count_the_optimisers_steps(folders):
     changed.objective.epochs, changed.critic.minibatches, changed.critic.warmup_steps = 3, 2, 4
     train = TrainSettings.from_config(changed).train
     assert (train.optim.total_steps, train.critic.optim.total_steps) == (16 * 3, 20 * 2)
-    changed.critic.trace = 2.0
-    with pytest.raises(UserError, match=r"^critic\.trace=2.0 must lie in 0\.\.1"):
+    changed.critic.gae_lambda = 2.0
+    with pytest.raises(UserError, match=r"^critic\.gae_lambda=2.0 must lie in 0\.\.1"):
         TrainSettings.from_config(changed)
-    changed.critic.trace, changed.critic_optim.lr = 1.0, -1.0
+    changed.critic.gae_lambda, changed.critic_optim.lr = 1.0, -1.0
     with pytest.raises(UserError, match=r"^critic_optim\.lr=-1.0 must be at least 0"):
         TrainSettings.from_config(changed)
 
@@ -172,7 +172,7 @@ def test_a_policy_without_our_card_is_trained_as_in_the_paper(folders):
     optim, objective, rollout = settings.train.optim, settings.train.objective, settings.rollout
     assert (optim.lr, optim.warmup_ratio, optim.schedule, optim.frozen) == (1e-6, 0.95, "constant", ())
     assert (objective.kl_coef, objective.clip_high, objective.drop_spread) == (0.001, 0.2, None)
-    assert (rollout.rows, rollout.context, rollout.prefill_tokens, objective.lengths[-1]) == (
+    assert (rollout.rows, rollout.context, rollout.prefill_tokens, objective.row_lengths[-1]) == (
         16,
         4096,
         1024,
@@ -263,7 +263,7 @@ def test_an_unknown_section_is_refused(folders):
         ("objective", "clip_high", -0.1, r"objective\.clip_high"),
         ("objective", "kl_coef", float("nan"), r"objective\.kl_coef=nan"),
         ("objective", "aggregation", "sum", r"aggregation='sum' is unknown; choose one of token_mean"),
-        ("objective", "lengths", (0, 1024), r"objective\.lengths"),
+        ("objective", "row_lengths", (0, 1024), r"objective\.row_lengths"),
         ("data", "held_out", -1, r"^data\.held_out=-1"),
         ("data", "world_size", 0, r"data\.world_size=0"),
         ("data", "train_worlds", 0, r"data\.train_worlds=0"),
@@ -285,7 +285,7 @@ def test_an_unknown_section_is_refused(folders):
         ("retriever", "title_weight", -1, r"retriever\.title_weight=-1"),
         ("rollout", "slots", 3, r"rollout\.slots is unknown; the fields of rollout are"),
         ("objective", "microbatch_tokens", 0, r"objective\.microbatch_tokens=0"),
-        ("objective", "lengths", (64,), r"rollout\.context"),
+        ("objective", "row_lengths", (64,), r"rollout\.context"),
         ("train", "questions", 0, r"train\.questions=0"),
         ("recipe", "gamma", 1.0, r"recipe\.gamma is no field of rsearch"),
         ("recipe", "name", "r4", r"recipe\.name='r4' is unknown; there are .*rsearch"),
@@ -293,7 +293,7 @@ def test_an_unknown_section_is_refused(folders):
         ("retriever", "encoder", "nowhere", r"^retriever\.encoder='nowhere' is no Hugging Face folder"),
         ("objective", "drop_spread", "x", r"^objective\.drop_spread='x' must be float or None"),
         ("objective", "drop_spread", True, r"^objective\.drop_spread=True must be float or None"),
-        ("objective", "lengths", (384, "x"), r"^objective\.lengths=\(384, 'x'\) must be a tuple.* int"),
+        ("objective", "row_lengths", (384, "x"), r"^objective\.row_lengths=\(384, 'x'\) must be a tuple.* int"),
         ("optim", "frozen", ("[",), r"^optim\.frozen=\('\[',\): '\[' is no regular expression"),
         ("data", "held_out_split", "train", r"^data\.held_out_split='train' .*dev, test"),
         ("data", "path", "", r"^data='' is not a folder"),
@@ -370,7 +370,7 @@ def test_what_is_found_wrong_after_loading_leaves_nothing_behind(tmp_path, monke
     "name", ["rsearch_grpo", "rsearch_ppo", "tiresrag_grpo", "r3rag_ppo", "r2ag", "search_r1"]
 )
 def test_runs_in_the_built_in_world_compile_one_update(name):
-    assert len(made.config(name).objective.lengths) == 1
+    assert len(made.config(name).objective.row_lengths) == 1
 
 
 def test_a_smoke_run_compiles_one_update_and_a_longer_run_has_its_rows_of_every_length(tmp_path):
@@ -378,5 +378,5 @@ def test_a_smoke_run_compiles_one_update_and_a_longer_run_has_its_rows_of_every_
     for steps, lengths in ((2, 1), (6, 3)):
         arg = f"steps={steps},policy={tmp_path / 'policy'}"
         config = made.config("rsearch_grpo", arg)
-        assert len(config.objective.lengths) == lengths
+        assert len(config.objective.row_lengths) == lengths
         assert ("smoke run (steps=2" in config.get("note", "")) == (steps == 2)

@@ -41,7 +41,7 @@ def test_the_large_sizes_hold_the_papers_settings(size):
 def test_the_outputs_for_a_prompt_share_it_in_the_update():
     settings = TrainSettings.parse(config())
     objective = settings.train.objective
-    assert objective.share_prefixes and objective.lengths[-1] >= 2 * settings.rollout.context
+    assert objective.share_prefixes and objective.row_lengths[-1] >= 2 * settings.rollout.context
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ def test_a_run_from_cold_start_to_trees_that_died_grows_the_same_forest(tmp_path
         )
         run.train.update({"questions": 2, "samples": 2, "checkpoint_every": 2, "eval_every": 0})
         run.rollout.update({"rows": 4, "context": 256, "wake_threshold": 4})
-        run.objective.lengths = (256,)
+        run.objective.row_lengths = (256,)
         run.recipe.trees = 3
         run.recipe.environment.turn_tokens = 8
         steps, sample = 0, rl.sample_step

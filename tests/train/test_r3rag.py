@@ -29,7 +29,7 @@ def test_the_large_size_holds_the_papers_settings():
     assert train.temperatures == (0.1, 0.4, 0.7, 1.0)
     assert train.steps * train.questions == 8192
     assert (train.optim.lr, critic.optim.lr) == (5e-7, 9e-6)
-    assert (critic.discount, critic.trace, objective.whiten) == (1.0, 1.0, True)
+    assert (critic.discount, critic.gae_lambda, objective.whiten) == (1.0, 1.0, True)
     assert (objective.kl_in, objective.kl_estimator) == ("loss", "k3") and objective.kl_coef > 0
     assert settings.rollout.top_k == 5
     assert settings.recipe == R3Rag()

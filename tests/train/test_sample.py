@@ -20,7 +20,7 @@ from rrl.recipes.episodes import run_questions
 from rrl.recipes.r2ag import R2AG, Expanding
 from rrl.recipes.r2ag_forest import Node
 from rrl.recipes.rsearch import RSearch
-from rrl.rl.dynamic_sampling import Refill
+from rrl.rl.dynamic_sampling import DynamicSampling
 from rrl.rl.objective import ObjectiveConfig
 from rrl.rl.optim import OptimConfig
 from rrl.rollout.config import EngineConfig
@@ -77,14 +77,14 @@ def sample(monkeypatch):
 
 
 def test_one_round_is_what_was_asked_with_the_steps_own_key(sample):
-    found, asked, key = sample(Refill(4, 1))
+    found, asked, key = sample(DynamicSampling(4, 1))
     assert asked == [([0, 1, 2, 3], jax.random.key_data(key).tolist())]
     assert [t.group for t in found.trajectories] == [0, 0, 1, 1, 2, 2, 3, 3] and found.used_groups == {1, 3}
     assert found.left_out.tolist() == [True, True, False, False] * 2
 
 
 def test_a_round_that_drops_nothing_keeps_every_group(sample):
-    found, _, _ = sample(Refill(4, 1, spread=None))
+    found, _, _ = sample(DynamicSampling(4, 1, drop_spread=None))
     assert found.used_groups == {0, 1, 2, 3} and not found.left_out.any()
 
 
@@ -96,7 +96,7 @@ def test_the_control_chooses_its_groups_by_the_rewards_that_were_dealt_out(sampl
             return np.array(values[::-1])
 
     rounds = []
-    found, _, _ = sample(Refill(2, 2), shuffle=lambda number: rounds.append(number) or Backwards())
+    found, _, _ = sample(DynamicSampling(2, 2), shuffle=lambda number: rounds.append(number) or Backwards())
     assert rounds == list(range(len(rounds))) and rounds
     assert {t.question for t in found.trajectories if t.group in found.used_groups} <= {0, 2, 10, 12}
     assert found.used_groups
@@ -114,7 +114,7 @@ def test_long_episodes_lose_reward_before_groups_are_chosen(sample, monkeypatch)
         return found
 
     monkeypatch.setattr(rollouts, "run_questions", run)
-    found, _, _ = sample(Refill(4, 1), overlong=(100, 20))
+    found, _, _ = sample(DynamicSampling(4, 1), overlong=(100, 20))
     assert found.used_groups == {0, 1, 2, 3}
     assert [t.rewards["overlong"] for t in found.trajectories] == [0, -0.75] * 4  # DAPO, Eq. 13
     assert [t.rewards["total"] for t in found.trajectories] == [0, -0.75, 0, 0.25] * 2
@@ -160,7 +160,7 @@ def test_the_controls_rewards_are_dealt_out_anew_in_each_step_and_round(monkeypa
 
 
 def test_further_rounds_ask_for_what_is_missing_under_other_keys_and_groups_of_their_own(sample):
-    found, asked, _ = sample(Refill(4, 5))
+    found, asked, _ = sample(DynamicSampling(4, 5))
     questions = [batch for batch, _ in asked]
     assert questions == [
         [0, 1, 2, 3],
@@ -175,15 +175,15 @@ def test_further_rounds_ask_for_what_is_missing_under_other_keys_and_groups_of_t
 
 def test_groups_that_the_recipe_leaves_out_are_asked_for_again_though_they_have_spread(sample):
     recipe = SimpleNamespace(left_out=lambda some: np.array([t.question == 3 for t in some]))
-    found, asked, _ = sample(Refill(2, 4), recipe)
+    found, asked, _ = sample(DynamicSampling(2, 4), recipe)
     assert [batch for batch, _ in asked] == [[0, 1], [10, 11]]
-    found, asked, _ = sample(Refill(4, 2), recipe)
+    found, asked, _ = sample(DynamicSampling(4, 2), recipe)
     kept = [t.question for t in found.trajectories[::2] if t.group in found.used_groups]
     assert kept == [1, 11, 13]
 
 
 def test_what_never_has_spread_ends_after_the_rounds_allowed(sample):
-    found, asked, _ = sample(Refill(1, 3))  # question 0, 10, 20
+    found, asked, _ = sample(DynamicSampling(1, 3))  # question 0, 10, 20
     assert len(asked) == 3 and not found.used_groups and len(found.trajectories) == 6
     assert np.all([t.rewards["total"] == 0 for t in found.trajectories])
 

@@ -23,7 +23,7 @@ import rrl.models
 import rrl.rollout
 from rrl.files import write_atomically
 from rrl.models.cpu.layers import processor
-from rrl.parallel.runtime import cache_folder, cores_here
+from rrl.parallel.runtime import cache_folder, available_cores
 from rrl.rollout.loop import RolloutPrograms
 
 log = logging.getLogger(__name__)
@@ -91,4 +91,4 @@ def _code() -> str:
 
 
 def _machine() -> str:
-    return _short(processor(), cores_here(), os.cpu_count(), [os.environ.get(name) for name in VARIABLES])
+    return _short(processor(), available_cores(), os.cpu_count(), [os.environ.get(name) for name in VARIABLES])

@@ -21,8 +21,8 @@ from jax.typing import DTypeLike
 from jaxtyping import Key, PyTree
 
 from rrl.models.cache import BLOCK, KVCache
-from rrl.models.decoder import LORA_B, computed
-from rrl.parallel.runtime import cores_here
+from rrl.models.decoder import LORA_B, cast_params
+from rrl.parallel.runtime import available_cores
 from rrl.rollout.cpu.probe_cache import cache_key, load, store
 from rrl.rollout.device import DecodeState, decode, prefill
 from rrl.rollout.drafts import NgramDrafts, windows
@@ -157,7 +157,7 @@ def _probe(
     def read(count: int) -> tuple[np.ndarray, ...] | None:
         return _read(programs, params, count) if deadline.left() else None
 
-    with concurrent.futures.ThreadPoolExecutor(cores_here(), "rrl-sizes") as pool:
+    with concurrent.futures.ThreadPoolExecutor(available_cores(), "rrl-sizes") as pool:
         reading = [pool.submit(read, count) for count in pieces if pieces[1:]]
         step_tokens = programs.step_tokens
         found = _steps(programs, params, rows, step_tokens, pool, deadline)
@@ -344,7 +344,7 @@ def _first_layers(programs: RolloutPrograms, params: PyTree) -> tuple[RolloutPro
         )
         programs = copy.copy(programs)
         programs.graph, programs.decoder_config = graph, model.config
-    return programs, _adapted(computed(params, model.dtype))
+    return programs, _adapted(cast_params(params, model.dtype))
 
 
 def _adapted(params: PyTree) -> PyTree:

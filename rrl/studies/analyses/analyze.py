@@ -7,7 +7,7 @@ from typing import Any
 from rrl.errors import UserError
 from rrl.eval.evaluate import Settings
 from rrl.files import atomic_stream, saving
-from rrl.parallel.runtime import cores_here
+from rrl.parallel.runtime import available_cores
 from rrl.runs.launcher import load_config
 from rrl.runs.metrics import read_metrics
 from rrl.studies.analyses.listing import evaluated, named, trained
@@ -66,7 +66,7 @@ def analyze(
             Settings.of(
                 load_config(each.config, [f"{field}={value}" for field, value in each.fields.items()])
             )
-    jobs = jobs if jobs is not None else min(2, cores_here())
+    jobs = jobs if jobs is not None else min(2, available_cores())
     names = [name for cell in cells for name in cell.runs]
     kept = None if keep is None else Kept(keep, known)
     todo = needed(names, known) if kept is None else kept.lacking(names, root)

@@ -22,7 +22,7 @@ from rrl.errors import UserError
 from rrl.eval import evaluate
 from rrl.eval.result_card import commit_here
 from rrl.files import atomic_stream, exclusive_lock
-from rrl.parallel.runtime import cores_here
+from rrl.parallel.runtime import available_cores
 from rrl.runs.launcher import EXIT_TRY_AGAIN, load_config
 from rrl.sft import stages
 from rrl.stopping import stop_requested
@@ -240,8 +240,8 @@ def shares(jobs: int) -> list[list[int]]:
     Raises UserError for more runs than cores.
     """
     known = sorted(os.sched_getaffinity(0)) if PINS else []
-    if not 1 <= jobs <= cores_here():
-        raise UserError(f"jobs={jobs} must be 1 to {cores_here()}, the cores that there are")
+    if not 1 <= jobs <= available_cores():
+        raise UserError(f"jobs={jobs} must be 1 to {available_cores()}, the cores that there are")
     return [known[place::jobs] for place in range(jobs)]
 
 

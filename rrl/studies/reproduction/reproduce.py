@@ -6,7 +6,7 @@ from pathlib import Path
 
 from rrl.errors import UserError
 from rrl.files import atomic_stream
-from rrl.parallel.runtime import cores_here
+from rrl.parallel.runtime import available_cores
 from rrl.studies.reproduction.claims import claims_named
 from rrl.studies.reproduction.kept import Kept
 from rrl.studies.reproduction.page import list_of, page
@@ -36,7 +36,7 @@ def reproduce(
     """
     known = runs(seeds, smoke)
     names = [name for claim in claims_named(only) for name in claim.needs(seeds)]
-    jobs = jobs if jobs is not None else min(2, cores_here())
+    jobs = jobs if jobs is not None else min(2, available_cores())
     kept = Kept(keep or out / "kept", known)
     for name, why in kept.outdated.items():
         print(f"{kept.folder}: {name} {why}: it does not count", file=sys.stderr)

@@ -112,7 +112,7 @@ def test_other_machines_and_libraries_try_for_themselves(world, monkeypatch):
 
     monkeypatch.setattr(remembered, "processor", lambda: "another")
     also()
-    monkeypatch.setattr(remembered, "cores_here", lambda: 3)
+    monkeypatch.setattr(remembered, "available_cores", lambda: 3)
     also()
     monkeypatch.setattr(loop, "can_attend", lambda *_: False)
     also()
