@@ -14,6 +14,7 @@ from ml_collections import ConfigDict
 log = logging.getLogger(__name__)
 
 RENAMED: Mapping[str, Mapping[str, str]] = {
+    "endpoint": {"pause": "backoff", "longest_pause": "max_backoff"},
     "critic": {"trace": "gae_lambda"},
     "objective": {"streams": "parallel_microbatches", "lengths": "row_lengths"},
     "rollout": {

@@ -26,10 +26,10 @@ from rrl.files import read_json_lines, saving, write_atomically
 from rrl.models.hardware import ComputeConfig, MeshConfig
 from rrl.models.hf import folder_hash, load_language_model
 from rrl.parallel.runtime import enable_compilation_cache
-from rrl.recipes.base import Recipe, Scoring, check_tags, uses_chat
+from rrl.recipes.base import Recipe, ScoringContext, check_tags, uses_chat
 from rrl.recipes.card import require_policy
 from rrl.recipes.catalogue import RECIPES, make_recipe
-from rrl.recipes.episodes import too_long
+from rrl.recipes.episodes import find_long_prompts
 from rrl.rewards.endpoint import EndpointConfig
 from rrl.rewards.judge import Judge
 from rrl.rewards.judge_settings import SECTIONS as JUDGE_SECTIONS
@@ -59,10 +59,10 @@ FILES = ("pairs.jsonl", "report.json")
 class HasDemonstrations(Recipe, Protocol):
     """A recipe that can turn scored trajectories into demonstrations."""
 
-    def fault(self, trajectory: Trajectory) -> str:
+    def rejection_reason(self, trajectory: Trajectory) -> str:
         """Return why a trajectory is rejected as a demonstration; "" if it is accepted."""
 
-    def pairs(self, trajectory: Trajectory) -> list[tuple[str, str]]:
+    def sft_pairs(self, trajectory: Trajectory) -> list[tuple[str, str]]:
         """Return (input, output) for each step of a trajectory: the user's turn, and the text to learn."""
 
 
@@ -161,7 +161,7 @@ class ColdStartSettings:
         if model:
             require_policy(model, "model")
         judge = JudgeSettings.parse(values) if any(section in values for section in JUDGE_SECTIONS) else None
-        if recipe.judged and judge is None:
+        if recipe.needs_judge and judge is None:
             raise UserError(
                 "recipe: a judge must check answers that do not match; give the section judge, or recipe.judge_answers=False"
             )
@@ -179,7 +179,7 @@ class ColdStartSettings:
             model=model,
             endpoint=None if model else build(EndpointConfig, endpoint, "endpoint"),
             recipe=recipe,
-            judge=judge if recipe.judged else None,
+            judge=judge if recipe.needs_judge else None,
             **sections,
         )
 
@@ -223,7 +223,7 @@ class ColdStartSettings:
             )
             engine = Engine(decoder, tokenizer, self.rollout, retriever=data.retriever, mesh=mesh)
             check_tags(self.recipe, tokenizer)
-            too_long(engine, self.recipe, data.questions, self.data.on_error, log)
+            find_long_prompts(engine, self.recipe, data.questions, self.data.on_error, log)
             teacher = PolicyTeacher(engine, nnx.state(decoder), self.recipe, temperatures, seed)
         judge = None if self.judge is None else self.judge.load(data.questions, self.compute, mesh)
         return teacher, judge
@@ -378,10 +378,10 @@ def sample_block(
         A record per trajectory, with the reason of its rejection in `fault` ("" if it is accepted).
     """
     trajectories = teacher.sample(questions, first)
-    recipe.score(trajectories, Scoring(judge=judge))
+    recipe.score(trajectories, ScoringContext(judge=judge))
     records = []
     for place, trajectory in enumerate(trajectories):
-        fault = REFUSED if trajectory.ended == REFUSED else recipe.fault(trajectory)
+        fault = REFUSED if trajectory.ended == REFUSED else recipe.rejection_reason(trajectory)
         records.append(
             {
                 "number": trajectory.group,
@@ -393,7 +393,7 @@ def sample_block(
                 "ended": trajectory.ended,
                 "answer": trajectory.answer,
                 "said": [text for role, text in trajectory.segments if role == POLICY],
-                "pairs": [] if fault else recipe.pairs(trajectory),
+                "pairs": [] if fault else recipe.sft_pairs(trajectory),
             }
         )
     return records

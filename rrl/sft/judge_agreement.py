@@ -14,9 +14,9 @@ from rrl.errors import UserError
 from rrl.miniwiki import KINDS, generate
 from rrl.models.hardware import ComputeConfig
 from rrl.report.summary import table
-from rrl.rewards.cases import Case, Correctness, Sufficiency, Thinking, told_of
+from rrl.rewards.judge_prompts import JudgePrompt, Correctness, Sufficiency, Thinking, transcript_of
 from rrl.rewards.judge import Judge
-from rrl.rewards.judge_settings import JudgeSettings, sections_of
+from rrl.rewards.judge_settings import JudgeSettings, judge_sections
 from rrl.rewards.oracle import Oracle
 from rrl.sft.judge_examples import JudgeExample, JudgeExamplesConfig, make_judge_examples
 from rrl.text.spans import Tag
@@ -51,9 +51,9 @@ def judge_examples_of(trajectories: Sequence[Trajectory], answer: Tag = "answer"
     Returns:
         Two or three examples per trajectory, scored by the oracle, without the text that a judge should write.
     """
-    prompts: list[Case] = []
+    prompts: list[JudgePrompt] = []
     for trajectory in trajectories:
-        question, transcript = trajectory.question, told_of(trajectory, answer)
+        question, transcript = trajectory.question, transcript_of(trajectory, answer)
         prompts += [Sufficiency(question, transcript), Thinking(question, transcript)]
         if trajectory.answer:
             prompts.append(Correctness(question, trajectory.answer))
@@ -73,7 +73,7 @@ def judge_report(
     """Load a judge, compare it with the oracle and return the table.
 
     Args:
-        judge: the judge in one word (see `judge_settings.sections_of`).
+        judge: the judge in one word (see `judge_settings.judge_sections`).
         model: name of its model, for a service.
         examples: prompts with the oracle's scores.
         compute: dtype of a judge model.
@@ -84,7 +84,7 @@ def judge_report(
     Raises:
         UserError: the judge is missing.
     """
-    sections = sections_of(judge, model, context)
+    sections = judge_sections(judge, model, context)
     sections["judge_rollout"]["rows"] = rows
     settings = JudgeSettings.parse(sections)
     settings.check()

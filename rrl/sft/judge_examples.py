@@ -22,13 +22,13 @@ from rrl.miniwiki import KINDS as QUESTIONS
 from rrl.miniwiki import MiniQuestion, MiniWiki, mixed_questions
 from rrl.miniwiki.attempts import Attempt, attempt, wrong_answer
 from rrl.miniwiki.context import Shelf
-from rrl.recipes.r3rag_steps import Steps
+from rrl.recipes.r3rag_steps import R3RagEnvironment
 from rrl.recipes.tiresrag import TiresRag
 from rrl.retrieval.bm25 import Bm25Config
 from rrl.retrieval.index import make_retriever
-from rrl.rewards.cases import Case, Correctness, Relevance, Sufficiency, Thinking, Told, gold, told_of
+from rrl.rewards.judge_prompts import JudgePrompt, Correctness, Relevance, Sufficiency, Thinking, Transcript, gold_text, transcript_of
 from rrl.rewards.judge_card import JudgeCard
-from rrl.rewards.oracle import Oracle, chained, claims, grounded
+from rrl.rewards.oracle import Oracle, chain_coverage, claims, groundedness
 from rrl.rollout.protocol import Append
 from rrl.text.chat import fitting_ids
 from rrl.text.encoding import plain_ids
@@ -76,7 +76,7 @@ class JudgeExamplesConfig:
 class JudgeExample:
     """A judge prompt with the oracle's score and the answer that the judge should write."""
 
-    prompt: Case
+    prompt: JudgePrompt
     score: float
     """The oracle's score, in 0..1."""
     answer: str
@@ -161,7 +161,7 @@ def tokenize_judge_examples(
     """Yield training examples: the prompt as the judge receives it, and the answer. The loss is on the answer only."""
     room = card.context - card.answer_tokens - 2
     for example in examples:
-        prompt = fitting_ids(tokenizer, card.asked(example.prompt), room)
+        prompt = fitting_ids(tokenizer, card.prompt_for(example.prompt), room)
         answer = [*plain_ids(tokenizer, example.answer), tokenizer.eos_token_id]
         yield Example(
             np.array([*prompt, *answer], np.int32), np.arange(len(prompt) + len(answer)) >= len(prompt)
@@ -180,13 +180,13 @@ def _prompts(
     rng: np.random.Generator,
     config: JudgeExamplesConfig,
     recipe: TiresRag,
-) -> list[Case]:
+) -> list[JudgePrompt]:
     """Return one prompt of each kind about an attempt that was carried out in `episode`."""
     searches = len(episode.searches)
     if rng.random() < config.partial:
         searches = int(rng.integers(searches))
-    transcript = told_of(episode, recipe.environment.answer, "<think>", searches)
-    shown = Steps().documents(episode.searches)
+    transcript = transcript_of(episode, recipe.environment.answer, "<think>", searches)
+    shown = R3RagEnvironment().documents(episode.searches)
     shown = [passages for passages in shown if passages]
     documents = shown[int(rng.integers(len(shown)))]
     if rng.random() < 0.1:
@@ -222,7 +222,7 @@ def _predicted(item: MiniQuestion, one: Attempt, shelf: Shelf, rng: np.random.Ge
 # -- the answers, with reasons -------------------------------------------------------------------------------------------
 
 
-def _answer(prompt: Case, item: MiniQuestion, score: float) -> str:
+def _answer(prompt: JudgePrompt, item: MiniQuestion, score: float) -> str:
     """Return the answer that the judge should write to a prompt about `item`."""
     match prompt:
         case Sufficiency(_, transcript):
@@ -235,7 +235,7 @@ def _answer(prompt: Case, item: MiniQuestion, score: float) -> str:
             found = [title for title in question.gold if title in titles]
             return _with_reasons(f"{item.plan.facts} : {' ; '.join(found) or 'nothing'}", f"{score:.1f}")
         case Correctness(question, predicted):  # side by side they are easier to compare
-            return _with_reasons(f"{gold(question)} : {predicted}", str(score > 0))
+            return _with_reasons(f"{gold_text(question)} : {predicted}", str(score > 0))
     raise TypeError(f"no reasons are known for {type(prompt).__name__}")
 
 
@@ -243,7 +243,7 @@ def _with_reasons(reasons: str, verdict: str) -> str:
     return f"<think> {reasons} </think> {verdict}"
 
 
-def _chain(item: MiniQuestion, transcript: Told) -> str:
+def _chain(item: MiniQuestion, transcript: Transcript) -> str:
     """Return the facts that the question needs, up to the first whose passage was not retrieved."""
     facts = []
     for hop in item.plan.hops:
@@ -254,14 +254,14 @@ def _chain(item: MiniQuestion, transcript: Told) -> str:
     return " ".join(facts)
 
 
-def _quality(question: Question, transcript: Told) -> str:
+def _quality(question: Question, transcript: Transcript) -> str:
     """Return the gold passages that the thinking names and the words that no passage supports, with the share of each."""
     named = [
-        title if chained(dataclasses.replace(question, gold=(title,)), transcript) else "unknown"
+        title if chain_coverage(dataclasses.replace(question, gold=(title,)), transcript) else "unknown"
         for title in question.gold
     ]
     new = list(dict.fromkeys(word for word, stood in claims(question, transcript) if not stood))[
         :MAX_LISTED_WORDS
     ]
-    shares = f"{chained(question, transcript):.1f}", f"{grounded(question, transcript):.1f}"
+    shares = f"{chain_coverage(question, transcript):.1f}", f"{groundedness(question, transcript):.1f}"
     return f"{' ; '.join(named)} : {shares[0]}. Not found : {', '.join(new) or 'nothing'} : {shares[1]}."

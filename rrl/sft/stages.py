@@ -40,7 +40,7 @@ from rrl.models.induction import init_induction_heads
 from rrl.models.lora import LoraConfig, add_lora
 from rrl.models.tokenizer import load_tokenizer
 from rrl.parallel.rules import shard
-from rrl.recipes.card import card_of, write_card
+from rrl.recipes.card import make_card, write_card
 from rrl.recipes.catalogue import make_recipe
 from rrl.recipes.rsearch import READER_TEMPLATE
 from rrl.retrieval.folder import stamp
@@ -229,7 +229,7 @@ def _run(config: Mapping[str, Any], workdir: str | pathlib.Path, stack: contextl
     source, held_out = STAGES[stage](values["data"], settings, tokenizer, pathlib.Path(workdir))
     card = None
     if recipe_data is not None:
-        card = card_of(recipe_data.make(), recipe_data.context, recipe_data.card_top_k or recipe_data.top_k)
+        card = make_card(recipe_data.make(), recipe_data.context, recipe_data.card_top_k or recipe_data.top_k)
     judge_config = _judge_examples_config(values["data"]) if stage == "verdicts" else None
     stack.enter_context(lock_workdir(workdir))
     with saving(pathlib.Path(workdir, MODEL_FILES)):

@@ -124,7 +124,7 @@ class EndpointTeacher:
                     state.segments += [(PROMPT, _prompt_text(state.prompt)), (POLICY, text)]
                     state.episode.policy_texts.append(text)
                     action = self.recipe.environment.react(
-                        state.episode, text, TURN_TOKENS if reply.cut else EOS
+                        state.episode, text, TURN_TOKENS if reply.truncated else EOS
                     )
                     if isinstance(action, SearchFor):
                         searching.append((state, action.query))

@@ -6,7 +6,7 @@ import pytest
 from rrl.data.questions import Question
 from rrl.data.trajectory import ENVIRONMENT, POLICY, PROMPT, Search, Trajectory
 from rrl.errors import UserError
-from rrl.rewards.cases import Correctness, Thinking, Told
+from rrl.rewards.judge_prompts import Correctness, Thinking, Transcript
 from rrl.rewards.oracle import Oracle
 from rrl.sft.judge_agreement import agreement, agreement_table, held_out_judge_examples, judge_examples_of
 from rrl.sft.judge_examples import PROMPT_KINDS, JudgeExample, JudgeExamplesConfig
@@ -28,7 +28,7 @@ class FixedJudge:
 
 def test_agreement_and_its_table_match_hand_computed_numbers():
     truths = [1.0, 1.0, 1.0, 0.5, 0.0]
-    examples = [JudgeExample(Thinking(QUESTION, Told(())), truth, "") for truth in truths]
+    examples = [JudgeExample(Thinking(QUESTION, Transcript(())), truth, "") for truth in truths]
     examples += [JudgeExample(Correctness(QUESTION, "x"), 1.0, "")]
     found = agreement(FixedJudge([1.0, 0.8, None, 0.5, 0.3, 1.0]), examples)
     thinking = found["Thinking"]
@@ -79,9 +79,9 @@ def test_trajectories_give_examples_with_the_scores_of_the_oracle():
         ("Sufficiency", 0.0),
         ("Thinking", 0.0),
     ]
-    assert "<answer>" not in judge_examples_of(done)[0].prompt.told.text
+    assert "<answer>" not in judge_examples_of(done)[0].prompt.transcript.text
     done[0].segments = [(PROMPT, "Who?"), (POLICY, "The problem analysis: so\nThe final answer: x")]  # R3-RAG
     assert (
-        judge_examples_of(done, tag_named("The final answer:"))[0].prompt.told.text
+        judge_examples_of(done, tag_named("The final answer:"))[0].prompt.transcript.text
         == "The problem analysis: so"
     )

@@ -12,7 +12,7 @@ import pytest
 from rrl.errors import UserError
 from rrl.miniwiki import generate
 from rrl.models.tokenizer import load_tokenizer
-from rrl.rewards.cases import Correctness, Relevance, Sufficiency, Thinking, gold
+from rrl.rewards.judge_prompts import Correctness, Relevance, Sufficiency, Thinking, gold_text
 from rrl.rewards.judge_card import read_judge_card
 from rrl.rewards.oracle import Oracle
 from rrl.rl.optim import OptimConfig
@@ -38,7 +38,7 @@ EXAMPLES = list(make_judge_examples(WIKI, 0, 12, OPTIONS))
 def test_an_answer_parses_to_the_score_of_the_oracle():
     scores = Oracle().grade([example.prompt for example in EXAMPLES])
     assert [example.score for example in EXAMPLES] == scores
-    assert [example.prompt.read(example.answer) for example in EXAMPLES] == scores
+    assert [example.prompt.parse(example.answer) for example in EXAMPLES] == scores
 
 
 def test_every_question_gives_every_kind_of_prompt_and_scores_vary():
@@ -56,7 +56,7 @@ def test_the_reasons_of_an_answer_agree_with_its_score():
         if isinstance(prompt, Sufficiency):
             assert ("unknown" in answer) == (example.score == 0)
             stated = re.findall(r"The [\w ]+? of (.+?) is (?!unknown)", answer)
-            assert set(stated) <= set(prompt.told.titles)
+            assert set(stated) <= set(prompt.transcript.titles)
         elif isinstance(prompt, Relevance):
             assert ("nothing" in answer) == (example.score == 0)
             shown = {passage.title for passage in prompt.passages}
@@ -70,7 +70,7 @@ def test_the_reasons_of_an_answer_agree_with_its_score():
                 example.score < 1
             ) or example.score == 1
         elif isinstance(prompt, Correctness):
-            assert f"{gold(prompt.question)} : {prompt.predicted}" in answer
+            assert f"{gold_text(prompt.question)} : {prompt.predicted}" in answer
 
 
 def test_a_training_example_is_prompt_and_answer_with_the_loss_on_the_answer():
@@ -78,13 +78,13 @@ def test_a_training_example_is_prompt_and_answer_with_the_loss_on_the_answer():
     for judge_example, example in zip(
         EXAMPLES, tokenize_judge_examples(iter(EXAMPLES), tokenizer, OPTIONS.card), strict=True
     ):
-        prompt = fitting_ids(tokenizer, OPTIONS.card.asked(judge_example.prompt), 10_000)  # nothing is cut
+        prompt = fitting_ids(tokenizer, OPTIONS.card.prompt_for(judge_example.prompt), 10_000)  # nothing is cut
         assert len(example) <= OPTIONS.context
         np.testing.assert_array_equal(example.tokens[~example.loss], prompt)
         answer = example.tokens[example.loss]
         assert len(answer) <= OPTIONS.answer_tokens and answer[-1] == tokenizer.eos_token_id
         text = tokenizer.decode(answer, skip_special_tokens=True)
-        assert judge_example.prompt.read(text.strip()) == judge_example.score
+        assert judge_example.prompt.parse(text.strip()) == judge_example.score
 
 
 def test_the_same_arguments_give_the_same_examples_and_another_seed_others():
