@@ -25,7 +25,7 @@ def main(_: Sequence[str]) -> None:
     """Draws, measures and prints."""
     from rrl.data.trajectory_files import load_trajectories
     from rrl.errors import UserError
-    from rrl.eval.single_step import as_text, beside_single_step
+    from rrl.eval.single_step import as_text, compare_single_step
     from rrl.recipes.r2ag import R2AG
     from rrl.report.trees_html import write_trees
     from rrl.runs.datasets import load_datasets
@@ -50,7 +50,7 @@ def main(_: Sequence[str]) -> None:
     if retriever is None:
         print("retriever.kind=off: there is no single-step retrieval to compare with")
     else:
-        print(as_text(beside_single_step(trajectories, retriever)))
+        print(as_text(compare_single_step(trajectories, retriever)))
 
 
 if __name__ == "__main__":

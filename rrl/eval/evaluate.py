@@ -32,8 +32,8 @@ from rrl.data.trajectory import Trajectory
 from rrl.data.trajectory_files import load_trajectories
 from rrl.errors import UserError, at_least, at_most, one_of
 from rrl.eval.dataset import Dataset, DatasetConfig, load_dataset, with_retriever
-from rrl.eval.judging import PROMPTS, short_scores, verdict_file, verdicts
-from rrl.eval.methods import Generator, Trained, Way, make_way
+from rrl.eval.judging import PROMPTS, short_scores, judgement_file, verdicts
+from rrl.eval.methods import AnswerModel, TrainedAgent, AnsweringMethod, make_answering_method
 from rrl.eval.predictions import load_predictions
 from rrl.eval.result_card import (
     BM25,
@@ -44,7 +44,7 @@ from rrl.eval.result_card import (
     save_card,
     versions_here,
 )
-from rrl.eval.results import Lines, read_lines
+from rrl.eval.results import ResultLines, read_lines
 from rrl.eval.scoring import CUTS, Scores, as_text, matched, report, score, write_report
 from rrl.eval.timing import append_timing, latency, read_timing
 from rrl.files import saving, write_atomically
@@ -147,12 +147,12 @@ def with_defaults(config: ConfigDict) -> ConfigDict:
 
 
 @dataclasses.dataclass(frozen=True)
-class Settings:
+class EvaluationSettings:
     """A config, checked and typed."""
 
     name: str
     policy: str
-    way: Way
+    way: AnsweringMethod
     eval: EvalConfig
     data: DatasetConfig
     retriever: RetrieverConfig
@@ -165,13 +165,13 @@ class Settings:
     judge: JudgeSettings | None = None
 
     @classmethod
-    def of(cls, config: Mapping[str, Any]) -> "Settings":
+    def of(cls, config: Mapping[str, Any]) -> "EvaluationSettings":
         """Checks a config (see configs/eval.py for its form) and that its folders are there; loads nothing yet."""
         values = config.to_dict() if hasattr(config, "to_dict") else dict(config)
         names = ("name", "policy", "reader", "method", "recipe", "prompted")
         refuse_unknown_fields([*SECTIONS, *JUDGE, *names], values, "config")
         reader = values.get("reader", "")
-        way = make_way(values["method"], values.get("recipe"), values.get("prompted"), reader)
+        way = make_answering_method(values["method"], values.get("recipe"), values.get("prompted"), reader)
         if not values["name"]:
             raise UserError("name='' names no run; give a name, from which comes its folder")
         require_policy(values["policy"])
@@ -204,11 +204,11 @@ def run(config: Mapping[str, Any], workdir: str | Path, command: Sequence[str] =
     say, workdir = TimedLog(), Path(workdir)
     if jax.process_count() > 1:
         raise UserError("an evaluation runs in one process, over all devices of its host: start it once")
-    settings = Settings.of(config)
+    settings = EvaluationSettings.of(config)
     enable_compilation_cache()
     data = load_dataset(settings.data, settings.retriever, settings.searches, say)
     own = read_card(settings.policy)
-    if own is not None and isinstance(settings.way, Trained) and own.recipe != settings.way.recipe_name:
+    if own is not None and isinstance(settings.way, TrainedAgent) and own.recipe != settings.way.recipe_name:
         say(
             f"warning: policy {settings.policy} was trained as {own.recipe}, and is evaluated as {settings.way.recipe_name}, "
             f"whose form it was not shown; method={own.recipe} is its own"
@@ -236,7 +236,7 @@ def run(config: Mapping[str, Any], workdir: str | Path, command: Sequence[str] =
         if judge is not None and settings.judge is not None:
             lines = read_lines(workdir / "results.jsonl", "id", "prediction")
             answers = {line["id"]: line["prediction"] for line in lines}
-            file = verdict_file(
+            file = judgement_file(
                 workdir, settings.judge.identity() | {"prompt": settings.eval.judge_prompt}, answers
             )
             judged, began = file.name, time.perf_counter()
@@ -244,7 +244,7 @@ def run(config: Mapping[str, Any], workdir: str | Path, command: Sequence[str] =
             said = verdicts(file, judge, settings.eval.judge_prompt, data.questions, answers)
             if settings.way.long_answers and not any(question.choices for question in data.questions):
                 name = settings.eval.normalization
-                file = verdict_file(workdir, settings.judge.identity() | {"short_answers": name}, answers)
+                file = judgement_file(workdir, settings.judge.identity() | {"short_answers": name}, answers)
                 short = short_scores(file, judge, rule_named(name), data.questions, answers)
             append_timing(workdir, len(said) - before, judged, judge=time.perf_counter() - began)
         card = card_of(settings, data, command, workdir)
@@ -259,7 +259,7 @@ def run(config: Mapping[str, Any], workdir: str | Path, command: Sequence[str] =
     return found
 
 
-def identity_of(settings: Settings, data: Dataset) -> dict[str, Any]:
+def identity_of(settings: EvaluationSettings, data: Dataset) -> dict[str, Any]:
     """What decides the answers: models and data by content, not by path. Scoring and judging decide none of them."""
     encoder = encoder_folder(settings.retriever) if settings.searches else ""
     return {
@@ -283,7 +283,7 @@ def identity_of(settings: Settings, data: Dataset) -> dict[str, Any]:
     }
 
 
-def _engine(settings: Settings, data: Dataset, say: TimedLog) -> tuple[Engine, Any]:
+def _engine(settings: EvaluationSettings, data: Dataset, say: TimedLog) -> tuple[Engine, Any]:
     mesh, compute = settings.mesh.make(), settings.compute
     device = mesh.devices.flat[0]
     say(f"policy {settings.policy}, on {mesh.size} of {len(jax.devices())} devices ({device.device_kind})")
@@ -301,9 +301,9 @@ def _engine(settings: Settings, data: Dataset, say: TimedLog) -> tuple[Engine, A
     return engine, nnx.state(decoder)
 
 
-def _with_reader(settings: Settings) -> Way:
+def _with_reader(settings: EvaluationSettings) -> AnsweringMethod:
     """The way, with the model loaded that answers for it, where it has one."""
-    if not (settings.reader and isinstance(settings.way, Trained)):
+    if not (settings.reader and isinstance(settings.way, TrainedAgent)):
         return settings.way
     frozen = load_language_model(
         settings.reader,
@@ -312,14 +312,14 @@ def _with_reader(settings: Settings) -> Way:
         dtype=jnp.dtype(settings.compute.dtype),
         param_dtype=jnp.dtype(settings.compute.dtype),
     )
-    return dataclasses.replace(settings.way, reader=Generator(Reader(*frozen, settings.reader_rollout).replies))
+    return dataclasses.replace(settings.way, reader=AnswerModel(Reader(*frozen, settings.reader_rollout).replies))
 
 
-def answer(settings: Settings, way: Way, data: Dataset, engine: Engine, params: Any, workdir: Path) -> None:
+def answer(settings: EvaluationSettings, way: AnsweringMethod, data: Dataset, engine: Engine, params: Any, workdir: Path) -> None:
     """Has all questions answered that results.jsonl does not hold yet; each is there as soon as it is answered."""
     count = len(data.questions)
-    reader = way.reader if isinstance(way, Trained) else None
-    lines = Lines(workdir / "results.jsonl", (question.id for question in data.questions))
+    reader = way.reader if isinstance(way, TrainedAgent) else None
+    lines = ResultLines(workdir / "results.jsonl", (question.id for question in data.questions))
     todo = [(at, question) for at, question in enumerate(data.questions) if question.id not in lines.done]
     right = asked = 0.0
     with Progress(count, start=len(lines.done), label=settings.way.name.split(" ")[0]) as progress:
@@ -355,7 +355,7 @@ def _right(prediction: str, answers: Sequence[str], choices: Sequence[str]) -> f
 
 
 def card_of(
-    settings: Settings, data: Dataset, command: Sequence[str] = (), workdir: Path | None = None
+    settings: EvaluationSettings, data: Dataset, command: Sequence[str] = (), workdir: Path | None = None
 ) -> ResultCard:
     """What the result says of itself; whose code answered is in `workdir`'s timing, where there is one."""
     answered = [line for line in read_timing(workdir) if "commit" in line] if workdir else []
@@ -412,7 +412,7 @@ def finish(
     workdir: Path,
     card: ResultCard,
     questions: Sequence[Question],
-    settings: Settings,
+    settings: EvaluationSettings,
     said: Mapping[str, bool | None],
     short: Mapping[str, AnswerScores | None],
     judged: str = "",

@@ -15,7 +15,7 @@ _WORDS: Mapping[type, str] = {numbers.Real: "a number", str: "a text", dict: "an
 _ANY: Mapping[str, type] = types.MappingProxyType({})
 
 
-class Lines:
+class ResultLines:
     """A file of JSON objects with an id each. What a kill left of a line that it cut is dropped when the file is opened."""
 
     def __init__(self, path: Path, allowed: Iterable[str]) -> None:

@@ -26,7 +26,7 @@ from rrl.errors import UserError
 from rrl.files import DISK_FULL, LOCK, atomic_stream, exclusive_lock
 from rrl.retrieval.bm25 import ANALYSIS, Bm25Config, Bm25Index
 from rrl.retrieval.dense import ExactIndex, ScannIndex
-from rrl.retrieval.files import disk_full_told
+from rrl.retrieval.disk_space import disk_full_error
 from rrl.retrieval.folder import KINDS, PassageFile, write_manifest, write_passages
 from rrl.retrieval.postings import BlockFolder
 from rrl.retrieval.ranking import overlap
@@ -107,7 +107,7 @@ def build_index(
     else:
         assert text_encoder is not None
         wanted["encoder"] = {"name": text_encoder.name, "fingerprint": text_encoder.fingerprint}
-    with disk_full_told(work), _still_there(work):
+    with disk_full_error(work), _still_there(work):
         try:
             work.mkdir(parents=True, exist_ok=True)
         except OSError as error:

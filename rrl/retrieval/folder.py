@@ -20,7 +20,7 @@ import numpy as np
 from rrl.data.passages import Passage, fingerprint
 from rrl.errors import UserError
 from rrl.files import atomic_stream
-from rrl.retrieval.files import room_for
+from rrl.retrieval.disk_space import room_for
 
 KINDS = ("scann", "bm25", "exact")
 FORMAT = 3

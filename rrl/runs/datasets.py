@@ -23,7 +23,7 @@ from rrl.retrieval.folder import KINDS as INDEXES
 from rrl.retrieval.folder import index_identity, stamp
 from rrl.retrieval.index import make_retriever, open_index, stored_retriever
 from rrl.retrieval.remote import open_remote
-from rrl.retrieval.retriever import Patience, Retriever, SearchFailed
+from rrl.retrieval.retriever import RetryPolicy, Retriever, SearchFailed
 from rrl.retrieval.wire import FORMS
 
 HELD_OUT_SPLITS = tuple(split for split in SPLITS if split != "train")
@@ -174,9 +174,9 @@ def load_retriever(
     if config.kind == "off":
         return None
     if config.index.startswith("http"):
-        patience = Patience(time_out=seconds / SEARCH_ATTEMPTS or None, retries=SEARCH_ATTEMPTS - 1)
-        _require_service(config, patience)
-        return open_remote(config.index, config.form, patience)
+        retry_policy = RetryPolicy(time_out=seconds / SEARCH_ATTEMPTS or None, retries=SEARCH_ATTEMPTS - 1)
+        _require_service(config, retry_policy)
+        return open_remote(config.index, config.form, retry_policy)
     if config.index:
         return open_index(config.index, encoder)
     if workdir is None:
@@ -184,10 +184,10 @@ def load_retriever(
     return stored_retriever(passages, config.kind, encoder, workdir / INDEXES_FOLDER, config.bm25())
 
 
-def _require_service(config: RetrieverConfig, patience: Patience) -> None:
+def _require_service(config: RetrieverConfig, retry_policy: RetryPolicy) -> None:
     """Raise UserError if a search service does not answer. A run would otherwise score episodes without search results."""
     try:
-        open_remote(config.index, config.form, patience).search(["search"], 1)
+        open_remote(config.index, config.form, retry_policy).search(["search"], 1)
     except SearchFailed as error:
         raise UserError(
             f"retriever.index={config.index}: {error}. Start the service, or give its address and retriever.form "

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rrl.errors import UserError
-from rrl.eval.comparison import Run, as_csv, as_markdown, load_runs, records
+from rrl.eval.comparison import EvaluationRun, as_csv, as_markdown, load_runs, records
 from rrl.files import atomic_stream, saving
 from rrl.report.curves import plot_spread
 from rrl.studies.report_html import SIDE_BY_SIDE, page
@@ -48,7 +48,7 @@ def _is_training(folder: Path) -> bool:
     return (folder / "metrics.jsonl").is_file() and not (folder / "metrics.json").is_file()
 
 
-def _curves(runs: Sequence[Run], trained: Sequence[Path]) -> bytes:
+def _curves(runs: Sequence[EvaluationRun], trained: Sequence[Path]) -> bytes:
     """A PNG of the training runs, each drawn once; nothing where there is none."""
     files = {str(folder / "metrics.jsonl"): str(folder) for folder in trained}
     for run in runs:

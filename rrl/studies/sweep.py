@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from rrl.errors import UserError
-from rrl.eval.comparison import Run, as_csv, as_markdown, load_runs, records
+from rrl.eval.comparison import EvaluationRun, as_csv, as_markdown, load_runs, records
 from rrl.files import atomic_stream, saving
 from rrl.report.curves import COLOURS, GRID, legend_below, new_figure, save_figure, style_axis
 
@@ -76,7 +76,7 @@ def folder_of(value: str) -> str:
 
 
 def plot_sweep(
-    name: str, values: Sequence[str], runs: Sequence[Run], rows: Sequence[Mapping[str, Any]], png: Path
+    name: str, values: Sequence[str], runs: Sequence[EvaluationRun], rows: Sequence[Mapping[str, Any]], png: Path
 ) -> None:
     """Metrics with their intervals over the values, and below them coverage and costs; of values that are no numbers, points."""
     metrics = [metric for metric in runs[0].metrics if all(metric in row for row in rows)]

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from rrl.errors import UserError
-from rrl.eval.evaluate import Settings
+from rrl.eval.evaluate import EvaluationSettings
 from rrl.files import atomic_stream, saving
 from rrl.parallel.runtime import available_cores
 from rrl.runs.launcher import load_config
@@ -63,7 +63,7 @@ def analyze(
         cells, known = evaluated(analysis, policies, values, arguments, fields, smoke)
         root = out
         for each in known.values():
-            Settings.of(
+            EvaluationSettings.of(
                 load_config(each.config, [f"{field}={value}" for field, value in each.fields.items()])
             )
     jobs = jobs if jobs is not None else min(2, available_cores())

@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Float
 
 from rrl.errors import UserError
-from rrl.eval.comparison import COSTS, RETRIEVAL, Run, as_csv, common, load_run, records, remarks
+from rrl.eval.comparison import COSTS, RETRIEVAL, EvaluationRun, as_csv, common, load_run, records, remarks
 from rrl.eval.intervals import Interval, bootstrap, student
 from rrl.studies.analyses.listing import Analysis, Cell
 from rrl.studies.reproduction.page import SMOKE, markdown
@@ -20,7 +20,7 @@ class Row:
     """What the runs of a cell have measured."""
 
     cell: Cell
-    runs: Sequence[Run]
+    runs: Sequence[EvaluationRun]
     """One for each seed."""
     metrics: Mapping[str, Interval]
     """em, f1, ... in [0, 1]."""
@@ -32,7 +32,7 @@ class Row:
 
 
 def rows_of(
-    cells: Sequence[Cell], out: Path, first: Cell, kept: Mapping[str, Run] = types.MappingProxyType({})
+    cells: Sequence[Cell], out: Path, first: Cell, kept: Mapping[str, EvaluationRun] = types.MappingProxyType({})
 ) -> list[Row]:
     """Reads the finished runs of the cells from `out`, but for those that are given as `kept`.
 
@@ -73,7 +73,7 @@ def _share(of: Interval) -> Interval:
     return dataclasses.replace(of, low=max(0.0, of.low), high=min(1.0, of.high))
 
 
-def _against(first: Sequence[Run], runs: Sequence[Run]) -> Interval | None:
+def _against(first: Sequence[EvaluationRun], runs: Sequence[EvaluationRun]) -> Interval | None:
     main = first[0].main
     if any(
         run.card.questions_sha256 != first[0].card.questions_sha256 or main not in run.metrics for run in runs
@@ -83,7 +83,7 @@ def _against(first: Sequence[Run], runs: Sequence[Run]) -> Interval | None:
     return interval([run.metrics[main] - base.metrics[main] for base, run in pairs])
 
 
-def _facts(runs: Sequence[Run]) -> dict[str, float]:
+def _facts(runs: Sequence[EvaluationRun]) -> dict[str, float]:
     found = [{**run.found.get("retrieval", {}), **run.found.get("cost", {})} for run in runs]
     names = [name for name in (*COSTS, *RETRIEVAL) if all(name in each for each in found)]
     return {name: float(np.mean([each[name] for each in found])) for name in names}

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from rrl.errors import UserError
-from rrl.retrieval.gold import hits_of
+from rrl.retrieval.gold import gold_hits
 from rrl.studies.reproduction.results import SEED, Evaluation, Results, names_of, refuse_unlike
 from rrl.studies.reproduction.verdict import Evidence, judge
 
@@ -137,7 +137,7 @@ def tree(results: Results, runs: Sequence[str]) -> Evidence:
         found = steps.hits
         own = [titles[:count] for titles, count in zip(ranked, found.found.tolist(), strict=True)]
         left.append(found.full_recall(most))
-        right.append(hits_of(own, single.gold).full_recall())
+        right.append(gold_hits(own, single.gold).full_recall())
     return _evidence(left, right, 1)
 
 

@@ -10,7 +10,7 @@ from jaxtyping import Float
 from rrl.errors import UserError
 from rrl.eval.comparison import load_run
 from rrl.eval.results import read_lines
-from rrl.retrieval.gold import Hits, hits_of
+from rrl.retrieval.gold import GoldHits, gold_hits
 
 SEED = "{seed}"
 """In a run's name: each seed has one of its own."""
@@ -32,9 +32,9 @@ class Evaluation:
     """ "" where nothing was searched."""
 
     @property
-    def hits(self) -> Hits:
+    def hits(self) -> GoldHits:
         """Which of what was found is gold."""
-        return hits_of(self.titles, self.gold)
+        return gold_hits(self.titles, self.gold)
 
 
 def read_evaluation(folder: Path) -> Evaluation:

@@ -31,7 +31,7 @@ def reserve(size: int, folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def disk_full_told(folder: Path) -> Iterator[None]:
+def disk_full_error(folder: Path) -> Iterator[None]:
     """Turns "no space left" into a UserError that says what is kept and how to go on."""
     try:
         yield
