@@ -18,26 +18,26 @@ import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 
-from benchmarks.peer_library import HF, peers
 from benchmarks.fixed_lengths import KEY, FixedLengths
 from benchmarks.measure import (
     NOT_MEASURED,
     BenchmarkRow,
     command,
     imports,
+    interleave,
     medians,
     seconds,
-    interleave,
     warm_up,
     write,
 )
+from benchmarks.peer_library import HF, peers
 from rrl.models.attention_backends import choose_backend
 from rrl.models.config import DecoderConfig, matrix_parameters
 from rrl.models.decoder import Decoder
 from rrl.models.tokenizer import load_tokenizer
 from rrl.models.weights import read_config
-from rrl.plan.estimate import cache_bytes, forward_flops
 from rrl.plan.capacity import PUBLISHED
+from rrl.plan.estimate import cache_bytes, forward_flops
 from rrl.rollout.config import EngineConfig
 from rrl.rollout.protocol import SingleTurn
 
@@ -100,7 +100,9 @@ class TimedRollouts:
         return [trajectory.tokens[prompt:] for trajectory in found]
 
 
-def against_roofline(decoder: Decoder, args: argparse.Namespace, roof: Roofline) -> tuple[list[BenchmarkRow], str]:
+def against_roofline(
+    decoder: Decoder, args: argparse.Namespace, roof: Roofline
+) -> tuple[list[BenchmarkRow], str]:
     """A decode step against the bytes that it must read, prefilling against the operations that it must do."""
     config, itemsize = decoder.config, decoder.dtype.itemsize
     batch, prompt, new, read = args.batch, args.prompt, args.new, args.read
@@ -176,8 +178,12 @@ def unmeasured_rows(args: argparse.Namespace) -> list[BenchmarkRow]:
     """The rows that wait for a GPU or TPU."""
     why = f"{NOT_MEASURED}: this is a CPU"
     return [
-        BenchmarkRow(f"decoding, batch {args.batch}", why, "the bandwidth of a copy", "", TARGETS["decoding"]),
-        BenchmarkRow(f"prefilling, batch {args.batch}", why, "the rate of a matrix product", "", TARGETS["prefilling"]),
+        BenchmarkRow(
+            f"decoding, batch {args.batch}", why, "the bandwidth of a copy", "", TARGETS["decoding"]
+        ),
+        BenchmarkRow(
+            f"prefilling, batch {args.batch}", why, "the rate of a matrix product", "", TARGETS["prefilling"]
+        ),
         BenchmarkRow(f"one turn, batch {args.batch}, drawn: tokens/s", why, HF, "", TARGETS[HF]),
     ]
 

@@ -12,7 +12,7 @@ import tempfile
 import numpy as np
 from flax import nnx
 
-from benchmarks.measure import PeerProcess, BenchmarkRow, interleaved_medians, imports, seconds, write
+from benchmarks.measure import BenchmarkRow, PeerProcess, imports, interleaved_medians, seconds, write
 from rrl.miniwiki import generate
 from rrl.models.config import EncoderConfig
 from rrl.models.encoder import Encoder

@@ -154,7 +154,9 @@ def machine() -> str:
     return f"{device.platform} ({kind}), Python {platform.python_version()}, {', '.join(versions)}"
 
 
-def write(section: str, line: str, rows: list[BenchmarkRow], notes: list[str], *, measured: bool = True) -> None:
+def write(
+    section: str, line: str, rows: list[BenchmarkRow], notes: list[str], *, measured: bool = True
+) -> None:
     """Prints a table below the command that made it and puts it into RESULTS.md, in place of an older one of the same
     section on the same device, or of one that was not measured; one that was not measured takes the place of no other."""
     device = jax.devices()[0]

@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.measure import PeerProcess, BenchmarkRow, interleaved_medians, imports, seconds, write
+from benchmarks.measure import BenchmarkRow, PeerProcess, imports, interleaved_medians, seconds, write
 from rrl.miniwiki import KINDS, MiniWiki, generate
 from rrl.retrieval.dense import ScannIndex
 from rrl.retrieval.encode import TextEncoder, load_text_encoder
@@ -252,7 +252,9 @@ def main() -> None:
     if imports(given.faiss_python, "faiss"):
         rows = compare(folder, index, given.faiss_python, given.rounds) + rows
     else:
-        rows.insert(0, BenchmarkRow("against faiss-cpu", "", "not measured: no faiss in --faiss_python", "", ""))
+        rows.insert(
+            0, BenchmarkRow("against faiss-cpu", "", "not measured: no faiss in --faiss_python", "", "")
+        )
     command = f"python -m benchmarks.retrieval --passages={given.passages} --dim={given.dim}"
     write(f"Retrieval, {given.passages:,} × {given.dim}", command, rows, notes)
 

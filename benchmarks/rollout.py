@@ -22,9 +22,9 @@ import numpy as np
 from flax import nnx
 
 from benchmarks import accelerator
-from benchmarks.peer_library import CACHES, HF, TUNIX, PeerLibrary, peers
 from benchmarks.fixed_lengths import KEY, FixedLengths
-from benchmarks.measure import BenchmarkRow, command, medians, interleave, warm_up, write
+from benchmarks.measure import BenchmarkRow, command, interleave, medians, warm_up, write
+from benchmarks.peer_library import CACHES, HF, TUNIX, PeerLibrary, peers
 from rrl.data.questions import Question
 from rrl.miniwiki import KINDS, generate, mixed_questions
 from rrl.models.config import DecoderConfig
@@ -72,7 +72,9 @@ def single_turn(args: argparse.Namespace) -> SectionResult:
     batch, prompt, new = args.batch, 256, 256
     what = f"one turn, batch {batch}, {prompt} prompt and {new} new tokens, tokens/s"
     target = {HF: "1.5x", TUNIX: "3x"}
-    made = model().engine(EngineConfig(rows=batch, context=prompt + new, wake_threshold=batch, prefill_tokens=512))
+    made = model().engine(
+        EngineConfig(rows=batch, context=prompt + new, wake_threshold=batch, prefill_tokens=512)
+    )
     environment = SingleTurn(turn_tokens=new)
     ours = {HF: "ours, drawn", TUNIX: "ours, greedy"}
     sides = {
@@ -246,7 +248,9 @@ def latency(args: argparse.Namespace) -> SectionResult:
     """Searches of 50 ms, against searches of no time, with the spare rows that the configs have for waiting. No two episodes or
     turns ask the same, so that none waits for another's search."""
     spare, searches = args.batch // 2, 4
-    config = EngineConfig(rows=args.batch, oversubscribed_slots=spare, context=1600, wake_threshold=16, prefill_tokens=256)
+    config = EngineConfig(
+        rows=args.batch, oversubscribed_slots=spare, context=1600, wake_threshold=16, prefill_tokens=256
+    )
 
     @dataclasses.dataclass(frozen=True)
     class VariedTurns(FixedTurns):
@@ -319,7 +323,9 @@ def training(args: argparse.Namespace) -> SectionResult:
     encoder = load_text_encoder("assets/miniwiki-encoder")
     found, notes = [], []
     for batch in (args.batch, args.batch // 2):
-        config = EngineConfig(rows=batch, context=1024, wake_threshold=16, prefill_tokens=256, top_k=2, top_p=0.95)
+        config = EngineConfig(
+            rows=batch, context=1024, wake_threshold=16, prefill_tokens=256, top_k=2, top_p=0.95
+        )
         more = dataclasses.replace(config, oversubscribed_slots=batch // 2)
         made = [
             Engine(

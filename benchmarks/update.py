@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from benchmarks.measure import PeerProcess, BenchmarkRow, interleaved_medians, imports, seconds, write
+from benchmarks.measure import BenchmarkRow, PeerProcess, imports, interleaved_medians, seconds, write
 from rrl.data.questions import Question
 from rrl.data.trajectory import POLICY, PROMPT, Trajectory
 from rrl.miniwiki import KINDS, generate, mixed_questions
@@ -81,7 +81,9 @@ class StepRunner:
         self.loss = found["loss"]
 
 
-def random_trajectories(rows: int, length: int, prompt: int, vocabulary: int) -> tuple[list[Trajectory], np.ndarray]:
+def random_trajectories(
+    rows: int, length: int, prompt: int, vocabulary: int
+) -> tuple[list[Trajectory], np.ndarray]:
     """Trajectories of one length, as `peers/torch_step.py` draws them, and their advantages."""
     draws = np.random.default_rng(0)
     tokens = draws.integers(0, vocabulary, (rows, length))
@@ -112,12 +114,20 @@ def step(args: argparse.Namespace) -> list[BenchmarkRow]:
             continue
         decoder = Decoder(config, rngs=nnx.Rngs(0), attention=KERNEL)
         objective = ObjectiveConfig(
-            kl_coef=0.1, clip_high=0.28, row_lengths=(length,), microbatch_tokens=rows * length // 4, parallel_microbatches=2
+            kl_coef=0.1,
+            clip_high=0.28,
+            row_lengths=(length,),
+            microbatch_tokens=rows * length // 4,
+            parallel_microbatches=2,
         )
-        batches, total = microbatches(*random_trajectories(rows, length, prompt, config.vocab_size), objective)
+        batches, total = microbatches(
+            *random_trajectories(rows, length, prompt, config.vocab_size), objective
+        )
         with tempfile.TemporaryDirectory() as folder:
             save_decoder(folder, decoder, load_tokenizer(TINY))
-            peer = PeerProcess(args.torch_python, "torch_step.py", folder, str(rows), str(length), str(prompt))
+            peer = PeerProcess(
+                args.torch_python, "torch_step.py", folder, str(rows), str(length), str(prompt)
+            )
             runner = StepRunner(decoder, objective)
             runner.step(batches, total)
             theirs = peer.ask("step")["loss"]
@@ -141,7 +151,9 @@ def step(args: argparse.Namespace) -> list[BenchmarkRow]:
             )
         )
         found.append(
-            BenchmarkRow("the loss of its first step", f"{gap:.0e} apart, relatively", f"{theirs:.6f}", "", "the same")
+            BenchmarkRow(
+                "the loss of its first step", f"{gap:.0e} apart, relatively", f"{theirs:.6f}", "", "the same"
+            )
         )
     return found
 
@@ -197,7 +209,9 @@ def packing(args: argparse.Namespace) -> list[BenchmarkRow]:
     traces = run_questions(engine, nnx.state(decoder), recipe, questions, key=jax.random.key(0), samples=4)
     advantages = np.random.default_rng(0).normal(size=len(traces)).astype(np.float32)
     longest = -(-max(len(t.tokens) for t in traces) // 128) * 128
-    packed = ObjectiveConfig(row_lengths=(1024,), microbatch_tokens=2048, parallel_microbatches=2)  # as configs/rsearch_grpo.py
+    packed = ObjectiveConfig(
+        row_lengths=(1024,), microbatch_tokens=2048, parallel_microbatches=2
+    )  # as configs/rsearch_grpo.py
     padded = ObjectiveConfig(row_lengths=(longest,), microbatch_tokens=longest, parallel_microbatches=2)
     together = max(1, 4096 // longest)
     few = range(len(traces) // together * together)
@@ -235,7 +249,9 @@ def prompts(args: argparse.Namespace) -> list[BenchmarkRow]:
     groups, samples, output = 8, 8, 128
     found = []
     for prompt in (64, 256, 512):
-        trajectories, advantages = random_trajectories(groups * samples, prompt + output, prompt, config.vocab_size)
+        trajectories, advantages = random_trajectories(
+            groups * samples, prompt + output, prompt, config.vocab_size
+        )
         for place, one in enumerate(trajectories):
             one.group = place // samples
             one.tokens[:prompt] = trajectories[one.group * samples].tokens[:prompt]
@@ -244,7 +260,11 @@ def prompts(args: argparse.Namespace) -> list[BenchmarkRow]:
         slots = {}
         for name, share in (("shared", True), ("apart", False)):
             objective = ObjectiveConfig(
-                kl_coef=0.1, row_lengths=(length,), microbatch_tokens=2 * length, parallel_microbatches=2, share_prefixes=share
+                kl_coef=0.1,
+                row_lengths=(length,),
+                microbatch_tokens=2 * length,
+                parallel_microbatches=2,
+                share_prefixes=share,
             )
             batches, total = microbatches(trajectories, advantages, objective)
             slots[name] = sum(batch.tokens.size for batch in batches)

@@ -26,8 +26,8 @@ def main(_: Sequence[str]) -> None:
     from rrl.data.trajectory_files import load_trajectories
     from rrl.eval.diagnose import diagnose, report
     from rrl.models.hardware import ComputeConfig, MeshConfig
-    from rrl.rewards.judge_prompts import ErrorAnalysis, Sufficiency
     from rrl.rewards.judge_card import JudgeCard, read_judge_card
+    from rrl.rewards.judge_prompts import ErrorAnalysis, Sufficiency
     from rrl.rewards.judge_settings import JudgeSettings, judge_sections
     from rrl.text.spans import tag_named
 

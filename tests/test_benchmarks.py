@@ -8,8 +8,8 @@ import sys
 import pytest
 
 from benchmarks import accelerator, measure, rollout
+from benchmarks.measure import BenchmarkRow, command, interleave, medians, warm_up, write
 from benchmarks.peer_library import CACHES, PeerLibrary
-from benchmarks.measure import BenchmarkRow, command, medians, interleave, warm_up, write
 
 SHAPE = "Rollout: Qwen2.5-7B's shape"
 

@@ -32,7 +32,11 @@ PAPERS: Mapping[str, Mapping[str, MixturePart]] = {
         "musique": MixturePart(19_937),
     },
     "tiresrag": {"hotpotqa": MixturePart(4561), "2wiki": MixturePart(3587)},
-    "r2ag": {"hotpotqa": MixturePart(500), "2wiki": MixturePart(3000, 150), "musique": MixturePart(1174, 150)},
+    "r2ag": {
+        "hotpotqa": MixturePart(500),
+        "2wiki": MixturePart(3000, 150),
+        "musique": MixturePart(1174, 150),
+    },
 }
 """By paper and dataset.
 
@@ -53,7 +57,11 @@ def parts_of(paper: str) -> Mapping[str, MixturePart]:
 
 
 def take_part(
-    questions: Sequence[Question], part: MixturePart, seed: int = 0, scale: float = 1.0, name: str = "questions"
+    questions: Sequence[Question],
+    part: MixturePart,
+    seed: int = 0,
+    scale: float = 1.0,
+    name: str = "questions",
 ) -> dict[str, list[Question]]:
     """The questions of "train" and, where the part has any, of "validation", each in the order of the file.
 

@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from rrl.data.mixtures import parts_of, take_part
-from rrl.data.questions import Question, with_choices, load_questions
+from rrl.data.questions import Question, load_questions, with_choices
 from rrl.errors import UserError
 from rrl.models.tokenizer import load_tokenizer
 from rrl.text.encoding import text_ids

@@ -150,7 +150,9 @@ def load_run(folder: str | Path, name: str = "") -> EvaluationRun:
             f"run {folder}: scores.jsonl has {len(lines)} lines for {card.questions} questions; give its command again, which "
             "writes it"
         )
-    return EvaluationRun(name or folder.name.removeprefix("eval-"), folder, card, found, metrics, ids, coverage)
+    return EvaluationRun(
+        name or folder.name.removeprefix("eval-"), folder, card, found, metrics, ids, coverage
+    )
 
 
 def load_runs(folders: Sequence[str | Path]) -> list[EvaluationRun]:
@@ -168,7 +170,9 @@ def load_runs(folders: Sequence[str | Path]) -> list[EvaluationRun]:
     return [load_run(given, str(given) if name in alike else "") for given, name in zip(folders, names)]
 
 
-def paired(first: EvaluationRun, run: EvaluationRun, metric: str, level: float = 0.95, seed: int = 0) -> PairedComparison | None:
+def paired(
+    first: EvaluationRun, run: EvaluationRun, metric: str, level: float = 0.95, seed: int = 0
+) -> PairedComparison | None:
     """What `run` does better than `first` by a metric, also one of retrieval; None for other questions, or a metric that one of
     them lacks."""
     same = first.card.questions_sha256 == run.card.questions_sha256

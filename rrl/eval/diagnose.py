@@ -5,8 +5,8 @@ from collections.abc import Sequence
 
 from rrl.data.trajectory import Trajectory
 from rrl.report.summary import table
-from rrl.rewards.judge_prompts import ErrorAnalysis, Sufficiency, shown_searches, transcript_of
 from rrl.rewards.judge import Judge
+from rrl.rewards.judge_prompts import ErrorAnalysis, Sufficiency, shown_searches, transcript_of
 from rrl.text.metrics import cover_exact_match
 from rrl.text.spans import Tag
 

@@ -32,8 +32,8 @@ from rrl.data.trajectory import Trajectory
 from rrl.data.trajectory_files import load_trajectories
 from rrl.errors import UserError, at_least, at_most, one_of
 from rrl.eval.dataset import Dataset, DatasetConfig, load_dataset, with_retriever
-from rrl.eval.judging import PROMPTS, short_scores, judgement_file, verdicts
-from rrl.eval.methods import AnswerModel, TrainedAgent, AnsweringMethod, make_answering_method
+from rrl.eval.judging import PROMPTS, judgement_file, short_scores, verdicts
+from rrl.eval.methods import AnsweringMethod, AnswerModel, TrainedAgent, make_answering_method
 from rrl.eval.predictions import load_predictions
 from rrl.eval.result_card import (
     BM25,
@@ -312,10 +312,19 @@ def _with_reader(settings: EvaluationSettings) -> AnsweringMethod:
         dtype=jnp.dtype(settings.compute.dtype),
         param_dtype=jnp.dtype(settings.compute.dtype),
     )
-    return dataclasses.replace(settings.way, reader=AnswerModel(Reader(*frozen, settings.reader_rollout).replies))
+    return dataclasses.replace(
+        settings.way, reader=AnswerModel(Reader(*frozen, settings.reader_rollout).replies)
+    )
 
 
-def answer(settings: EvaluationSettings, way: AnsweringMethod, data: Dataset, engine: Engine, params: Any, workdir: Path) -> None:
+def answer(
+    settings: EvaluationSettings,
+    way: AnsweringMethod,
+    data: Dataset,
+    engine: Engine,
+    params: Any,
+    workdir: Path,
+) -> None:
     """Has all questions answered that results.jsonl does not hold yet; each is there as soon as it is answered."""
     count = len(data.questions)
     reader = way.reader if isinstance(way, TrainedAgent) else None

@@ -9,8 +9,8 @@ from typing import Any
 from rrl.data.questions import Question
 from rrl.errors import UserError
 from rrl.eval.results import ResultLines, read_lines
-from rrl.rewards.judge_prompts import JudgePrompt, Correctness, ShortAnswer, Validation
 from rrl.rewards.judge import Judge
+from rrl.rewards.judge_prompts import Correctness, JudgePrompt, ShortAnswer, Validation
 from rrl.runs.progress import Progress
 from rrl.text.metrics import AnswerScores, score_answer
 from rrl.text.normalize import Rule

@@ -21,9 +21,8 @@ from rrl.models.weights import folder_hash
 from rrl.recipes.base import NO_MODELS, Recipe, ScoringContext, check_tags, uses_chat
 from rrl.recipes.card import make_card
 from rrl.recipes.catalogue import RECIPES, is_recipe, make_recipe
-from rrl.recipes.episodes import prompt_ids, run_requests, find_long_prompts
-from rrl.recipes.prompted.base import PromptedResult
-from rrl.recipes.prompted.base import PromptedSettings
+from rrl.recipes.episodes import find_long_prompts, prompt_ids, run_requests
+from rrl.recipes.prompted.base import PromptedResult, PromptedSettings
 from rrl.recipes.prompted.catalogue import METHODS, PromptedMethod, make_prompted_method
 from rrl.rewards.reader import ReaderReply
 from rrl.rollout.engine import Engine
@@ -119,7 +118,9 @@ def make_answering_method(
     if name in METHODS:
         if reader:
             raise UserError(alone)
-        return PromptedAgent(name, make_prompted_method(name, options), build(PromptedSettings, prompted or {}, "prompted"))
+        return PromptedAgent(
+            name, make_prompted_method(name, options), build(PromptedSettings, prompted or {}, "prompted")
+        )
     if not is_recipe(name):
         raise UserError(
             f"method={name!r} is unknown; recipes are {', '.join(RECIPES)} and MODULE:CLASS; prompted methods "

@@ -7,7 +7,7 @@ import numpy as np
 
 from rrl.data.questions import Question
 from rrl.errors import UserError
-from rrl.retrieval.gold import GoldHits, hits_by_answer, gold_hits
+from rrl.retrieval.gold import GoldHits, gold_hits, hits_by_answer
 from rrl.retrieval.retriever import Retriever
 from rrl.text.normalize import RULES
 

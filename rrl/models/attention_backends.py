@@ -49,7 +49,9 @@ def choose_backend(name: str, platform: str, dtype: DTypeLike, branches: bool = 
         }
         return best.get(platform, "xla")
     if name not in get_args(AttentionBackend):
-        raise UserError(f"attention={name!r} is unknown; choose one of auto, {', '.join(get_args(AttentionBackend))}")
+        raise UserError(
+            f"attention={name!r} is unknown; choose one of auto, {', '.join(get_args(AttentionBackend))}"
+        )
     if name == "splash" and platform != "tpu":
         raise UserError(f"attention=splash runs on TPUs only, this is a {platform}; choose xla or auto")
     if name == "splash" and branches:

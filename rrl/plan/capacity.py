@@ -23,8 +23,8 @@ from rrl.models.hf import check_context, read_decoder_config
 from rrl.parallel.mesh import data_shards
 from rrl.parallel.topology import GIB, Topology, open_topology
 from rrl.plan import programs
-from rrl.plan.estimate import StepCost, Workload, cache_device_bytes, step_costs, estimate_temporaries
-from rrl.plan.programs import ModelShapes, CompiledProgram, device_bytes
+from rrl.plan.estimate import StepCost, Workload, cache_device_bytes, estimate_temporaries, step_costs
+from rrl.plan.programs import CompiledProgram, ModelShapes, device_bytes
 from rrl.train.experiment import TrainSettings
 
 _QWEN = {"model_type": "qwen2", "max_position_embeddings": 32768, "rope_theta": 1e6, "rms_norm_eps": 1e-6}
@@ -165,11 +165,15 @@ def plan_capacity(
             )
         rest = {program.name: program.temporary_bytes for program in compiled}
     else:
-        rest = estimate_temporaries(settings, shape, devices, remat=remat, parameters=trained + fixed, trained=trained)
+        rest = estimate_temporaries(
+            settings, shape, devices, remat=remat, parameters=trained + fixed, trained=trained
+        )
         if critic is not None and settings.train.critic is not None:
             counts = [_count(part) for part in (critic.params, critic.fixed)]
             body = settings.train.critic.body(shape)
-            own = estimate_temporaries(settings, body, devices, remat=remat, parameters=sum(counts), trained=counts[0])
+            own = estimate_temporaries(
+                settings, body, devices, remat=remat, parameters=sum(counts), trained=counts[0]
+            )
             rest |= {"critic update": own["update"], "critic step": own["optimiser step"]}
     itemsize = jnp.dtype(dtype).itemsize
     cache = cache_device_bytes(shape, settings.rollout.slots, settings.rollout.context, itemsize, devices)
@@ -254,7 +258,9 @@ def first_change(plan: CapacityPlan) -> str:
         if spare and fewer >= rows:
             return f"--config.rollout.oversubscribed_slots={fewer - rows} (now {spare}): {why}"
         if fewer >= shards:
-            flags = f"--config.rollout.rows={fewer}" + " --config.rollout.oversubscribed_slots=0" * (spare > 0)
+            flags = f"--config.rollout.rows={fewer}" + " --config.rollout.oversubscribed_slots=0" * (
+                spare > 0
+            )
             return f"{flags} (now {rows}{f' and {spare}' if spare else ''}): {why}"
         return f"--config.rollout.context (now {plan.settings.rollout.context}): one row a shard is too much already"
     if phase == "rollout":

@@ -170,7 +170,9 @@ def critic_accumulate(settings: TrainSettings, model: ModelShapes, mesh: Mesh) -
     """Values, loss and gradient of the largest microbatch."""
     critic, critic_shapes, _ = _critic(settings, model)
     batch = _microbatch(settings.train.objective, ("value", "return"), mesh)
-    return _accumulate("critic update", critic.accumulator, critic_shapes.params, critic_shapes.fixed, batch, mesh)
+    return _accumulate(
+        "critic update", critic.accumulator, critic_shapes.params, critic_shapes.fixed, batch, mesh
+    )
 
 
 def critic_apply(settings: TrainSettings, model: ModelShapes, mesh: Mesh) -> CompiledProgram:
@@ -206,7 +208,13 @@ def _updater(settings: TrainSettings, model: ModelShapes) -> Updater:
 def _critic(settings: TrainSettings, model: ModelShapes) -> tuple[Critic, CriticShapes, OptimConfig]:
     config, critic_shapes = settings.train.critic, model.critic
     assert config is not None and critic_shapes is not None  # what is called has a critic
-    made = Critic(critic_shapes.graph, critic_shapes.fixed, make_optimizer(config.optim), config, settings.train.objective)
+    made = Critic(
+        critic_shapes.graph,
+        critic_shapes.fixed,
+        make_optimizer(config.optim),
+        config,
+        settings.train.objective,
+    )
     return made, critic_shapes, config.optim
 
 
@@ -231,7 +239,9 @@ def _accumulate(
     return _compile(name, accumulator.accumulate, (params, frozen, params, sums, batch), mesh)
 
 
-def _apply(name: str, accumulator: GradientAccumulator, optim: OptimConfig, params: PyTree, mesh: Mesh) -> CompiledProgram:
+def _apply(
+    name: str, accumulator: GradientAccumulator, optim: OptimConfig, params: PyTree, mesh: Mesh
+) -> CompiledProgram:
     shapes = (params, optimizer_state(optim, params, mesh), params, _whole((), jnp.float32, mesh))
     return _compile(name, accumulator.apply, shapes, mesh)
 

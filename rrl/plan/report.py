@@ -88,7 +88,11 @@ def _time(plan: CapacityPlan) -> list[str]:
         seconds = cost.seconds(chip, chips)
         total += seconds
         # What is sent is read from compiled programs.
-        links = f"{cost.collective_bytes / chip.interconnect:.1f} s" if plan.programs or chips == 1 else "not counted"
+        links = (
+            f"{cost.collective_bytes / chip.interconnect:.1f} s"
+            if plan.programs or chips == 1
+            else "not counted"
+        )
         lines.append(
             f"  {name:<16}{seconds:>8.1f} s at least: {cost.flops:.3g} FLOPs {cost.flops / chip.flops / chips:.1f} s, memory "
             f"{cost.memory_bytes / chip.bandwidth / chips:.1f} s, links {links}"
@@ -102,9 +106,13 @@ def _verdict(plan: CapacityPlan) -> list[str]:
     room = plan.topology.chip.memory / size
     guess = "" if plan.programs else " (an estimate)"
     if plan.fits:
-        return [f"IT FITS{guess}: the {plan.largest_phase} needs {need:.2f} of {room:.2f} {unit} on each device"]
+        return [
+            f"IT FITS{guess}: the {plan.largest_phase} needs {need:.2f} of {room:.2f} {unit} on each device"
+        ]
     totals = {
-        phase: sum(parts.values()) / size for phase, parts in plan.memory.items() if phase != plan.largest_phase
+        phase: sum(parts.values()) / size
+        for phase, parts in plan.memory.items()
+        if phase != plan.largest_phase
     }
     others = "".join(f"; {phase}: {total:.2f}" for phase, total in totals.items() if total > room)
     return [

@@ -2,7 +2,7 @@
 
 from rrl.data.trajectory import Search
 from rrl.miniwiki.questions import Hop, MiniQuestion, Plan
-from rrl.recipes.base import RetrieveFn, DemonstrationSegments
+from rrl.recipes.base import DemonstrationSegments, RetrieveFn
 from rrl.rollout.protocol import Episode, Stream
 from rrl.text.spans import boxed
 
@@ -34,7 +34,9 @@ class DemonstrationBuilder:
         episode.turn += 1
 
 
-def think_and_search(environment: Stream, item: MiniQuestion, retrieve: RetrieveFn, answer: str) -> DemonstrationSegments:
+def think_and_search(
+    environment: Stream, item: MiniQuestion, retrieve: RetrieveFn, answer: str
+) -> DemonstrationSegments:
     """Boxes alone, one after the other: thought and search for each fact, at last thought and `answer` in its box."""
     told = DemonstrationBuilder(environment, item, retrieve)
     *before, last = [boxed("think", thought) for thought in thoughts(item.plan)]

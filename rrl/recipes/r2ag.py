@@ -13,7 +13,7 @@ from rrl.data.questions import Question, with_choices
 from rrl.data.trajectory import NOT_FINITE, POLICY, Search, Trajectory
 from rrl.errors import UserError, at_least, one_of
 from rrl.miniwiki.questions import Hop, MiniQuestion
-from rrl.recipes.base import Curves, RetrieveFn, ScoringContext, DemonstrationSegments
+from rrl.recipes.base import Curves, DemonstrationSegments, RetrieveFn, ScoringContext
 from rrl.recipes.outcome import OutcomeRecipe, answer_metrics
 from rrl.recipes.r2ag_forest import STOP, Forest, RetrievalTree
 from rrl.recipes.r2ag_rewards import (
@@ -22,8 +22,8 @@ from rrl.recipes.r2ag_rewards import (
     PREDICTED,
     STOP_RETRIEVAL,
     THINK,
-    SteeringOutput,
     RewardWeights,
+    SteeringOutput,
     expansion_rewards,
     parse_output,
 )
@@ -132,7 +132,9 @@ class R2AGEnvironment:
         head = f"{INSTRUCTION}\n\nUser question: {question.text}\n\nEvidences:\n"
         return Prompt(head, body=shown or "(none)", after=after)
 
-    def searched_queries(self, question: Question, output: SteeringOutput) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    def searched_queries(
+        self, question: Question, output: SteeringOutput
+    ) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """The base and predicted queries of an output that are searched."""
         if isinstance(question, RetrievalTree):
             return output.base, output.predicted
@@ -276,7 +278,12 @@ class R2AG(OutcomeRecipe):
         for turn, expansion in enumerate(expansions if gold else ()):
             best = [_best(expansion.base), _best(expansion.predicted)]
             paid = expansion_rewards(
-                expansion.output, *best, gold=gold, known=known, truncated=expansion.truncated, weights=self.weights
+                expansion.output,
+                *best,
+                gold=gold,
+                known=known,
+                truncated=expansion.truncated,
+                weights=self.weights,
             )
             trajectory.rewards = {name: trajectory.rewards[name] + paid[name] for name in names}
             trajectory.turn_rewards[turn] = paid["total"]

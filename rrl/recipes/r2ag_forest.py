@@ -125,7 +125,10 @@ class Forest:
         documents = [Passage(*fields) for fields in state["documents"]]
 
         def read(nodes: Iterable[Any]) -> list[RetrievalTree]:
-            return [RetrievalTree.of(self.questions[tree], tree, (documents[i] for i in kept)) for tree, kept in nodes]
+            return [
+                RetrievalTree.of(self.questions[tree], tree, (documents[i] for i in kept))
+                for tree, kept in nodes
+            ]
 
         self.planted, self.level = state["planted"], state["level"]
         self.now, self.next = read(state["now"]), {node.key: node for node in read(state["next"])}

@@ -12,10 +12,10 @@ from rrl.data.questions import Question
 from rrl.data.trajectory import NOT_FINITE, POLICY, Search, Trajectory
 from rrl.errors import UserError, at_least, one_of
 from rrl.miniwiki.questions import MiniQuestion
-from rrl.recipes.base import Curves, RetrieveFn, ScoringContext, DemonstrationSegments
+from rrl.recipes.base import Curves, DemonstrationSegments, RetrieveFn, ScoringContext
 from rrl.recipes.outcome import OutcomeRecipe, answer_metrics
-from rrl.recipes.r3rag_steps import ANSWER, QUERY, Step, R3RagEnvironment, parse_step
-from rrl.rewards.judge_prompts import JudgePrompt, Correctness, Relevance, ShortAnswer
+from rrl.recipes.r3rag_steps import ANSWER, QUERY, R3RagEnvironment, Step, parse_step
+from rrl.rewards.judge_prompts import Correctness, JudgePrompt, Relevance, ShortAnswer
 from rrl.rollout.protocol import Episode
 from rrl.text.chat import Prompt
 from rrl.text.metrics import cover_exact_match, exact_match

@@ -11,7 +11,7 @@ from rrl.data.questions import Question
 from rrl.data.trajectory import Trajectory
 from rrl.errors import at_least, one_of
 from rrl.miniwiki.questions import MiniQuestion
-from rrl.recipes.base import Curves, RetrieveFn, ScoringContext, DemonstrationSegments
+from rrl.recipes.base import Curves, DemonstrationSegments, RetrieveFn, ScoringContext
 from rrl.recipes.expert import think_and_search
 from rrl.recipes.outcome import OutcomeRecipe, answer_metrics, one_search_per_turn
 from rrl.rollout.protocol import Stream

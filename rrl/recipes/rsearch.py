@@ -11,7 +11,7 @@ from rrl.data.questions import Question
 from rrl.data.trajectory import Trajectory
 from rrl.errors import at_least
 from rrl.miniwiki.questions import MiniQuestion
-from rrl.recipes.base import AnswerFn, Curves, RetrieveFn, ScoringContext, DemonstrationSegments
+from rrl.recipes.base import AnswerFn, Curves, DemonstrationSegments, RetrieveFn, ScoringContext
 from rrl.recipes.expert import DemonstrationBuilder, thoughts
 from rrl.recipes.outcome import OutcomeRecipe, answer_metrics
 from rrl.rollout.protocol import Stream

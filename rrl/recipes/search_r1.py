@@ -11,7 +11,7 @@ from rrl.data.questions import Question
 from rrl.data.trajectory import ENVIRONMENT, Trajectory
 from rrl.errors import UserError
 from rrl.miniwiki.questions import MiniQuestion
-from rrl.recipes.base import Curves, RetrieveFn, ScoringContext, DemonstrationSegments
+from rrl.recipes.base import Curves, DemonstrationSegments, RetrieveFn, ScoringContext
 from rrl.recipes.expert import think_and_search
 from rrl.recipes.outcome import OutcomeRecipe, answer_metrics
 from rrl.rollout.protocol import Stream

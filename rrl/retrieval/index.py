@@ -17,7 +17,7 @@ from rrl.retrieval.bm25 import Bm25Config, Bm25Index
 from rrl.retrieval.build import build_index, check_kind
 from rrl.retrieval.dense import ExactIndex, ScannIndex
 from rrl.retrieval.folder import PassageFile, damaged, read_manifest
-from rrl.retrieval.retriever import Index, RetryPolicy, Retriever
+from rrl.retrieval.retriever import Index, Retriever, RetryPolicy
 from rrl.retrieval.sizing import SMALL, ScannConfig
 
 if TYPE_CHECKING:  # BM25 needs no JAX, so opening it does not import any.
@@ -126,7 +126,9 @@ def _opened(folder: Path, text_encoder: "TextEncoder | None", retry_policy: Retr
             index = ScannIndex.load(folder / "scann", embeddings, ScannConfig(**settings))
         else:
             index = ExactIndex(embeddings)
-    return Retriever(PassageFile(folder, manifest["passages"]), index, text_encoder, retry_policy=retry_policy)
+    return Retriever(
+        PassageFile(folder, manifest["passages"]), index, text_encoder, retry_policy=retry_policy
+    )
 
 
 def open_with_encoder(index: str | Path, encoder: str | Path | None) -> Retriever:

@@ -14,7 +14,7 @@ from typing import Any
 from rrl.data.passages import Passage
 from rrl.errors import UserError, one_of
 from rrl.retrieval.ranking import Ranking, empty_ranking
-from rrl.retrieval.retriever import RetryPolicy, Retriever
+from rrl.retrieval.retriever import Retriever, RetryPolicy
 from rrl.retrieval.wire import FORMS, read_answer, request
 
 log = logging.getLogger(__name__)

@@ -217,7 +217,9 @@ class Endpoint:
             with self._lock:
                 self.refused += 1
             return reply
-        if reply.text or reply.truncated:  # a service that says nothing may say something when it is asked again
+        if (
+            reply.text or reply.truncated
+        ):  # a service that says nothing may say something when it is asked again
             _write_cached(file, self.config.model, reply)
         return reply
 
@@ -300,7 +302,11 @@ class Endpoint:
         try:
             return self._attempt(_renamed(body, name), stop)
         except _Refused as refusal:
-            if name == TOKEN_LIMIT_FIELDS[1] or refusal.status not in PROMPT_REFUSALS or TOKEN_LIMIT_FIELDS[1] not in refusal.reason:
+            if (
+                name == TOKEN_LIMIT_FIELDS[1]
+                or refusal.status not in PROMPT_REFUSALS
+                or TOKEN_LIMIT_FIELDS[1] not in refusal.reason
+            ):
                 raise
             self._limit = TOKEN_LIMIT_FIELDS[1]
             return self._attempt(_renamed(body, TOKEN_LIMIT_FIELDS[1]), stop)

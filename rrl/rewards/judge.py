@@ -8,8 +8,8 @@ truth (`rrl.rewards.oracle.Oracle`).
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from rrl.rewards.judge_prompts import JudgePrompt
 from rrl.rewards.judge_card import JudgeCard
+from rrl.rewards.judge_prompts import JudgePrompt
 from rrl.text.chat import Prompt
 
 AnswerFn = Callable[[Sequence[str | Prompt]], list[str]]

@@ -181,7 +181,9 @@ class Transcript:
         return "\n".join(text.strip() for who, text in self.segments if who == role)
 
 
-def transcript_of(trajectory: Trajectory, answer: Tag, prefill: str = "", searches: int | None = None) -> Transcript:
+def transcript_of(
+    trajectory: Trajectory, answer: Tag, prefill: str = "", searches: int | None = None
+) -> Transcript:
     """What was thought and found in a trajectory, its answers (boxes of the tag `answer`) taken out, as TIRESRAG-R1's
     released code does.
 
@@ -370,7 +372,9 @@ class ErrorAnalysis:
         opening = ERROR_ANALYSIS_TEMPLATE.format(
             question=self.question.text, gold=gold_text(self.question), predicted=self.predicted
         )
-        return Prompt(opening, self.transcript.text, f"\n\n{ERROR_ASPECTS[self.aspect]} Answer True or False.")
+        return Prompt(
+            opening, self.transcript.text, f"\n\n{ERROR_ASPECTS[self.aspect]} Answer True or False."
+        )
 
     def parse(self, text: str) -> float | None:
         return parse_verdict(text)

@@ -7,9 +7,9 @@ from rrl.data.questions import Question
 from rrl.data.trajectory import ENVIRONMENT
 from rrl.errors import UserError
 from rrl.rewards.judge_prompts import (
-    JudgePrompt,
     Correctness,
     ErrorAnalysis,
+    JudgePrompt,
     Relevance,
     ShortAnswer,
     Sufficiency,

@@ -102,7 +102,9 @@ class Reader:
             found = self.engine.run(self.params, requests, self.environment, jax.random.key(0))
             for key, trajectory in zip(new, found, strict=True):
                 written = int((trajectory.roles == POLICY).sum())
-                self.cache[key] = ReaderReply(self._text(trajectory), len(trajectory.roles) - written, written)
+                self.cache[key] = ReaderReply(
+                    self._text(trajectory), len(trajectory.roles) - written, written
+                )
         said = [self.cache[key] for key in keys]
         for key in list(self.cache)[: max(len(self.cache) - self.cache_size, 0)]:
             del self.cache[key]

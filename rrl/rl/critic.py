@@ -126,7 +126,9 @@ class Critic:
             return jnp.sum(mask * found), sums
 
         self._estimate = PerTokenFunction(estimate, objective, mesh)
-        self.accumulator = GradientAccumulator(loss, optimizer, (*MOMENTS, "clip_fraction"), mesh, objective.parallel_microbatches)
+        self.accumulator = GradientAccumulator(
+            loss, optimizer, (*MOMENTS, "clip_fraction"), mesh, objective.parallel_microbatches
+        )
 
     def estimate(
         self,

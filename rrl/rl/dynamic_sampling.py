@@ -52,7 +52,9 @@ class DynamicSampling:
             dropped = dropped | low_spread(rewards, groups, self.drop_spread)
         informative = set(groups[~dropped].tolist())
         selected = (*self.selected, *(name for name in names if name in informative))[: self.target_groups]
-        return dataclasses.replace(self, rounds=self.rounds + 1, sampled=self.sampled + len(names), selected=selected)
+        return dataclasses.replace(
+            self, rounds=self.rounds + 1, sampled=self.sampled + len(names), selected=selected
+        )
 
     @property
     def done(self) -> bool:

@@ -154,7 +154,9 @@ class _Head:
         return jnp.exp(logp) * slope + jnp.where(chosen, grads["logp"][..., None], 0.0)
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["tokens", "loss_mask", "slots"], meta_fields=[])
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["tokens", "loss_mask", "slots"], meta_fields=[]
+)
 @dataclasses.dataclass(frozen=True)
 class _Chunks:
     """Which positions each chunk is about."""

@@ -60,7 +60,11 @@ class ObjectiveConfig:
     a part of a second core idle. Other devices have one. The last bits of a gradient depend on it, not on the cores."""
 
     def __post_init__(self) -> None:
-        if not self.row_lengths or list(self.row_lengths) != sorted(set(self.row_lengths)) or self.row_lengths[0] < 1:
+        if (
+            not self.row_lengths
+            or list(self.row_lengths) != sorted(set(self.row_lengths))
+            or self.row_lengths[0] < 1
+        ):
             raise UserError(f"objective.row_lengths={self.row_lengths} must be increasing row lengths")
         at_least(
             1,

@@ -95,7 +95,9 @@ class Updater:
                 before = token_logprobs(nnx.merge(graph, reference, fixed), batch).logp
             return policy_loss(scores, jax.lax.stop_gradient(before), batch, config)
 
-        self.accumulator = GradientAccumulator(loss, optimizer, config.sums, mesh, config.parallel_microbatches)
+        self.accumulator = GradientAccumulator(
+            loss, optimizer, config.sums, mesh, config.parallel_microbatches
+        )
 
         def logps(params: PyTree, fixed: PyTree, batch: Batch) -> dict[str, jax.Array]:
             return {"logp": token_logprobs(nnx.merge(graph, params, fixed), batch).logp}
@@ -108,7 +110,9 @@ class Updater:
         self.logps = PerTokenFunction(logps, config, mesh)
         self.penalty = PerTokenFunction(kl, config, mesh)
 
-    def reference_logprobs(self, reference: PyTree, fixed: PyTree, trajectories: Sequence[Trajectory]) -> ReferenceLogprobs | None:
+    def reference_logprobs(
+        self, reference: PyTree, fixed: PyTree, trajectories: Sequence[Trajectory]
+    ) -> ReferenceLogprobs | None:
         """What the reward of each token pays for the KL, and the reference's log-probabilities, which the update takes from
         here; None where the reward pays nothing (then the update asks the reference itself)."""
         if not self.config.kl_in_reward:

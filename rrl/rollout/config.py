@@ -51,7 +51,9 @@ class EngineConfig:
     """Without a word from the device for so long, the log says what everything is waiting for."""
 
     def __post_init__(self) -> None:
-        integer_at_least(1, self, "rows", "context", "wake_threshold", "prefill_tokens", "max_wait_steps", "top_k")
+        integer_at_least(
+            1, self, "rows", "context", "wake_threshold", "prefill_tokens", "max_wait_steps", "top_k"
+        )
         integer_at_least(0, self, "oversubscribed_slots", "workers", "sample_top_k", "draft_tokens")
         at_most(MAX_DECODE_TOKENS - 1, self, "draft_tokens")
         at_least(0, self, "stall_seconds")

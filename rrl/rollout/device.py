@@ -19,16 +19,16 @@ from rrl.models.decoder import MAX_DECODE_TOKENS, Decoder
 from rrl.parallel.mesh import ROW_AXES, data_shards
 from rrl.rollout.drafts import NgramDrafts, following, windows
 from rrl.rollout.exchange import (
-    HEADER,
     BLOCKED,
-    NO_TOKEN,
-    RECENT,
     DECODING,
+    HEADER,
+    NO_TOKEN,
+    PAUSED,
+    RECENT,
     STOP_CONTEXT,
     STOP_EOS,
     STOP_NOT_FINITE,
     STOP_TURN,
-    PAUSED,
     PrefillChunk,
 )
 from rrl.rollout.sampling import is_greedy, row_keys, sample, uniform
@@ -208,7 +208,9 @@ def decode(
         too_many = jnp.sum(rows.status == DECODING) > narrower
         return too_many & (nobody | ((waiting < enough) & (steps < max_wait_steps)))
 
-    def step(state: tuple[DecodeState, KVCache, NgramDrafts, Array], width: int) -> tuple[DecodeState, KVCache, NgramDrafts, Array]:
+    def step(
+        state: tuple[DecodeState, KVCache, NgramDrafts, Array], width: int
+    ) -> tuple[DecodeState, KVCache, NgramDrafts, Array]:
         rows, cache, drafts, counts = state
         which = None if width == len(rows.status) else shortest(rows, width)
         of = rows if which is None else _select(rows, which)
@@ -304,7 +306,9 @@ def prefill(
     count, shards = rows.status.shape[0], chunks.shape[0]
     entry = PrefillChunk(*(chunks[..., i].reshape(-1) for i in range(HEADER)))
     first = jnp.argsort(chunks[..., PrefillChunk._fields.index("copied")] == 0, axis=1)[:, :copies]
-    copied = PrefillChunk(*(jnp.take_along_axis(chunks[..., i], first, axis=1).reshape(-1) for i in range(HEADER)))
+    copied = PrefillChunk(
+        *(jnp.take_along_axis(chunks[..., i], first, axis=1).reshape(-1) for i in range(HEADER))
+    )
     cache = cache.copy_rows(copied.source, copied.row, jnp.maximum(copied.copied, 0), copied.kept)
     busy = jnp.max(jnp.sum(chunks[..., PrefillChunk._fields.index("length")] > 0, axis=1))
 

@@ -37,7 +37,9 @@ class NgramDrafts(NamedTuple):
     @staticmethod
     def create(shards: int) -> "NgramDrafts":
         """Nothing is known."""
-        return NgramDrafts(constrain(jnp.zeros((shards, len(NGRAMS) << HASH_BITS), jnp.int32), ROW_AXES, None))
+        return NgramDrafts(
+            constrain(jnp.zeros((shards, len(NGRAMS) << HASH_BITS), jnp.int32), ROW_AXES, None)
+        )
 
     def propose(self, recent: Int[Array, "P RECENT"], count: int) -> Int[Array, "P count"]:
         """The tokens that are likely to follow; 0 where nothing is known. Where rows are split over devices, the P are too."""

@@ -37,13 +37,13 @@ from rrl.rollout.config import EngineConfig
 from rrl.rollout.cpu.shape_probe import configure_shapes
 from rrl.rollout.episodes import Request, check_tokens
 from rrl.rollout.exchange import PAUSED, DeviceReport
-from rrl.rollout.scheduler import DEVICE_STAGES, Scheduler
-from rrl.rollout.loop import RolloutPrograms, QueryEncoder
+from rrl.rollout.loop import QueryEncoder, RolloutPrograms
 from rrl.rollout.protocol import Environment, check_stops
+from rrl.rollout.scheduler import DEVICE_STAGES, Scheduler
 from rrl.rollout.searches import IDLE_WAIT_SECONDS, InFlightSearches
 from rrl.rollout.stats import RolloutStats
 from rrl.rollout.watchdog import Watchdog
-from rrl.rollout.workflow import Completion, WorkflowRunner, Workflow, numbered_workflows
+from rrl.rollout.workflow import Completion, Workflow, WorkflowRunner, numbered_workflows
 from rrl.text.chat import chat_ids
 from rrl.text.encoding import plain_ids, special_name, text_ids
 
@@ -465,7 +465,9 @@ class Engine:
         return sum(host.exchanges for host in self._schedulers)
 
     def _computes(self) -> bool:
-        return self.programs.on_cpu and all(host.stage in DEVICE_STAGES for _, host in self._own(self._schedulers))
+        return self.programs.on_cpu and all(
+            host.stage in DEVICE_STAGES for _, host in self._own(self._schedulers)
+        )
 
     def _stages(self) -> str:
         return "; ".join(
@@ -515,7 +517,9 @@ def _gathered(hosts: Sequence[Scheduler], value: T) -> list[T]:
     return [value for value, _ in parts]
 
 
-def assign_to_shards(prompts: Sequence[Int[np.ndarray, "T"]], shards: int, workers: int = 1) -> list[list[list[int]]]:
+def assign_to_shards(
+    prompts: Sequence[Int[np.ndarray, "T"]], shards: int, workers: int = 1
+) -> list[list[list[int]]]:
     """Which requests each data shard runs, in groups for one of its loops: those of one prompt together, as long as each loop
     gets as many prompts; those of the prompts that are left over go round one by one.
 

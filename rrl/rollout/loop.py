@@ -33,7 +33,7 @@ from rrl.rollout.config import EngineConfig
 from rrl.rollout.cpu.workers import compiler_options, weights_dominate, worker_count
 from rrl.rollout.device import DecodeState, Sampler, decode, prefill, tokens_per_row
 from rrl.rollout.drafts import NgramDrafts
-from rrl.rollout.exchange import HEADER, ABORT, OFF, PAUSED, PrefillChunk, ExchangeSizes
+from rrl.rollout.exchange import ABORT, HEADER, OFF, PAUSED, ExchangeSizes, PrefillChunk
 
 log = logging.getLogger(__name__)
 
@@ -155,7 +155,9 @@ class RolloutPrograms:
             def body(state: tuple) -> tuple:
                 rows, cache, drafts, embeddings, max_wait_steps, steps = state
                 with jax.named_scope(DECODE_SCOPE):
-                    rows, cache, drafts, more = self._decode(model, rows, cache, drafts, sampler, max_wait_steps)
+                    rows, cache, drafts, more = self._decode(
+                        model, rows, cache, drafts, sampler, max_wait_steps
+                    )
                 answer = self._unpack(self._ask(rows, embeddings, loop))
                 with jax.named_scope(PREFILL_SCOPE):
                     prefilling = self._unhoisted(model, params, answer.chunks)
@@ -211,7 +213,9 @@ class RolloutPrograms:
             rows, cache, drafts, embeddings = start(params)
             max_wait_steps, steps = jnp.int32(self.limits.max_wait_steps), jnp.zeros(2, jnp.int32)
             while np.any(np.asarray(rows.status) != OFF) and max_wait_steps != ABORT:
-                rows, cache, drafts, more = decode_step(params, rows, cache, drafts, key, table, max_wait_steps)
+                rows, cache, drafts, more = decode_step(
+                    params, rows, cache, drafts, key, table, max_wait_steps
+                )
                 steps += more
                 active, words = jnp.sum(rows.status <= PAUSED), []
                 for shard in range(self.shards):
@@ -388,7 +392,9 @@ class RolloutPrograms:
         """Calls every data shard's host once; tensor ranks other than 0 get the answer by a sum."""
         width = self.limits.words
 
-        def per_device(loop: jax.Array, active: jax.Array, rows: DecodeState, embeddings: jax.Array) -> jax.Array:
+        def per_device(
+            loop: jax.Array, active: jax.Array, rows: DecodeState, embeddings: jax.Array
+        ) -> jax.Array:
             report = _report(loop * self.shards + jax.lax.axis_index(ROW_AXES), active, rows, embeddings)
 
             def ask() -> jax.Array:
@@ -410,7 +416,9 @@ class RolloutPrograms:
         return mapped(loop, jnp.sum(rows.status <= PAUSED), rows, embeddings)
 
 
-def _report(place: jax.Array, active: jax.Array, rows: DecodeState, embeddings: jax.Array) -> Int[Array, "words"]:
+def _report(
+    place: jax.Array, active: jax.Array, rows: DecodeState, embeddings: jax.Array
+) -> Int[Array, "words"]:
     """What a data shard's host is told (see `HostCallback`)."""
     floats = (
         jax.lax.bitcast_convert_type(part, jnp.int32) for part in (rows.logps, rows.sampled_logps, embeddings)

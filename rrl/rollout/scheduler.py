@@ -18,21 +18,21 @@ from rrl.retrieval.retriever import Retriever
 from rrl.rollout.automaton import StopSets
 from rrl.rollout.episodes import EpisodeState, Request, check_tokens
 from rrl.rollout.exchange import (
-    HEADER,
-    BLOCKED,
     ABORT,
+    BLOCKED,
+    DECODING,
+    HEADER,
     NO_TOKEN,
     OFF,
+    PAUSED,
     RECENT,
-    DECODING,
     STOP_CONTEXT,
     STOP_EOS,
     STOP_NOT_FINITE,
     STOP_TURN,
-    PAUSED,
-    PrefillChunk,
-    ExchangeSizes,
     DeviceReport,
+    ExchangeSizes,
+    PrefillChunk,
 )
 from rrl.rollout.prefixes import PrefixIndex
 from rrl.rollout.protocol import (
@@ -194,7 +194,9 @@ class Scheduler:
             text, last = self.decode(ids), live.last
             if stop in _LIMITS:
                 live.hit_limit(_LIMITS[stop])
-            live.add_policy_turn(ids, text, turns.logps[row, :count].copy(), turns.sampled_logps[row, :count].copy())
+            live.add_policy_turn(
+                ids, text, turns.logps[row, :count].copy(), turns.sampled_logps[row, :count].copy()
+            )
             if stop == STOP_TURN and live.used >= self.limits.context:
                 live.hit_limit("context")
             live.episode.policy_texts.append(text)

@@ -75,7 +75,12 @@ class SearchRunner:
         self, retriever: Retriever | None, top_k: int, seconds: float, desk: InFlightSearches | None = None
     ) -> None:
         """A search that takes longer than `seconds` is given up."""
-        self.retriever, self.top_k, self.limit, self.desk = retriever, top_k, seconds, desk or InFlightSearches()
+        self.retriever, self.top_k, self.limit, self.desk = (
+            retriever,
+            top_k,
+            seconds,
+            desk or InFlightSearches(),
+        )
         self.seconds = 0.0
         """That searches took, those side by side added up."""
         self._flying: list[_InFlightQuery] = []
@@ -190,7 +195,11 @@ class SearchRunner:
     def _is_tried_again(self, flight: _InFlightQuery, now: float) -> bool:
         """Whether others that it was searched with may be to blame: their search failed, or takes long."""
         last, first_try = flight.tries[-1], len(flight.tries) == 1
-        late = first_try and len(last.queries) <= MAX_RETRY_BATCHES and now - flight.began >= LATE_FRACTION * self.limit
+        late = (
+            first_try
+            and len(last.queries) <= MAX_RETRY_BATCHES
+            and now - flight.began >= LATE_FRACTION * self.limit
+        )
         return len(last.queries) > 1 and (last.ended.done() or late)
 
     def _search(self, batch: _SearchBatch, vectors: Float[np.ndarray, "Q E"] | None) -> None:

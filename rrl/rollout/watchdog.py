@@ -80,7 +80,11 @@ class Watchdog:
         """`cores` is how many the process has used on average since the last report."""
         if self._doing:
             log.info("the rollout has not begun yet; for %.0f s: %s", waited, self._doing)
-        elif self._computing() and cores >= MIN_COMPUTING_CORES and waited < MAX_COMPUTING_REPORTS * self._seconds:
+        elif (
+            self._computing()
+            and cores >= MIN_COMPUTING_CORES
+            and waited < MAX_COMPUTING_REPORTS * self._seconds
+        ):
             log.info(
                 "the device has been computing for %.0f s, on %.1f cores: %s", waited, cores, self._describe()
             )

@@ -25,7 +25,6 @@ from rrl.data.questions import Question
 from rrl.data.trajectory import NOT_FINITE, POLICY, Trajectory
 from rrl.errors import UserError, at_least, at_most, integer_at_least
 from rrl.rollout.episodes import MAX_TEMPERATURE, Request, check_tokens
-from rrl.rollout.scheduler import Requester, Scheduler
 from rrl.rollout.protocol import (
     CONTEXT,
     EOS,
@@ -37,6 +36,7 @@ from rrl.rollout.protocol import (
     Restart,
     check_stops,
 )
+from rrl.rollout.scheduler import Requester, Scheduler
 from rrl.text.chat import Prompt
 
 

@@ -23,7 +23,7 @@ from rrl.retrieval.folder import KINDS as INDEXES
 from rrl.retrieval.folder import index_identity, stamp
 from rrl.retrieval.index import make_retriever, open_index, stored_retriever
 from rrl.retrieval.remote import open_remote
-from rrl.retrieval.retriever import RetryPolicy, Retriever, SearchFailed
+from rrl.retrieval.retriever import Retriever, RetryPolicy, SearchFailed
 from rrl.retrieval.wire import FORMS
 
 HELD_OUT_SPLITS = tuple(split for split in SPLITS if split != "train")

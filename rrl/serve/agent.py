@@ -24,8 +24,8 @@ from rrl.rewards.reader import Reader
 from rrl.rollout.config import EngineConfig
 from rrl.rollout.engine import Engine
 from rrl.rollout.episodes import Request
-from rrl.serve.events import Event, ObservedEnvironment
 from rrl.serve.display import DisplayedTrajectory
+from rrl.serve.events import Event, ObservedEnvironment
 from rrl.text.chat import chat_ids
 
 READER_CONTEXT = 1024
@@ -156,7 +156,9 @@ class Agent:
             if event.kind == "end":
                 return
 
-    def _run(self, questions: Sequence[str | Question], sample: int, environment: Any) -> list[DisplayedTrajectory]:
+    def _run(
+        self, questions: Sequence[str | Question], sample: int, environment: Any
+    ) -> list[DisplayedTrajectory]:
         asked = [q if isinstance(q, Question) else Question(str(n), q, ()) for n, q in enumerate(questions)]
         requests = []
         for number, question in enumerate(asked):
@@ -167,7 +169,10 @@ class Agent:
         with self._lock:
             trajectories = self.engine.run(self.params, requests, environment, self._key)
             self._score(trajectories)
-        return [DisplayedTrajectory.of(trajectory, self.recipe.tags, self.engine.bytes) for trajectory in trajectories]
+        return [
+            DisplayedTrajectory.of(trajectory, self.recipe.tags, self.engine.bytes)
+            for trajectory in trajectories
+        ]
 
     def _score(self, trajectories: Sequence[Trajectory]) -> None:
         """Scores against gold answers where they are known; elsewhere only takes out answer and evidence."""

@@ -96,7 +96,9 @@ def export(
     return f"wrote {out}: step {step}, {dtype} (sha256 {folder_hash(out)[:12]})"
 
 
-def _write(out: pathlib.Path, decoder: Decoder, model_folder: pathlib.Path, dtype: str, shard_size: int) -> None:
+def _write(
+    out: pathlib.Path, decoder: Decoder, model_folder: pathlib.Path, dtype: str, shard_size: int
+) -> None:
     """Writes a folder that appears under its name when it is complete."""
     out.parent.mkdir(parents=True, exist_ok=True)
     partial = out.with_name(f".{out.name}.partial")
@@ -171,7 +173,9 @@ def _trained_sections(workdir: pathlib.Path, optim: Any, lora: Any) -> tuple[tup
         raise UserError(f"{workdir / CONFIG_FILE}: {error}; put back the file that the run wrote") from error
 
 
-def _start_folder(workdir: pathlib.Path, model_folder: pathlib.Path, moved: str | pathlib.Path | None) -> pathlib.Path:
+def _start_folder(
+    workdir: pathlib.Path, model_folder: pathlib.Path, moved: str | pathlib.Path | None
+) -> pathlib.Path:
     """The folder that a run started from, whose weights are still the same."""
     if not (model_folder / START_FILE).is_file():
         raise UserError(

@@ -14,8 +14,8 @@ from rrl.errors import UserError
 from rrl.miniwiki import KINDS, generate
 from rrl.models.hardware import ComputeConfig
 from rrl.report.summary import table
-from rrl.rewards.judge_prompts import JudgePrompt, Correctness, Sufficiency, Thinking, transcript_of
 from rrl.rewards.judge import Judge
+from rrl.rewards.judge_prompts import Correctness, JudgePrompt, Sufficiency, Thinking, transcript_of
 from rrl.rewards.judge_settings import JudgeSettings, judge_sections
 from rrl.rewards.oracle import Oracle
 from rrl.sft.judge_examples import JudgeExample, JudgeExamplesConfig, make_judge_examples

@@ -26,8 +26,17 @@ from rrl.recipes.r3rag_steps import R3RagEnvironment
 from rrl.recipes.tiresrag import TiresRag
 from rrl.retrieval.bm25 import Bm25Config
 from rrl.retrieval.index import make_retriever
-from rrl.rewards.judge_prompts import JudgePrompt, Correctness, Relevance, Sufficiency, Thinking, Transcript, gold_text, transcript_of
 from rrl.rewards.judge_card import JudgeCard
+from rrl.rewards.judge_prompts import (
+    Correctness,
+    JudgePrompt,
+    Relevance,
+    Sufficiency,
+    Thinking,
+    Transcript,
+    gold_text,
+    transcript_of,
+)
 from rrl.rewards.oracle import Oracle, chain_coverage, claims, groundedness
 from rrl.rollout.protocol import Append
 from rrl.text.chat import fitting_ids

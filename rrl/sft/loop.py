@@ -189,7 +189,11 @@ class Evaluator:
                 with use_mesh(self._mesh):
                     parts.append(jax.device_get(self._scores(decoder, put_rows(part, self._mesh))))
             logp, greedy = (np.concatenate(p) for p in zip(*parts, strict=True))
-            totals += [-logp[batch.loss_mask].sum(dtype=np.float64), greedy[batch.loss_mask].sum(), batch.loss_mask.sum()]
+            totals += [
+                -logp[batch.loss_mask].sum(dtype=np.float64),
+                greedy[batch.loss_mask].sum(),
+                batch.loss_mask.sum(),
+            ]
             set_matches = [
                 g[m].all()
                 for g, m in zip(

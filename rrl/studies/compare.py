@@ -118,7 +118,9 @@ def compare(
     for run in plan:
         if not run.finished:
             minutes = _grpo_of(run, plan)[2] if run.arm == SFT else 0.0
-            run_commands(run, commands(run, config, cold_start, minutes), provenance_of(run, config, cold_start))
+            run_commands(
+                run, commands(run, config, cold_start, minutes), provenance_of(run, config, cold_start)
+            )
     plan = finished_runs(root, config, cold_start, arms)
     refuse_mixed_models(plan)
     curves = {
@@ -142,7 +144,9 @@ def finished_runs(root: pathlib.Path, config: str, cold_start: str, arms: Sequen
     seeds = {int(folder.name.rpartition("-")[2]) for folder in root.glob("*-[0-9]*")}
     known = dict.fromkeys([*ARMS, *arms])
     found = [run for arm in known for seed in sorted(seeds) if (run := _arm_run(root, arm, seed)).finished]
-    found = [run for run in found if _stored_provenance(run) in (None, provenance_of(run, config, cold_start))]
+    found = [
+        run for run in found if _stored_provenance(run) in (None, provenance_of(run, config, cold_start))
+    ]
     grpo = {run.seed for run in found if run.arm == GRPO}
     return [run for run in found if run.arm != SFT or run.seed in grpo]
 
@@ -313,7 +317,10 @@ def table_rows(plan: Sequence[ArmRun], metric: str = "em") -> list[str]:
     ]
     for arm in dict.fromkeys(run.arm for run in plan):
         these = [run for run in plan if run.arm == arm]
-        ends = [_first_and_last(run, metric) if arm != SFT else _sft_first_and_last(run, plan, metric) for run in these]
+        ends = [
+            _first_and_last(run, metric) if arm != SFT else _sft_first_and_last(run, plan, metric)
+            for run in these
+        ]
         before, after, minutes = (np.array(column) for column in zip(*ends, strict=True))
         gains = 100 * (after - before)
         lines.append(

@@ -76,7 +76,11 @@ def folder_of(value: str) -> str:
 
 
 def plot_sweep(
-    name: str, values: Sequence[str], runs: Sequence[EvaluationRun], rows: Sequence[Mapping[str, Any]], png: Path
+    name: str,
+    values: Sequence[str],
+    runs: Sequence[EvaluationRun],
+    rows: Sequence[Mapping[str, Any]],
+    png: Path,
 ) -> None:
     """Metrics with their intervals over the values, and below them coverage and costs; of values that are no numbers, points."""
     metrics = [metric for metric in runs[0].metrics if all(metric in row for row in rows)]

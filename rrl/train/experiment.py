@@ -31,7 +31,7 @@ from rrl.models.weights import require_folder
 from rrl.parallel.mesh import data_shards
 from rrl.parallel.rules import shard
 from rrl.parallel.runtime import enable_compilation_cache
-from rrl.recipes.base import RequiresGroups, Recipe, ScoringContext, check_tags, curves_of, uses_chat
+from rrl.recipes.base import Recipe, RequiresGroups, ScoringContext, check_tags, curves_of, uses_chat
 from rrl.recipes.card import RecipeCard, make_card, require_policy, write_card
 from rrl.recipes.catalogue import make_recipe
 from rrl.recipes.episodes import find_long_prompts
@@ -371,7 +371,9 @@ def _drop_long_questions(settings: TrainSettings, loaded: TrainComponents, say: 
 def describe_programs(settings: TrainSettings) -> str:
     """The programs of a run and their sizes, in words: nothing else is compiled after they have been met once."""
     objective, shards = settings.train.objective, data_shards(settings.mesh.make())
-    update = ", ".join(f"{objective.rows_per_microbatch(length, shards)} x {length}" for length in objective.row_lengths)
+    update = ", ".join(
+        f"{objective.rows_per_microbatch(length, shards)} x {length}" for length in objective.row_lengths
+    )
 
     def loop(name: str, sizes: EngineConfig) -> str:
         return f"{name} of {sizes.rows} rows x {sizes.context} tokens"
@@ -406,7 +408,11 @@ def identity_of(settings: TrainSettings) -> dict[str, Any]:
 
 def _result_fields(rollout: EngineConfig) -> dict[str, Any]:
     """What of an engine's settings its numbers depend on."""
-    return {name: value for name, value in dataclasses.asdict(rollout).items() if name not in RESULT_INVARIANT_FIELDS}
+    return {
+        name: value
+        for name, value in dataclasses.asdict(rollout).items()
+        if name not in RESULT_INVARIANT_FIELDS
+    }
 
 
 def report(

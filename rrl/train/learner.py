@@ -78,7 +78,9 @@ class Learner:
         opt_state = init_optimizer(optimizer, params, mesh)
         average = jax.tree.map(lambda x: x.copy(), params) if config.average_last else None
         self._critic = None
-        values: list[CriticState] = []  # the critic's, where there is one: a checkpoint without holds nothing of it
+        values: list[
+            CriticState
+        ] = []  # the critic's, where there is one: a checkpoint without holds nothing of it
         if config.critic is not None and value_model is not None:
             self._critic, *values = make_critic(value_model, config.critic, config.objective, mesh)
         self.state = _commit_to_devices((params, opt_state, average, *values))

@@ -29,7 +29,11 @@ def test_sizes_add_up_to_what_the_papers_say() -> None:
 def test_a_draw_is_a_function_of_the_seed_and_validation_is_apart() -> None:
     questions = made(60)
     first = take_part(questions, MixturePart(20, 10), seed=1)
-    assert first == take_part(questions, MixturePart(20, 10), seed=1) != take_part(questions, MixturePart(20, 10), seed=2)
+    assert (
+        first
+        == take_part(questions, MixturePart(20, 10), seed=1)
+        != take_part(questions, MixturePart(20, 10), seed=2)
+    )
     train, validation = places(first["train"]), places(first["validation"])
     assert (len(train), len(validation)) == (20, 10) and not set(train) & set(validation)
     assert train == sorted(train) != list(range(20))

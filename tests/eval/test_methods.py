@@ -78,13 +78,20 @@ def test_methods_say_what_was_set_in_them() -> None:
     assert way.name == "react (steps=4)" and way.limits == {"steps": 4, "tokens": 99, "most_passages": 15}
     assert make_answering_method({"name": "react", "steps": 7}, None, None).name == "react"
     assert not make_answering_method({"name": "direct"}, None, None).searches
-    trained = make_answering_method({"name": "rsearch"}, {"use_evidence": False, "environment": {"max_searches": 2}}, None)
+    trained = make_answering_method(
+        {"name": "rsearch"}, {"use_evidence": False, "environment": {"max_searches": 2}}, None
+    )
     assert trained.name == "rsearch (use_evidence=False)"
-    told = [make_answering_method({"name": "rsearch"}, {"instruction": text}, None).name for text in ("x" * 99, "y" * 99)]
+    told = [
+        make_answering_method({"name": "rsearch"}, {"instruction": text}, None).name
+        for text in ("x" * 99, "y" * 99)
+    ]
     assert told[0] != told[1] and all(
         re.fullmatch(r"rsearch \(instruction=#[0-9a-f]{8}\)", name) for name in told
     )
-    seen = make_answering_method({"name": "r3rag"}, {"environment": {"drop_seen": False, "max_steps": 4}}, None)
+    seen = make_answering_method(
+        {"name": "r3rag"}, {"environment": {"drop_seen": False, "max_steps": 4}}, None
+    )
     assert seen.name == "r3rag (drop_seen=False)" and seen.limits["max_steps"] == 4
     assert make_answering_method({"name": "r3rag"}, None, None).long_answers  # it answers in sentences
     assert not make_answering_method({"name": "r3rag"}, {"short_answers": False}, None).long_answers

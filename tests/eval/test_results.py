@@ -9,7 +9,7 @@ import pytest
 
 from rrl.errors import UserError
 from rrl.eval.evaluate import with_short_forms
-from rrl.eval.judging import short_scores, judgement_file, verdicts
+from rrl.eval.judging import judgement_file, short_scores, verdicts
 from rrl.eval.predictions import Prediction
 from rrl.eval.results import ResultLines, read_lines
 from rrl.eval.scoring import score

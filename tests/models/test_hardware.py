@@ -10,7 +10,7 @@ import pytest
 from configs import r3rag_cold_start, r3rag_sft, rsearch_grpo
 from rrl.errors import UserError
 from rrl.models import hardware
-from rrl.models.hardware import ComputeConfig, MeshConfig, peak_memory, has_native_bfloat16
+from rrl.models.hardware import ComputeConfig, MeshConfig, has_native_bfloat16, peak_memory
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,9 @@ def test_a_kernel_that_this_platform_lacks_is_refused_with_its_field():
 
 @pytest.mark.parametrize("platform", ["cpu", "gpu", "tpu"])
 def test_only_a_cpu_computes_in_float32_where_the_dtype_is_left_open(platform, caplog):
-    assert ComputeConfig("auto").for_platform(platform).dtype == ("float32" if platform == "cpu" else "bfloat16")
+    assert ComputeConfig("auto").for_platform(platform).dtype == (
+        "float32" if platform == "cpu" else "bfloat16"
+    )
     assert ComputeConfig().for_platform(platform).dtype == "float32"
     assert not caplog.records
 

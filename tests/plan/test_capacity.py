@@ -17,8 +17,8 @@ from rrl.models.config import DecoderConfig, matrix_parameters
 from rrl.parallel.mesh import AXES
 from rrl.parallel.topology import CHIPS, GIB, Topology
 from rrl.plan import programs
-from rrl.plan.estimate import StepCost, Workload, step_costs, forward_flops
 from rrl.plan.capacity import PUBLISHED, CapacityPlan, default_mesh, first_change, plan_capacity, policy_shape
+from rrl.plan.estimate import StepCost, Workload, forward_flops, step_costs
 from rrl.plan.programs import CompiledProgram
 from rrl.plan.report import report
 from rrl.train.experiment import TrainSettings
@@ -182,7 +182,9 @@ def test_spare_rows_are_planned_for():
     found = plan_capacity(config, "h100:8")
     assert "256 rows and 64 oversubscribed slots of" in report(found)
     config.rollout.oversubscribed_slots = 6
-    with pytest.raises(UserError, match=r"rollout.oversubscribed_slots=6 .* give --config.rollout.oversubscribed_slots=8"):
+    with pytest.raises(
+        UserError, match=r"rollout.oversubscribed_slots=6 .* give --config.rollout.oversubscribed_slots=8"
+    ):
         plan_capacity(with_mesh(config, fsdp=8), "h100:8")
 
 
@@ -284,7 +286,10 @@ STATE = {"parameters": 1, "reference": 1, "optimiser state": 2}
             made({"rollout": STATE | {"KV cache": 16, "activations": 1}}, spare=64),
             r"--config.rollout.rows=212 --config.rollout.oversubscribed_slots=0 \(now 256 and 64\)",
         ),
-        (made({"rollout": STATE | {"KV cache": 2, "activations": 16}}), "--config.rollout.prefill_tokens=1024"),
+        (
+            made({"rollout": STATE | {"KV cache": 2, "activations": 16}}),
+            "--config.rollout.prefill_tokens=1024",
+        ),
         (
             made({"update": STATE | {"gradients": 1, "activations": 16}}, microbatch_tokens=131072),
             r"--config.objective.microbatch_tokens=65536 \(now 131072\)",

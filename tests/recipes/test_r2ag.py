@@ -92,7 +92,10 @@ def test_an_expansion_ends_with_the_output_or_after_4096_tokens_and_there_are_at
 
 
 def test_in_training_every_query_is_searched_and_the_tree_is_expanded_once():
-    environment, text = R2AGEnvironment(base_queries=1, predicted_queries=0), asking("a", "b", predicted=("c",))
+    environment, text = (
+        R2AGEnvironment(base_queries=1, predicted_queries=0),
+        asking("a", "b", predicted=("c",)),
+    )
     one = Episode(EMPTY, policy_texts=[text])
     assert environment.react(one, text, EOS) == SearchFor("a", ("b", "c"))
     assert environment.observe(one, [A], None, []) == Finish("expanded")

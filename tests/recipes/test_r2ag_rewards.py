@@ -2,7 +2,13 @@
 
 import pytest
 
-from rrl.recipes.r2ag_rewards import SteeringOutput, RewardWeights, average_precision, expansion_rewards, parse_output
+from rrl.recipes.r2ag_rewards import (
+    RewardWeights,
+    SteeringOutput,
+    average_precision,
+    expansion_rewards,
+    parse_output,
+)
 
 GOLD = ("A", "B", "C", "D")
 ASKS = SteeringOutput(("x",), (), has_think=True, query_tags=1)
@@ -44,7 +50,9 @@ def test_an_output_without_a_box_asks_for_nothing(text):
 
 
 def test_without_a_thought_queries_are_read_and_earn_no_format_reward():
-    assert parse_output("<base-Q>one</base-Q><predicted-Q>two</predicted-Q>") == SteeringOutput(("one",), ("two",))
+    assert parse_output("<base-Q>one</base-Q><predicted-Q>two</predicted-Q>") == SteeringOutput(
+        ("one",), ("two",)
+    )
 
 
 # -- Eq. 5, term by term ---------------------------------------------------------------------------------------------
@@ -87,9 +95,9 @@ def test_average_precision_looks_at_the_first_t_queries():
 def test_known_gold_counts_in_the_precision_as_printed_or_not():
     known = {"known": ["A"]}
     assert paid(ASKS, ["A", "B"], **known)["precision"] == pytest.approx(2 / 4)
-    assert paid(ASKS, ["A", "B"], **known, weights=RewardWeights(pay_known=False))["precision"] == pytest.approx(
-        1 / 2 / 4
-    )
+    assert paid(ASKS, ["A", "B"], **known, weights=RewardWeights(pay_known=False))[
+        "precision"
+    ] == pytest.approx(1 / 2 / 4)
 
 
 def test_all_gold_and_a_stop_signal_are_paid_before_or_in_this_expansion():

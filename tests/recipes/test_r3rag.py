@@ -15,7 +15,7 @@ from rrl.recipes.base import NO_MODELS, ScoringContext, uses_chat
 from rrl.recipes.card import make_card
 from rrl.recipes.catalogue import make_recipe
 from rrl.recipes.r3rag import R3Rag
-from rrl.recipes.r3rag_steps import Step, R3RagEnvironment, parse_step
+from rrl.recipes.r3rag_steps import R3RagEnvironment, Step, parse_step
 from rrl.rewards.judge_prompts import Correctness, Relevance, ShortAnswer
 from rrl.rewards.oracle import Oracle
 from rrl.rollout.protocol import CONTEXT, EOS, TURN_TOKENS, Episode, Finish, Restart, SearchFor
@@ -214,7 +214,9 @@ def test_there_are_five_steps_and_the_last_ones_query_is_still_searched():
     steps = [(ASK, [FILM])] * 5
     assert isinstance(after(*steps[:4]), Restart)
     assert after(*steps) == Finish("turn_limit")
-    assert R3RagEnvironment().react(Episode(QUESTION, turn=4), ASK, EOS) == SearchFor("director of Silver Harbour")
+    assert R3RagEnvironment().react(Episode(QUESTION, turn=4), ASK, EOS) == SearchFor(
+        "director of Silver Harbour"
+    )
     assert isinstance(after(*steps, environment=R3RagEnvironment(max_steps=10)), Restart)
 
 

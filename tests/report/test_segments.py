@@ -4,7 +4,7 @@ import dataclasses
 
 from rrl.data.trajectory import ENVIRONMENT, POLICY, PROMPT
 from rrl.report.article import article
-from rrl.report.segments import segments_of, policy_segments, stray_tags
+from rrl.report.segments import policy_segments, segments_of, stray_tags
 from tests.eval.fakes import FakeTokens, direct, malformed, spouse, winter
 
 

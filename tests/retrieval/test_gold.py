@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from rrl.errors import UserError
-from rrl.retrieval.gold import gold_efficiency, hits_by_answer, gold_hits
+from rrl.retrieval.gold import gold_efficiency, gold_hits, hits_by_answer
 
 
 def loops(found: list[str], gold: set[str], k: int) -> dict[str, float]:

@@ -14,7 +14,7 @@ from rrl.errors import UserError
 from rrl.retrieval.build import build_index
 from rrl.retrieval.folder import KINDS
 from rrl.retrieval.index import make_retriever, open_index
-from rrl.retrieval.retriever import MAX_QUERY_CHARACTERS, RetryPolicy, Retriever, SearchFailed
+from rrl.retrieval.retriever import MAX_QUERY_CHARACTERS, Retriever, RetryPolicy, SearchFailed
 from tests.retrieval.fakes import WordEncoder
 
 CORPUS = [

@@ -14,7 +14,7 @@ from rrl.data.passages import Passage
 from rrl.errors import UserError
 from rrl.retrieval.index import make_retriever
 from rrl.retrieval.remote import RemoteIndex, open_remote
-from rrl.retrieval.retriever import RetryPolicy, Retriever, SearchFailed
+from rrl.retrieval.retriever import Retriever, RetryPolicy, SearchFailed
 from rrl.retrieval.serve import MOST_BYTES, make_server
 from rrl.retrieval.wire import document, read_answer
 

@@ -16,9 +16,9 @@ import pytest
 
 from rrl.data.questions import Question
 from rrl.errors import UserError
-from rrl.rewards.judge_prompts import Correctness
 from rrl.rewards.endpoint import TOKEN_LIMIT_FIELDS, Endpoint, EndpointConfig, EndpointReply
 from rrl.rewards.judge import ModelJudge
+from rrl.rewards.judge_prompts import Correctness
 from rrl.stopping import ServiceUnavailable, stop_requested
 from rrl.text.chat import Prompt
 

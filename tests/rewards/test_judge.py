@@ -5,8 +5,8 @@ import pytest
 from rrl.data.questions import Question
 from rrl.data.trajectory import ENVIRONMENT, POLICY
 from rrl.errors import UserError
-from rrl.rewards.judge_prompts import Correctness, Sufficiency, Thinking, Transcript
 from rrl.rewards.judge import ModelJudge
+from rrl.rewards.judge_prompts import Correctness, Sufficiency, Thinking, Transcript
 from rrl.rewards.reader import Reader
 from rrl.rollout.config import EngineConfig
 from tests.rollout.world import make_world

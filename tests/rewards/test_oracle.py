@@ -8,7 +8,15 @@ from rrl.data.trajectory import ENVIRONMENT, POLICY
 from rrl.errors import UserError
 from rrl.miniwiki import KINDS, generate
 from rrl.recipes.tiresrag import TiresRag
-from rrl.rewards.judge_prompts import Correctness, Relevance, ShortAnswer, Sufficiency, Thinking, Transcript, Validation
+from rrl.rewards.judge_prompts import (
+    Correctness,
+    Relevance,
+    ShortAnswer,
+    Sufficiency,
+    Thinking,
+    Transcript,
+    Validation,
+)
 from rrl.rewards.oracle import Oracle, groundedness
 
 QUESTION = Question(

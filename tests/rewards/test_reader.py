@@ -131,7 +131,9 @@ def test_a_text_that_broke_off_as_not_finite_is_no_answer(reader):
     reader.cache.clear()
     reader.params = jax.tree.map(lambda x: x * jnp.nan, params)
     try:
-        assert reader.replies(asked) == [ReaderReply("", read, 0) for read in (s.prompt_tokens for s in reader.cache.values())]
+        assert reader.replies(asked) == [
+            ReaderReply("", read, 0) for read in (s.prompt_tokens for s in reader.cache.values())
+        ]
     finally:
         reader.cache.clear()
         reader.params = params

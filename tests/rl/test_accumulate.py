@@ -67,7 +67,11 @@ def test_streams_take_the_step_of_one_and_their_bits_do_not_depend_on_the_cores(
 def test_streams_have_threads_of_their_own_where_there_are_cores(monkeypatch, streams, cores, threads):
     monkeypatch.setattr("rrl.parallel.threads.available_cores", lambda: cores)
     accumulator, params, state = made(streams)
-    accumulate, seen, together = accumulator.accumulate, set(), threading.Barrier(max(1, threads), timeout=120)
+    accumulate, seen, together = (
+        accumulator.accumulate,
+        set(),
+        threading.Barrier(max(1, threads), timeout=120),
+    )
 
     def watched(*given):
         together.wait()  # for as many streams as there shall be
@@ -88,4 +92,7 @@ def test_what_a_stream_raises_comes_out_of_the_step():
 
 def test_streams_are_for_one_cpu():
     mesh = make_mesh(1, 1, 2, devices=jax.devices()[:2])
-    assert made(2)[0].parallel_microbatches == 2 and GradientAccumulator(loss, make_optimizer(OptimConfig()), (), mesh, 2).parallel_microbatches == 1
+    assert (
+        made(2)[0].parallel_microbatches == 2
+        and GradientAccumulator(loss, make_optimizer(OptimConfig()), (), mesh, 2).parallel_microbatches == 1
+    )

@@ -103,7 +103,9 @@ def test_penalties_count_from_the_token_to_the_end_of_its_own_trajectory(seed):
     rng = np.random.default_rng(seed)
     penalties = [rng.normal(size=n) for n in (3, 1, 5)]
     rewards = rng.normal(size=3)
-    for reward, penalty, found in zip(rewards, penalties, subtract_penalty_to_go(rewards, penalties), strict=True):
+    for reward, penalty, found in zip(
+        rewards, penalties, subtract_penalty_to_go(rewards, penalties), strict=True
+    ):
         wanted = [reward - sum(penalty.tolist()[t:]) for t in range(len(penalty))]
         np.testing.assert_allclose(found, wanted, atol=1e-5)
 

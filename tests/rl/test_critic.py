@@ -72,7 +72,9 @@ def test_streams_give_the_same_values_from_threads_of_their_own(monkeypatch):
     monkeypatch.setattr("rrl.parallel.threads.available_cores", lambda: 2)
     found, names = [], set[str]()
     for streams in (1, 2):
-        critic, state = make_critic(model(), CONFIG, dataclasses.replace(SPLIT, parallel_microbatches=streams))
+        critic, state = make_critic(
+            model(), CONFIG, dataclasses.replace(SPLIT, parallel_microbatches=streams)
+        )
         program = critic._estimate.program
 
         def watched(*given, program=program):

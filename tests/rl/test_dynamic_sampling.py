@@ -17,11 +17,19 @@ def one_round(state, spread, first=0):
 
 
 def test_two_rounds_by_hand():
-    state = one_round(DynamicSampling(target_groups=3, max_rounds=5), [True, False, False, True, False, False])
+    state = one_round(
+        DynamicSampling(target_groups=3, max_rounds=5), [True, False, False, True, False, False]
+    )
     assert (state.selected, state.done) == ((0, 3), False)
     assert state.next_round == 3  # one is missing and one in three has spread
     state = one_round(state, [True, True, False], first=6)
-    assert (state.selected, state.done, state.next_round, state.rounds, state.sampled) == ((0, 3, 6), True, 0, 2, 9)
+    assert (state.selected, state.done, state.next_round, state.rounds, state.sampled) == (
+        (0, 3, 6),
+        True,
+        0,
+        2,
+        9,
+    )
 
 
 def test_groups_that_shall_not_be_learned_from_are_asked_for_again_whatever_their_spread():
@@ -35,7 +43,9 @@ def test_groups_that_shall_not_be_learned_from_are_asked_for_again_whatever_thei
     st.integers(1, 4),
     st.lists(st.lists(st.booleans(), min_size=1, max_size=8), min_size=4, max_size=4),
 )
-def test_rounds_are_bounded_and_kept_groups_are_the_first_that_have_spread(target_groups, max_rounds, spreads):
+def test_rounds_are_bounded_and_kept_groups_are_the_first_that_have_spread(
+    target_groups, max_rounds, spreads
+):
     state, first, informative = DynamicSampling(target_groups, max_rounds), 0, []
     while not state.done:
         spread = spreads[state.rounds][: state.next_round]

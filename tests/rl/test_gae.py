@@ -92,7 +92,11 @@ def test_steps_of_r3_rag_are_samples_of_their_own_or_the_time_of_eq_8():
     np.testing.assert_allclose(advantages, [[0.3, 0.3, -1.5, -1.5, 1.5, 1.5]], atol=1e-6)
     # Eq. 8 over steps: entries are steps, the segment is the episode; delta = 0.8 and -1 and 1.5 with V = 0.5.
     steps = gae(
-        np.array([[0.8, -1, 2]]), np.full((1, 3), 0.5), np.ones((1, 3), bool), np.ones((1, 3), int), gae_lambda=0.5
+        np.array([[0.8, -1, 2]]),
+        np.full((1, 3), 0.5),
+        np.ones((1, 3), bool),
+        np.ones((1, 3), int),
+        gae_lambda=0.5,
     )
     np.testing.assert_allclose(steps[0], [[0.8 - 0.5 + 0.375, -1 + 0.75, 1.5]], atol=1e-6)
 

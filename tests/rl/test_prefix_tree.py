@@ -225,7 +225,10 @@ def test_a_critic_says_the_same_and_learns_the_same(across):
 
 def test_rows_hold_fewer_tokens_and_a_kernel_that_cannot_share_says_so():
     used = [
-        sum(int((batch.segment_ids > 0).sum()) for batch in pack_trajectories(EPISODES, config).buckets.batches)
+        sum(
+            int((batch.segment_ids > 0).sum())
+            for batch in pack_trajectories(EPISODES, config).buckets.batches
+        )
         for config in (APART, SHARED)
     ]
     assert used == [12 + 38 + 132 + 78, 12 + 32 + 72 + 52]

@@ -257,7 +257,9 @@ def test_the_kl_in_the_reward_is_paid_from_each_token_on_and_then_whitened():
 
 
 def test_where_the_reward_pays_for_the_kl_the_update_takes_the_references_word_from_there():
-    objective = ObjectiveConfig(kl_coef=0.5, kl_estimator="k1", kl_in="reward", row_lengths=(64,), minibatches=2)
+    objective = ObjectiveConfig(
+        kl_coef=0.5, kl_estimator="k1", kl_in="reward", row_lengths=(64,), minibatches=2
+    )
     updater, (params, reference, fixed), optimizer = made(objective)
     paid = updater.reference_logprobs(reference, fixed, TRAJECTORIES)
     nothing = jax.tree.map(lambda x: x * np.nan, reference)
@@ -295,7 +297,11 @@ def test_a_sharded_step_is_the_step_of_one_device_and_leaves_parameters_where_th
 
 def test_microbatches_hold_the_same_number_of_rows_on_each_shard_and_at_least_one():
     objective = ObjectiveConfig(microbatch_tokens=32768)
-    assert (objective.rows_per_microbatch(8192), objective.rows_per_microbatch(8192, 4), objective.rows_per_microbatch(8192, 16)) == (4, 4, 16)
+    assert (
+        objective.rows_per_microbatch(8192),
+        objective.rows_per_microbatch(8192, 4),
+        objective.rows_per_microbatch(8192, 16),
+    ) == (4, 4, 16)
     assert objective.rows_per_microbatch(2048, 3) == 15
 
 

@@ -20,7 +20,14 @@ def soak(mesh, loops: int = 0) -> int:
     from tests.rollout.world import make_world
 
     decoder, tokenizer, retriever, requests = make_world()
-    sizes = {"rows": 8, "context": 192, "wake_threshold": 1, "prefill_tokens": 17, "max_wait_steps": 1, "top_k": 2}
+    sizes = {
+        "rows": 8,
+        "context": 192,
+        "wake_threshold": 1,
+        "prefill_tokens": 17,
+        "max_wait_steps": 1,
+        "top_k": 2,
+    }
     config = EngineConfig(**sizes, workers=loops, stall_seconds=60)
     params = shard(jax.tree.map(np.asarray, nnx.state(decoder)), mesh)
     engine = Engine(decoder, tokenizer, config, retriever=retriever, mesh=mesh)

@@ -29,14 +29,16 @@ from rrl.rl.packing import pack
 from rrl.rollout.config import EngineConfig
 from rrl.rollout.engine import CACHED_STOP_TABLES, Engine, RolloutStats
 from rrl.rollout.episodes import Request
-from rrl.rollout.scheduler import Scheduler
 from rrl.rollout.protocol import Append, Finish, Restart, SearchFor, SingleTurn, Stream
 from rrl.rollout.sampling import truncate
+from rrl.rollout.scheduler import Scheduler
 from tests.rollout.world import make_world
 
 KEY = jax.random.key(3)
 SAMPLING = {"top_p": 0.99, "sample_top_k": 300}
-CONFIG = EngineConfig(rows=8, context=192, wake_threshold=4, prefill_tokens=48, max_wait_steps=8, top_k=2, **SAMPLING)
+CONFIG = EngineConfig(
+    rows=8, context=192, wake_threshold=4, prefill_tokens=48, max_wait_steps=8, top_k=2, **SAMPLING
+)
 TEMPERATURES = (1.0, 0.7, 0.4, 0.1, 0.0)
 
 
@@ -164,7 +166,9 @@ def test_a_trajectory_has_the_same_bits_in_another_batch_and_slot(world, engine,
     [
         {"rows": 3, "wake_threshold": 1, "prefill_tokens": 17, "max_wait_steps": 2},
         pytest.param({"rows": 1, "wake_threshold": 1}, marks=pytest.mark.slow),
-        pytest.param({"rows": 64, "workers": 2, "oversubscribed_slots": 8, "draft_tokens": 1}, marks=pytest.mark.slow),
+        pytest.param(
+            {"rows": 64, "workers": 2, "oversubscribed_slots": 8, "draft_tokens": 1}, marks=pytest.mark.slow
+        ),
     ],
 )
 def test_a_trajectory_does_not_depend_on_slots_loops_chunks_or_guesses(
@@ -186,7 +190,9 @@ def test_loops_share_the_requests_and_give_the_bits_of_one_of_as_many_rows(world
     )
     same(trajectories, found, tolerance=0)
     assert sorted(ended) == list(range(20))
-    assert [host.limits.rows for host in engine._schedulers] == [8, 8] and all(h.prefilled for h in engine._schedulers)
+    assert [host.limits.rows for host in engine._schedulers] == [8, 8] and all(
+        h.prefilled for h in engine._schedulers
+    )
     assert sum(t.policy_tokens for t in found) == engine.stats.policy_tokens <= engine.stats.row_steps
 
 
@@ -386,7 +392,11 @@ def test_a_loop_for_more_stop_strings_is_compiled_for_itself_and_told(world, cap
             engine.run(
                 nnx.state(decoder), [dataclasses.replace(requests[0], stops=stops)], SingleTurn(4), KEY
             )
-    assert len([line for line in caplog.messages if line.startswith("compiling")]) == len(engine._compiled_loops) == 2
+    assert (
+        len([line for line in caplog.messages if line.startswith("compiling")])
+        == len(engine._compiled_loops)
+        == 2
+    )
 
 
 def test_both_limits_are_told_where_a_turn_fills_the_context(world):

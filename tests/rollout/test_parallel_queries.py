@@ -11,9 +11,9 @@ from rrl.data.trajectory import Search
 from rrl.retrieval.retriever import Hit
 from rrl.rollout.automaton import compile_sets
 from rrl.rollout.episodes import Request
-from rrl.rollout.exchange import DECODING, PAUSED, ExchangeSizes, DeviceReport
-from rrl.rollout.scheduler import Scheduler
+from rrl.rollout.exchange import DECODING, PAUSED, DeviceReport, ExchangeSizes
 from rrl.rollout.protocol import Finish, SearchFor, SingleTurn
+from rrl.rollout.scheduler import Scheduler
 
 
 class Asks(SingleTurn):

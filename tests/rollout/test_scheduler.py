@@ -11,20 +11,20 @@ from rrl.errors import UserError
 from rrl.rollout.automaton import compile_sets
 from rrl.rollout.episodes import Request
 from rrl.rollout.exchange import (
-    HEADER,
     ABORT,
-    PREFILLS_PER_EXCHANGE,
     CHUNK_TOKENS,
     DECODING,
+    HEADER,
+    PAUSED,
+    PREFILLS_PER_EXCHANGE,
     STOP_EOS,
     STOP_TURN,
-    PAUSED,
-    PrefillChunk,
-    ExchangeSizes,
     DeviceReport,
+    ExchangeSizes,
+    PrefillChunk,
 )
-from rrl.rollout.scheduler import Scheduler
 from rrl.rollout.protocol import CONTEXT, Append, Finish, Restart, SearchFor, SingleTurn
+from rrl.rollout.scheduler import Scheduler
 
 SIZES = ExchangeSizes(rows=3, context=400, wake_threshold=2, prefill_tokens=2 * CHUNK_TOKENS, query_tokens=0)
 NONE = np.zeros((0, 0), np.float32)
@@ -180,9 +180,7 @@ def test_what_does_not_fit_even_so_ends_the_episode_at_the_limit_of_its_context(
     class Shortens(Answers):
         def overflow(self, episode, message, room):
             if isinstance(message, Restart):
-                assert (
-                    room == SIZES.context - 2
-                )  # the last of the prompt is left pending, and one is written
+                assert room == SIZES.context - 2  # the last of the prompt is left pending, and one is written
                 return Restart(message.prompt[1:])
             assert room == SIZES.context - 2 - 1  # two tokens of the prompt, and one that was written
             return dataclasses.replace(message, prefix=message.prefix[1:])

@@ -176,7 +176,9 @@ def test_one_that_hangs_takes_nothing_from_those_that_were_searched_with_it(capl
     assert sorted(retriever.asked[1:]) == [(["a"], [[1.0]]), (["b"], [[2.0]]), (["c"], [[3.0]])]
 
 
-@pytest.mark.parametrize(("count", "tries"), [(MAX_RETRY_BATCHES, 1 + MAX_RETRY_BATCHES), (MAX_RETRY_BATCHES + 1, 1)])
+@pytest.mark.parametrize(
+    ("count", "tries"), [(MAX_RETRY_BATCHES, 1 + MAX_RETRY_BATCHES), (MAX_RETRY_BATCHES + 1, 1)]
+)
 def test_each_query_of_a_batch_that_hangs_is_tried_alone_unless_it_may_just_have_much_to_do(
     clock, count, tries
 ):

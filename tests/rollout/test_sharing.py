@@ -107,9 +107,14 @@ def test_long_prompts_that_begin_alike_are_shared_to_the_bit(world):
 
 def test_samples_of_a_prompt_go_to_one_shard_where_there_are_prompts_enough():
     prompts = [np.array([n // 4]) for n in range(16)]
-    assert assign_to_shards(prompts, 2) == [[[*range(4)], [*range(8, 12)]], [[*range(4, 8)], [*range(12, 16)]]]
+    assert assign_to_shards(prompts, 2) == [
+        [[*range(4)], [*range(8, 12)]],
+        [[*range(4, 8)], [*range(12, 16)]],
+    ]
     assert assign_to_shards(prompts[:4], 2) == [[[0], [2]], [[1], [3]]]
-    assert assign_to_shards(prompts, 2, workers=3) == [[[place] for place in range(start, 16, 2)] for start in (0, 1)]
+    assert assign_to_shards(prompts, 2, workers=3) == [
+        [[place] for place in range(start, 16, 2)] for start in (0, 1)
+    ]
 
 
 def test_long_prompts_come_first_and_equal_ones_in_their_order():
@@ -212,7 +217,9 @@ def test_spare_rows_are_dealt_to_shards_and_loops(world):
         UserError, match=r"rollout\.oversubscribed_slots=6 must be a multiple of data x fsdp = 4 shards"
     ):
         Engine(decoder, tokenizer, spare, mesh=make_mesh(2, 2, 2))
-    split = Engine(decoder, tokenizer, dataclasses.replace(CONFIG, oversubscribed_slots=5, workers=2)).programs
+    split = Engine(
+        decoder, tokenizer, dataclasses.replace(CONFIG, oversubscribed_slots=5, workers=2)
+    ).programs
     assert (split.workers, split.decode_rows, split.rows) == (2, 4, 7)
     with pytest.raises(UserError, match=r"oversubscribed_slots=-1 must be at least 0"):
         dataclasses.replace(CONFIG, oversubscribed_slots=-1)
@@ -299,7 +306,9 @@ def test_slow_searches_change_nothing_but_the_time(world, stepped, spare):
             time.sleep(0.03)
             return retriever.search(queries, k)
 
-    engine = Engine(decoder, tokenizer, dataclasses.replace(CONFIG, oversubscribed_slots=spare), retriever=Slow())
+    engine = Engine(
+        decoder, tokenizer, dataclasses.replace(CONFIG, oversubscribed_slots=spare), retriever=Slow()
+    )
     same(engine.run(nnx.state(decoder), requests[:10], STEPS, KEY), stepped)
 
 

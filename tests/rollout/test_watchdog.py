@@ -87,7 +87,10 @@ def test_a_step_that_is_still_computed_is_no_stall(rollout, caplog):
 
 def test_a_device_that_computes_for_ever_has_stalled(rollout, caplog):
     rollout.wait(300 * (MAX_COMPUTING_REPORTS + 1), cores=2.0)
-    assert levels(caplog)[: MAX_COMPUTING_REPORTS - 1] == ["INFO"] * (MAX_COMPUTING_REPORTS - 1) and levels(caplog)[-1] == "ERROR"
+    assert (
+        levels(caplog)[: MAX_COMPUTING_REPORTS - 1] == ["INFO"] * (MAX_COMPUTING_REPORTS - 1)
+        and levels(caplog)[-1] == "ERROR"
+    )
 
 
 def test_processor_time_of_a_host_that_is_stuck_is_no_excuse(rollout, caplog):

@@ -20,7 +20,7 @@ from rrl.miniwiki import KINDS, generate, mixed_questions
 from rrl.models.tokenizer import load_tokenizer
 from rrl.recipes.card import read_card
 from rrl.recipes.r3rag import R3Rag
-from rrl.recipes.r3rag_steps import Step, R3RagEnvironment
+from rrl.recipes.r3rag_steps import R3RagEnvironment, Step
 from rrl.rewards.endpoint import EndpointConfig
 from rrl.rollout.protocol import Append
 from rrl.runs.workdir import refuse_other_config

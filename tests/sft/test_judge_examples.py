@@ -12,8 +12,8 @@ import pytest
 from rrl.errors import UserError
 from rrl.miniwiki import generate
 from rrl.models.tokenizer import load_tokenizer
-from rrl.rewards.judge_prompts import Correctness, Relevance, Sufficiency, Thinking, gold_text
 from rrl.rewards.judge_card import read_judge_card
+from rrl.rewards.judge_prompts import Correctness, Relevance, Sufficiency, Thinking, gold_text
 from rrl.rewards.oracle import Oracle
 from rrl.rl.optim import OptimConfig
 from rrl.runs.metrics import read_metrics
@@ -78,7 +78,9 @@ def test_a_training_example_is_prompt_and_answer_with_the_loss_on_the_answer():
     for judge_example, example in zip(
         EXAMPLES, tokenize_judge_examples(iter(EXAMPLES), tokenizer, OPTIONS.card), strict=True
     ):
-        prompt = fitting_ids(tokenizer, OPTIONS.card.prompt_for(judge_example.prompt), 10_000)  # nothing is cut
+        prompt = fitting_ids(
+            tokenizer, OPTIONS.card.prompt_for(judge_example.prompt), 10_000
+        )  # nothing is cut
         assert len(example) <= OPTIONS.context
         np.testing.assert_array_equal(example.tokens[~example.loss], prompt)
         answer = example.tokens[example.loss]

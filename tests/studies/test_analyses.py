@@ -10,7 +10,13 @@ import pytest
 from rrl.errors import UserError
 from rrl.runs.launcher import load_config
 from rrl.studies.analyses.analyze import analyze
-from rrl.studies.analyses.catalogue import ANALYSES, TRAINING_ARMS, evaluation_points, analysis_named, training_points
+from rrl.studies.analyses.catalogue import (
+    ANALYSES,
+    TRAINING_ARMS,
+    analysis_named,
+    evaluation_points,
+    training_points,
+)
 from rrl.studies.analyses.table import interval
 from rrl.studies.reproduction import queue
 from rrl.studies.reproduction.plan import ARMS, PlannedRun
@@ -57,7 +63,9 @@ def test_the_papers_analyses_are_there_and_say_which_figure_or_table_each_is():
 
 @pytest.mark.parametrize("what", [what for what in ANALYSES if not ANALYSES[what].arms])
 def test_what_is_evaluated_has_a_config_with_its_fields(what):
-    points, known = evaluation_points(analysis_named(what), arguments=["questions=7"], fields={"rollout.rows": "8"})
+    points, known = evaluation_points(
+        analysis_named(what), arguments=["questions=7"], fields={"rollout.rows": "8"}
+    )
     assert [name for point in points for name in point.runs] == list(known)
     for run in [*known.values()][:: max(1, len(known) - 1)]:
         config = load_config(run.config, [f"{field}={value}" for field, value in run.fields.items()])
@@ -76,7 +84,11 @@ def test_the_value_reaches_the_config():
     }
     for method, found in steps.items():
         ((run,),) = (
-            [*evaluation_points(analysis_named("max_steps"), [f"{method}@assets/miniwiki-policy"], ["7"])[1].values()],
+            [
+                *evaluation_points(analysis_named("max_steps"), [f"{method}@assets/miniwiki-policy"], ["7"])[
+                    1
+                ].values()
+            ],
         )
         assert found(load_config(run.config, [f"{f}={v}" for f, v in run.fields.items()])) == 7
     (run,) = evaluation_points(analysis_named("top_k"), [POLICY], ["9"])[1].values()
@@ -100,8 +112,13 @@ def test_a_recipe_that_only_finds_has_a_reader_and_others_have_none():
 def test_a_policy_s_card_says_its_method_and_two_of_one_method_are_told_apart():
     points, _ = evaluation_points(analysis_named("tokens"), ["assets/miniwiki-policy"])
     assert [point.system for point in points] == ["rsearch"]
-    points, _ = evaluation_points(analysis_named("tokens"), ["ircot@assets/miniwiki-policy", "ircot@assets/miniwiki-reader"])
-    assert [point.system for point in points] == ["ircot@assets/miniwiki-policy", "ircot@assets/miniwiki-reader"]
+    points, _ = evaluation_points(
+        analysis_named("tokens"), ["ircot@assets/miniwiki-policy", "ircot@assets/miniwiki-reader"]
+    )
+    assert [point.system for point in points] == [
+        "ircot@assets/miniwiki-policy",
+        "ircot@assets/miniwiki-reader",
+    ]
 
 
 @pytest.mark.parametrize("what", [what for what in ANALYSES if ANALYSES[what].arms])

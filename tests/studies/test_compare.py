@@ -75,7 +75,9 @@ def test_arguments_are_added_to_a_config_flag():
 
 def test_an_argument_that_is_given_already_is_replaced(tmp_path):
     assert with_arguments("a.py:steps=2,quick", "steps=0", "quick") == "a.py:steps=0,quick"
-    _, evaluation = commands(arm_runs(tmp_path, ["GRPO", "SFT continued"], [0])[1], "x.py:steps=2", "c.py", 1.0)
+    _, evaluation = commands(
+        arm_runs(tmp_path, ["GRPO", "SFT continued"], [0])[1], "x.py:steps=2", "c.py", 1.0
+    )
     assert evaluation[1].startswith("--config=x.py:steps=0,policy=")
 
 

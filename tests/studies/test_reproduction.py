@@ -55,7 +55,9 @@ def test_an_interval_reaches_as_far_as_seeds_or_questions_say():
     alike = ClaimEvidence([0.5], [0.0], [answers, answers, answers])
     found = judge_claim(alike)
     assert (found.word, found.difference, found.low, found.high) == (UNTESTED, 0.5, -0.5, 1.0)
-    both = judge_claim(ClaimEvidence([0.5], [0.0], [answers, np.array([1.0, -1.0, 1.0, 1.0]), np.ones(4) / 2]))
+    both = judge_claim(
+        ClaimEvidence([0.5], [0.0], [answers, np.array([1.0, -1.0, 1.0, 1.0]), np.ones(4) / 2])
+    )
     assert both.low > -0.5  # of the mean over seeds, whose questions differ less than those of one seed
     apart = judge_claim(ClaimEvidence([0.5], [0.0], [np.full(4, mean) for mean in (0.0, 0.5, 1.0)]))
     assert round(apart.low, 3) == round(0.5 - 4.303 * 0.5 / 3**0.5, 3)
@@ -128,7 +130,9 @@ def test_the_better_of_two_prompted_methods_is_what_counts():
         "rsearch_cold-eval": evaluation((1, 1)),
     }
     assert measured("iterative", made).left == measured("cold-start", made).right == [0.5]
-    assert judge_claim(measured("iterative", made), claims_named(["iterative"])[0].untestable).word == UNTESTED
+    assert (
+        judge_claim(measured("iterative", made), claims_named(["iterative"])[0].untestable).word == UNTESTED
+    )
 
 
 def test_transfer_is_the_spread_over_retrievers_and_the_smallest_lead():

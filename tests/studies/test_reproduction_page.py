@@ -15,10 +15,10 @@ import pytest
 from rrl.errors import UserError
 from rrl.studies.reproduction import queue
 from rrl.studies.reproduction.claims import CLAIMS
-from rrl.studies.reproduction.store import MeasurementStore
 from rrl.studies.reproduction.page import reproduction_page
 from rrl.studies.reproduction.plan import PlannedRun, planned_runs
 from rrl.studies.reproduction.reproduce import reproduce
+from rrl.studies.reproduction.store import MeasurementStore
 from rrl.studies.reproduction.verdict import FAILS, MISSING
 from tests.eval.runs import finished
 
@@ -169,10 +169,17 @@ def test_what_other_settings_made_is_not_used(tmp_path, monkeypatch, capsys):
     measured_in(out, "direct", {"d": "yes"})
     reproduce(out, file, keep=keep, run=False)
     changed = {
-        "naive_rag": dataclasses.replace(planned_runs(SEEDS)["naive_rag"], fields={"prompted.most_passages": 3})
+        "naive_rag": dataclasses.replace(
+            planned_runs(SEEDS)["naive_rag"], fields={"prompted.most_passages": 3}
+        )
     }
-    assert "naive_rag" in MeasurementStore(keep, changed).outdated and not MeasurementStore(keep, changed).entries
-    monkeypatch.setattr("rrl.studies.reproduction.reproduce.planned_runs", lambda *_: planned_runs(SEEDS) | changed)
+    assert (
+        "naive_rag" in MeasurementStore(keep, changed).outdated
+        and not MeasurementStore(keep, changed).entries
+    )
+    monkeypatch.setattr(
+        "rrl.studies.reproduction.reproduce.planned_runs", lambda *_: planned_runs(SEEDS) | changed
+    )
     reproduce(out, file, keep=keep, run=False)  # neither what is kept nor what lies in the folder
     assert "naive_rag was made by launch/eval.py" in capsys.readouterr().err
     assert MISSING in row_of(file, "naive-rag")

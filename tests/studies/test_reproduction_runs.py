@@ -15,8 +15,15 @@ from rrl.parallel.runtime import available_cores
 from rrl.runs.launcher import load_config
 from rrl.studies.reproduction import queue
 from rrl.studies.reproduction.claims import CLAIMS
-from rrl.studies.reproduction.plan import PlannedRun, with_dependencies, planned_runs
-from rrl.studies.reproduction.queue import RunManifest, load_manifest, resolved_settings, core_shares, manifest_mismatch, run_queue
+from rrl.studies.reproduction.plan import PlannedRun, planned_runs, with_dependencies
+from rrl.studies.reproduction.queue import (
+    RunManifest,
+    core_shares,
+    load_manifest,
+    manifest_mismatch,
+    resolved_settings,
+    run_queue,
+)
 
 ROOT = pathlib.Path(__file__).parents[2]
 SEEDS = (0, 1, 2)
@@ -28,9 +35,14 @@ def test_every_claim_has_its_runs_each_after_what_it_needs_and_all_fit_into_thre
     assert all(name in known for claim in CLAIMS for name in claim.needs(SEEDS))
     assert all(names.index(need) < names.index(run.name) for run in known.values() for need in run.needs)
     assert sum(run.minutes for run in known.values()) < 2 * 180
-    wanted = {run.name for run in with_dependencies([n for claim in CLAIMS for n in claim.needs(SEEDS)], known)}
+    wanted = {
+        run.name for run in with_dependencies([n for claim in CLAIMS for n in claim.needs(SEEDS)], known)
+    }
     assert wanted == set(known)  # nothing is run that no claim reads
-    assert [run.name for run in with_dependencies(["r2ag_cold-eval"], known)] == ["r2ag_cold", "r2ag_cold-eval"]
+    assert [run.name for run in with_dependencies(["r2ag_cold-eval"], known)] == [
+        "r2ag_cold",
+        "r2ag_cold-eval",
+    ]
 
 
 @pytest.mark.parametrize("smoke", [False, True])
@@ -119,11 +131,15 @@ def test_arguments_may_be_others_that_come_to_the_same_settings(tmp_path, monkey
     few = {**manifest.settings["data"]["demonstrations"], "number": 99}
     moved = {**manifest.settings, "data": {**manifest.settings["data"], "demonstrations": few}}
     moved = dataclasses.replace(manifest, settings=moved)
-    assert manifest_mismatch(moved, dataclasses.replace(cold, config=f"{cold.config},demonstrations=99")) == ""
+    assert (
+        manifest_mismatch(moved, dataclasses.replace(cold, config=f"{cold.config},demonstrations=99")) == ""
+    )
     assert "was made with data.demonstrations.number=99, which is 100" in manifest_mismatch(moved, cold)
     timed = dataclasses.replace(named, fields={"train.minutes": 0.0})
     assert manifest_mismatch(earlier, timed) == ""  # as it is without
-    assert "was made by" in manifest_mismatch(earlier, dataclasses.replace(timed, fields={"train.minutes": 2.0}))
+    assert "was made by" in manifest_mismatch(
+        earlier, dataclasses.replace(timed, fields={"train.minutes": 2.0})
+    )
     strange = [flag.replace("recipe=", "system=") for flag in manifest.command]
     assert "was made by" in manifest_mismatch(dataclasses.replace(manifest, command=strange), named)
     assert "was made by" in manifest_mismatch(manifest, dataclasses.replace(named, name="b"))

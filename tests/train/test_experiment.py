@@ -73,7 +73,12 @@ def test_ppo_has_a_critic_and_the_kl_in_the_reward_and_is_else_grpo(folders):
         TrainSettings.from_config(config(paper, name)) for name in ("rsearch_ppo", "rsearch_grpo")
     )
     critic, objective = settings.train.critic, settings.train.objective
-    assert (critic.optim.lr, critic.discount, critic.gae_lambda, critic.optim.total_steps) == (1e-5, 1, 1, 195)
+    assert (critic.optim.lr, critic.discount, critic.gae_lambda, critic.optim.total_steps) == (
+        1e-5,
+        1,
+        1,
+        195,
+    )
     assert (objective.kl_coef, objective.kl_estimator, objective.kl_in) == (0.001, "k1", "reward")
     assert objective.whiten and grpo.train.critic is None
     same = dataclasses.replace(settings.train, critic=None, objective=grpo.train.objective)
@@ -293,7 +298,12 @@ def test_an_unknown_section_is_refused(folders):
         ("retriever", "encoder", "nowhere", r"^retriever\.encoder='nowhere' is no Hugging Face folder"),
         ("objective", "drop_spread", "x", r"^objective\.drop_spread='x' must be float or None"),
         ("objective", "drop_spread", True, r"^objective\.drop_spread=True must be float or None"),
-        ("objective", "row_lengths", (384, "x"), r"^objective\.row_lengths=\(384, 'x'\) must be a tuple.* int"),
+        (
+            "objective",
+            "row_lengths",
+            (384, "x"),
+            r"^objective\.row_lengths=\(384, 'x'\) must be a tuple.* int",
+        ),
         ("optim", "frozen", ("[",), r"^optim\.frozen=\('\[',\): '\[' is no regular expression"),
         ("data", "held_out_split", "train", r"^data\.held_out_split='train' .*dev, test"),
         ("data", "path", "", r"^data='' is not a folder"),

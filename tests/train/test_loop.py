@@ -189,7 +189,9 @@ def test_a_question_too_long_for_the_context_is_named_before_a_run_comes_to_it(p
     assert find_long_prompts(engine, recipe, [spaces], "stop", said.append) == set()
     long = dataclasses.replace(questions[0], id="endless", text=questions[0].text * 40)
     for on_error in ("refuse", "skip"):
-        assert find_long_prompts(engine, recipe, [*questions, long], on_error, said.append) == {len(questions)}
+        assert find_long_prompts(engine, recipe, [*questions, long], on_error, said.append) == {
+            len(questions)
+        }
     words = f"1 of {len(questions) + 1} questions do not fit the context of 128 tokens and end as context_limit; the first is"
     assert len(said) == 2 and all(f"{words} 'endless', whose prompt has" in text for text in said)
     with pytest.raises(UserError, match=r"question 'endless' has \d+ tokens, the context holds 128"):

@@ -154,7 +154,13 @@ def test_the_controls_rewards_are_dealt_out_anew_in_each_step_and_round(monkeypa
     draws = [shuffle(number).permutation(100).tolist() for shuffle, _ in found for number in (0, 1)]
     assert len({tuple(draw) for draw in draws}) == 4
     sample_step(
-        dataclasses.replace(config, permute_rewards=False), 0, None, None, None, ShuffledQuestions([], 1, 0), ScoringContext()
+        dataclasses.replace(config, permute_rewards=False),
+        0,
+        None,
+        None,
+        None,
+        ShuffledQuestions([], 1, 0),
+        ScoringContext(),
     )
     assert found[-1][0] is None
 

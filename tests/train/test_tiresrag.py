@@ -152,4 +152,6 @@ def test_a_cold_start_and_a_step_of_training_on_the_built_in_world(tmp_path, mon
         text=True,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )
-    assert refused.returncode == 2 and "is asked for ErrorAnalysis" in refused.stderr  # before it judged anything
+    assert (
+        refused.returncode == 2 and "is asked for ErrorAnalysis" in refused.stderr
+    )  # before it judged anything

@@ -8,7 +8,7 @@ from typing import Any
 from rrl.data.passages import Passage, render
 from rrl.data.trajectory import NOT_FINITE
 from rrl.errors import at_least
-from rrl.rollout.workflow import WorkflowRequest, Generate, Generated, PromptTooLong, Retrieve
+from rrl.rollout.workflow import Generate, Generated, PromptTooLong, Retrieve, WorkflowRequest
 from rrl.text.short_answers import FINAL_ANSWER, final_answer
 
 PromptedWorkflow = Generator[WorkflowRequest | Sequence[WorkflowRequest], Any, str]
@@ -102,7 +102,9 @@ class PromptedResult:
         return sum(len(said.trajectory.tokens) for said in self.generations) - self.sampled_tokens
 
 
-def with_record(flow: PromptedWorkflow) -> Generator[WorkflowRequest | Sequence[WorkflowRequest], Any, PromptedResult]:
+def with_record(
+    flow: PromptedWorkflow,
+) -> Generator[WorkflowRequest | Sequence[WorkflowRequest], Any, PromptedResult]:
     """The same flow, which returns an `PromptedResult`: the answer and all that was written and found on the way."""
     written: list[Generated] = []
     searches: list[tuple[str, tuple[Passage, ...] | None]] = []

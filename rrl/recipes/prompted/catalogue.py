@@ -8,8 +8,8 @@ from typing import Any
 from rrl.data.questions import Question
 from rrl.errors import UserError
 from rrl.recipes.prompted import iterative, single
-from rrl.recipes.prompted.base import PromptedWorkflow, PromptedResult, PromptedSettings, with_record
-from rrl.rollout.workflow import WorkflowRequest, Completion
+from rrl.recipes.prompted.base import PromptedResult, PromptedSettings, PromptedWorkflow, with_record
+from rrl.rollout.workflow import Completion, WorkflowRequest
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,7 +25,9 @@ class PromptedMethod:
     options: Mapping[str, int | float] = dataclasses.field(default_factory=dict)
     """What differs from the defaults of `run`."""
 
-    def workflow(self, question: Question, settings: PromptedSettings) -> Generator[WorkflowRequest | Sequence[WorkflowRequest], Any, PromptedResult]:
+    def workflow(
+        self, question: Question, settings: PromptedSettings
+    ) -> Generator[WorkflowRequest | Sequence[WorkflowRequest], Any, PromptedResult]:
         """The method at work on one question, for `Engine.run_workflows`."""
         return with_record(self.run(question, settings, **self.options))
 

@@ -9,7 +9,14 @@ from rrl.data.passages import Passage
 from rrl.data.questions import Question, with_choices
 from rrl.data.trajectory import POLICY
 from rrl.errors import UserError
-from rrl.recipes.prompted.base import ANSWER_INSTRUCTION, PromptedWorkflow, PromptedSettings, extract_answer, merge_passages, parse_list
+from rrl.recipes.prompted.base import (
+    ANSWER_INSTRUCTION,
+    PromptedSettings,
+    PromptedWorkflow,
+    extract_answer,
+    merge_passages,
+    parse_list,
+)
 from rrl.recipes.prompted.single import cot, rag_cot, reasoned_answer
 from rrl.rollout.workflow import Generated, Retrieve
 from rrl.text.short_answers import FINAL_ANSWER, final_answer
@@ -44,7 +51,9 @@ def react(question: Question, settings: PromptedSettings, *, steps: int = 7) -> 
             return action[2]
         found = yield Retrieve(action[2].strip() or question.text)
         passages = merge_passages(passages, found)
-        history += f"{said.text[: action.end()].strip()}\n{OBSERVATION} {settings.format_passages(found or ())}\n"
+        history += (
+            f"{said.text[: action.end()].strip()}\n{OBSERVATION} {settings.format_passages(found or ())}\n"
+        )
     return (yield from reasoned_answer(question, settings, passages))
 
 
@@ -144,7 +153,9 @@ def flare(
     return (yield from reasoned_answer(question, settings, found or ()))
 
 
-def _flare_prompt(question: Question, settings: PromptedSettings, passages: Sequence[Passage], text: str) -> str:
+def _flare_prompt(
+    question: Question, settings: PromptedSettings, passages: Sequence[Passage], text: str
+) -> str:
     return (
         "Answer the question with the help of the passages. Think step by step in short sentences, and go on from what is "
         f"written already. {ANSWER_INSTRUCTION}\n\nPassages:\n{settings.format_passages(passages)}"
@@ -152,7 +163,9 @@ def _flare_prompt(question: Question, settings: PromptedSettings, passages: Sequ
     )
 
 
-def token_probabilities(said: Generated, token_bytes: Sequence[bytes], characters: int) -> list[tuple[str, float]]:
+def token_probabilities(
+    said: Generated, token_bytes: Sequence[bytes], characters: int
+) -> list[tuple[str, float]]:
     """Text and probability of each sampled token, up to so many characters after leading white space."""
     own = said.trajectory.roles == POLICY
     pieces = [token_bytes[token] for token in said.trajectory.tokens[own].tolist()]

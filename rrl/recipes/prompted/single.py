@@ -5,7 +5,13 @@ from collections.abc import Sequence
 
 from rrl.data.passages import Passage
 from rrl.data.questions import Question, with_choices
-from rrl.recipes.prompted.base import ANSWER_INSTRUCTION, PromptedWorkflow, PromptedSettings, extract_answer, parse_list
+from rrl.recipes.prompted.base import (
+    ANSWER_INSTRUCTION,
+    PromptedSettings,
+    PromptedWorkflow,
+    extract_answer,
+    parse_list,
+)
 from rrl.recipes.rsearch import READER_TEMPLATE
 from rrl.rewards.judge_prompts import parse_verdict
 from rrl.rollout.workflow import Generated, Retrieve
@@ -42,7 +48,9 @@ def rag_cot(question: Question, settings: PromptedSettings) -> PromptedWorkflow:
     return (yield from reasoned_answer(question, settings, found or ()))
 
 
-def reasoned_answer(question: Question, settings: PromptedSettings, passages: Sequence[Passage]) -> PromptedWorkflow:
+def reasoned_answer(
+    question: Question, settings: PromptedSettings, passages: Sequence[Passage]
+) -> PromptedWorkflow:
     """Thinks over passages and answers: the last step of the methods that collect them."""
     said: Generated = yield settings.generate(
         "Answer the question with the help of the passages; where they say nothing, use what you know. Think step by step "

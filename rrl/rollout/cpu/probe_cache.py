@@ -23,7 +23,7 @@ import rrl.models
 import rrl.rollout
 from rrl.files import write_atomically
 from rrl.models.cpu.layers import processor
-from rrl.parallel.runtime import cache_folder, available_cores
+from rrl.parallel.runtime import available_cores, cache_folder
 from rrl.rollout.loop import RolloutPrograms
 
 log = logging.getLogger(__name__)
@@ -49,7 +49,14 @@ def cache_key(programs: RolloutPrograms, params: PyTree) -> str:
         programs.uses_cpu_layers(dtype),
         programs.uses_cpu_attention(dtype),
     )
-    engine = config, programs.limits, programs.workers, programs.shards, programs.step_tokens, len(programs.eos)
+    engine = (
+        config,
+        programs.limits,
+        programs.workers,
+        programs.shards,
+        programs.step_tokens,
+        len(programs.eos),
+    )
     compiler = programs.compiler_options, [(name, getattr(jax.config, name)) for name in JAX_OPTIONS]
     return _short(model, engine, compiler, _code(), _machine())
 
@@ -91,4 +98,6 @@ def _code() -> str:
 
 
 def _machine() -> str:
-    return _short(processor(), available_cores(), os.cpu_count(), [os.environ.get(name) for name in VARIABLES])
+    return _short(
+        processor(), available_cores(), os.cpu_count(), [os.environ.get(name) for name in VARIABLES]
+    )

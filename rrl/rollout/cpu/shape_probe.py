@@ -26,7 +26,7 @@ from rrl.parallel.runtime import available_cores
 from rrl.rollout.cpu.probe_cache import cache_key, load, store
 from rrl.rollout.device import DecodeState, decode, prefill
 from rrl.rollout.drafts import NgramDrafts, windows
-from rrl.rollout.exchange import HEADER, NO_TOKEN, OFF, RECENT, DECODING, PrefillChunk
+from rrl.rollout.exchange import DECODING, HEADER, NO_TOKEN, OFF, RECENT, PrefillChunk
 from rrl.rollout.loop import RolloutPrograms
 
 log = logging.getLogger(__name__)
@@ -124,7 +124,10 @@ def _row_counts(programs: RolloutPrograms) -> list[int]:
 
 def _piece_counts(programs: RolloutPrograms, dtype: DTypeLike) -> list[int]:
     """Prefilled together, most first."""
-    counts, fewer = [programs.limits.together], not (programs.weights_dominate or programs.uses_cpu_layers(dtype))
+    counts, fewer = (
+        [programs.limits.together],
+        not (programs.weights_dominate or programs.uses_cpu_layers(dtype)),
+    )
     while fewer and counts[-1] > PIECES and not counts[-1] % 2:
         counts.append(counts[-1] // 2)
     return counts
@@ -236,7 +239,10 @@ def _writer(
     def wrote(
         params: PyTree, rows: DecodeState, cache: KVCache, key: Key, guesses: jax.Array
     ) -> tuple[jax.Array, ...]:
-        drafts, known = NgramDrafts.create(programs.shards), jnp.broadcast_to(guesses[:, :1] >= 0, guesses.shape)
+        drafts, known = (
+            NgramDrafts.create(programs.shards),
+            jnp.broadcast_to(guesses[:, :1] >= 0, guesses.shape),
+        )
         done, *_ = decode(
             programs.model(params),
             rows,
@@ -284,10 +290,15 @@ def _read(programs: RolloutPrograms, params: PyTree, count: int) -> tuple[np.nda
     words = np.stack(np.broadcast_arrays(*entries), axis=-1)
     tokens = draw.integers(0, programs.decoder_config.vocab_size, (pieces, size))
     chunks = np.concatenate([words, tokens], axis=-1)[None].astype(np.int32)
-    rows, marks = _at_once(programs, lambda: DecodeState.create(programs.rows, 1)), np.zeros(programs.rows, np.int32)
+    rows, marks = (
+        _at_once(programs, lambda: DecodeState.create(programs.rows, 1)),
+        np.zeros(programs.rows, np.int32),
+    )
 
     @programs.jit
-    def read(params: PyTree, rows: DecodeState, cache: KVCache, chunks: jax.Array, marks: jax.Array) -> KVCache:
+    def read(
+        params: PyTree, rows: DecodeState, cache: KVCache, chunks: jax.Array, marks: jax.Array
+    ) -> KVCache:
         return prefill(
             programs.model(params),
             rows,
@@ -340,7 +351,10 @@ def _first_layers(programs: RolloutPrograms, params: PyTree) -> tuple[RolloutPro
         graph, state = nnx.split(model)
         flat = nnx.to_flat_state(state)
         params = nnx.from_flat_state(
-            {path: leaf.replace(leaf[...][:PROBE_LAYERS]) if path[0] == "layers" else leaf for path, leaf in flat}
+            {
+                path: leaf.replace(leaf[...][:PROBE_LAYERS]) if path[0] == "layers" else leaf
+                for path, leaf in flat
+            }
         )
         programs = copy.copy(programs)
         programs.graph, programs.decoder_config = graph, model.config

@@ -10,13 +10,13 @@ from rrl.files import atomic_stream, saving
 from rrl.parallel.runtime import available_cores
 from rrl.runs.launcher import load_config
 from rrl.runs.metrics import read_metrics
-from rrl.studies.analyses.catalogue import evaluation_points, analysis_named, training_points
+from rrl.studies.analyses.catalogue import analysis_named, evaluation_points, training_points
 from rrl.studies.analyses.plot import draw
 from rrl.studies.analyses.table import as_text, csv_of, load_rows
-from rrl.studies.reproduction.store import MeasurementStore
 from rrl.studies.reproduction.page import list_of
 from rrl.studies.reproduction.plan import with_dependencies
-from rrl.studies.reproduction.queue import QueueResult, run_states, run_queue
+from rrl.studies.reproduction.queue import QueueResult, run_queue, run_states
+from rrl.studies.reproduction.store import MeasurementStore
 
 SHARED = {False: "runs/reproduce", True: "runs/reproduce-smoke"}
 """Where the reproduction trains, whose runs analyses of training use and add to; smoke runs apart."""
@@ -75,7 +75,11 @@ def analyze(
         return QueueResult({})
     done = run_queue(todo, root, jobs) if run else QueueResult({})
     there = {row["name"] for row in run_states(todo, root) if row["state"] == "finished"}
-    old = {} if kept is None else {n: kept.evaluation_run(n) for n in names if n in kept.entries and n not in there}
+    old = (
+        {}
+        if kept is None
+        else {n: kept.evaluation_run(n) for n in names if n in kept.entries and n not in there}
+    )
     there |= set(old)
     whole = [point for point in points if there.issuperset(point.runs)]
     if not whole and (done.failed or done.stopped):

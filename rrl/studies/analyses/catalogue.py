@@ -13,7 +13,15 @@ from rrl.recipes.card import read_card
 from rrl.recipes.catalogue import RECIPES, make_recipe
 from rrl.recipes.prompted.catalogue import METHODS, make_prompted_method
 from rrl.studies.compare import with_arguments
-from rrl.studies.reproduction.plan import ARMS, SHIPPED_READER, SHIPPED_POLICY, Arm, PlannedRun, planned_runs, smoke_run
+from rrl.studies.reproduction.plan import (
+    ARMS,
+    SHIPPED_POLICY,
+    SHIPPED_READER,
+    Arm,
+    PlannedRun,
+    planned_runs,
+    smoke_run,
+)
 from rrl.studies.reproduction.results import SEED, expand_seeds
 from rrl.studies.sweep import folder_of
 
@@ -55,7 +63,11 @@ TRAINING_ARMS: Mapping[str, Arm] = {
     "tiresrag_reinforce": _variant("tiresrag", "estimator=reinforce_pp"),
 }
 """The reproduction's arms, and those that only analyses have, with the same sizes."""
-REWARD_CURVES = {"reward/total": "reward", "reward/answer": "answer reward", "train/searches": "searches a question"}
+REWARD_CURVES = {
+    "reward/total": "reward",
+    "reward/answer": "answer reward",
+    "train/searches": "searches a question",
+}
 ANSWER_CURVES = {"reward/answer": "answer reward", "reward/thinking": "thinking reward"}
 
 
@@ -109,7 +121,10 @@ ANALYSES: Mapping[str, Analysis] = {
     "evidence": Analysis(
         "Evidence rewards",
         "R-Search, Tables 3 and 6",
-        arms={"R-Search": _evaluation_of("rsearch"), "w/o evidence rewards": _evaluation_of("rsearch_no_evidence")},
+        arms={
+            "R-Search": _evaluation_of("rsearch"),
+            "w/o evidence rewards": _evaluation_of("rsearch_no_evidence"),
+        },
         curves=REWARD_CURVES,
     ),
     "grpo_ppo": Analysis(
@@ -160,7 +175,9 @@ def training_points(
     analysis: Analysis, seeds: Sequence[int], smoke: bool = False
 ) -> tuple[list[AnalysisPoint], dict[str, PlannedRun]]:
     """The points of an analysis of arms, and all runs that there are."""
-    points = [AnalysisPoint(label, "", tuple(expand_seeds(run, seeds))) for label, run in analysis.arms.items()]
+    points = [
+        AnalysisPoint(label, "", tuple(expand_seeds(run, seeds))) for label, run in analysis.arms.items()
+    ]
     return points, planned_runs(seeds, smoke, TRAINING_ARMS)
 
 

@@ -63,7 +63,9 @@ def _percent(row: AnalysisRow, name: str) -> ValueWithInterval:
     return 100 * of.mean, 100 * (of.mean - of.low), 100 * (of.high - of.mean)
 
 
-def _points(axis: Any, analysis: Analysis, rows: Sequence[AnalysisRow], title: str, told: Sequence[ValueWithInterval]) -> None:
+def _points(
+    axis: Any, analysis: Analysis, rows: Sequence[AnalysisRow], title: str, told: Sequence[ValueWithInterval]
+) -> None:
     """One panel; `told` is of the rows."""
     systems = list(dict.fromkeys(row.point.system for row in rows))
     values = list(dict.fromkeys(row.point.value for row in rows)) if analysis.varies else systems

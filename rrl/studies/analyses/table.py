@@ -32,7 +32,10 @@ class AnalysisRow:
 
 
 def load_rows(
-    points: Sequence[AnalysisPoint], out: Path, first: AnalysisPoint, kept: Mapping[str, EvaluationRun] = types.MappingProxyType({})
+    points: Sequence[AnalysisPoint],
+    out: Path,
+    first: AnalysisPoint,
+    kept: Mapping[str, EvaluationRun] = types.MappingProxyType({}),
 ) -> list[AnalysisRow]:
     """Reads the finished runs of the points from `out`, but for those that are given as `kept`.
 
@@ -43,7 +46,8 @@ def load_rows(
     if not points:
         raise UserError(f"{out}: no run of this analysis is finished there; leave out --norun")
     loaded = {
-        point: [kept[name] if name in kept else load_run(out / name) for name in point.runs] for point in points
+        point: [kept[name] if name in kept else load_run(out / name) for name in point.runs]
+        for point in points
     }
     base = loaded.get(first)
     rows = []
@@ -90,7 +94,11 @@ def _facts(runs: Sequence[EvaluationRun]) -> dict[str, float]:
 
 
 def as_text(
-    analysis: Analysis, rows: Sequence[AnalysisRow], command: str, missing: Sequence[str] = (), smoke: bool = False
+    analysis: Analysis,
+    rows: Sequence[AnalysisRow],
+    command: str,
+    missing: Sequence[str] = (),
+    smoke: bool = False,
 ) -> str:
     """The table as Markdown, under the papers' figure or table: what all rows share, and below it in what they differ."""
     runs = [run for row in rows for run in row.runs]

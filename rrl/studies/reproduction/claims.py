@@ -10,7 +10,13 @@ import numpy as np
 
 from rrl.errors import UserError
 from rrl.retrieval.gold import gold_hits
-from rrl.studies.reproduction.results import SEED, EvaluationResult, ReproductionResults, expand_seeds, refuse_incomparable
+from rrl.studies.reproduction.results import (
+    SEED,
+    EvaluationResult,
+    ReproductionResults,
+    expand_seeds,
+    refuse_incomparable,
+)
 from rrl.studies.reproduction.verdict import ClaimEvidence, judge_claim
 
 Measure = Callable[[ReproductionResults, Sequence[str]], ClaimEvidence]
@@ -157,7 +163,10 @@ def smaller_reward_drop(results: ReproductionResults, runs: Sequence[str]) -> Cl
 
 
 def _compared(
-    results: ReproductionResults, runs: Sequence[str], values: Callable[[EvaluationResult], np.ndarray], sign: int
+    results: ReproductionResults,
+    runs: Sequence[str],
+    values: Callable[[EvaluationResult], np.ndarray],
+    sign: int,
 ) -> ClaimEvidence:
     left, right = (results.evaluations(name) for name in runs)
     refuse_incomparable({runs[0]: left[0], runs[1]: right[0]})

@@ -6,10 +6,18 @@ from pathlib import Path
 
 from rrl.eval.result_card import ResultCard
 from rrl.studies.reproduction.claims import CLAIMS, Claim
-from rrl.studies.reproduction.store import MeasurementStore
 from rrl.studies.reproduction.plan import PlannedRun, with_dependencies
 from rrl.studies.reproduction.queue import run_states
-from rrl.studies.reproduction.verdict import FAILS, HOLDS, MISSING, UNTESTED, ClaimEvidence, ClaimVerdict, judge_claim
+from rrl.studies.reproduction.store import MeasurementStore
+from rrl.studies.reproduction.verdict import (
+    FAILS,
+    HOLDS,
+    MISSING,
+    UNTESTED,
+    ClaimEvidence,
+    ClaimVerdict,
+    judge_claim,
+)
 
 HEAD = """# The reproduction in the small
 
@@ -38,7 +46,12 @@ SMOKE = "**This is a smoke run: sizes at which nothing can be measured. No row i
 
 
 def reproduction_page(
-    runs: Mapping[str, PlannedRun], out: Path, kept: MeasurementStore, seeds: Sequence[int], command: str, smoke: bool = False
+    runs: Mapping[str, PlannedRun],
+    out: Path,
+    kept: MeasurementStore,
+    seeds: Sequence[int],
+    command: str,
+    smoke: bool = False,
 ) -> str:
     """The page as Markdown, of what is kept; claims that lack runs are listed with the command, whose folder is `out`."""
     there, results = set(kept.entries), kept.results(seeds)

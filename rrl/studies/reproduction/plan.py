@@ -126,7 +126,9 @@ SMOKE: Mapping[str, tuple[str, Mapping[str, Any]]] = {
 """Arguments and fields that make a run so small that it is only looked at whether it goes through."""
 
 
-def planned_runs(seeds: Sequence[int], smoke: bool = False, arms: Mapping[str, Arm] | None = None) -> dict[str, PlannedRun]:
+def planned_runs(
+    seeds: Sequence[int], smoke: bool = False, arms: Mapping[str, Arm] | None = None
+) -> dict[str, PlannedRun]:
     """All runs of these arms (none given: of `ARMS`) by name, in an order in which each comes after those that it needs."""
     found = [_prompted_evaluation(name, *told) for name, told in PROMPTED.items()]
     found.append(_policy_evaluation("rsearch_cold-eval", "rsearch", SHIPPED_POLICY))
@@ -156,11 +158,16 @@ def _training(arm: str, how: Arm, seed: int) -> list[PlannedRun]:
 def _evaluations(name: str, recipe: str, policy: str) -> list[PlannedRun]:
     """The evaluations of a run's policy; R3-RAG's with the other retrievers too."""
     others = RETRIEVERS if recipe == "r3rag" else ()
-    found = [_policy_evaluation(f"{name}-{other}", recipe, policy, (name,), f"retriever={other}") for other in others]
+    found = [
+        _policy_evaluation(f"{name}-{other}", recipe, policy, (name,), f"retriever={other}")
+        for other in others
+    ]
     return [_policy_evaluation(f"{name}-eval", recipe, policy, (name,)), *found]
 
 
-def _policy_evaluation(name: str, recipe: str, policy: str, needs: tuple[str, ...] = (), *more: str) -> PlannedRun:
+def _policy_evaluation(
+    name: str, recipe: str, policy: str, needs: tuple[str, ...] = (), *more: str
+) -> PlannedRun:
     # R2AG's: a passage for each query, as it is trained.
     tree = [f"reader={SHIPPED_READER}", "top_k=1"] * (recipe == "r2ag")
     config = with_arguments("configs/eval.py", f"method={recipe}", f"policy={policy}", *tree, *more)

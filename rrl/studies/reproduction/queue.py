@@ -82,7 +82,9 @@ def manifest_mismatch(manifest: RunManifest, run: PlannedRun) -> str:
     may come to the same settings, as where a config has moved on and the plan names what it was.
     """
     was, now, settings = list(manifest.command), run.command("{out}"), resolved_settings(run)
-    if was != now and (_without_config(was) != _without_config(now) or _completed_settings(manifest, run) != settings):
+    if was != now and (
+        _without_config(was) != _without_config(now) or _completed_settings(manifest, run) != settings
+    ):
         return f"was made by {' '.join(was)}, not by {' '.join(now)}"
     return _first_change(rename_stored(manifest.settings), settings)
 
@@ -97,11 +99,16 @@ def _completed_settings(manifest: RunManifest, run: PlannedRun) -> Any:
     flags = [part.removeprefix("--config") for part in manifest.command if part.startswith("--config")]
     if not flags or not flags[0].startswith("="):
         return None
-    fields = {new_name(name): value for name, _, value in (flag.removeprefix(".").partition("=") for flag in flags[1:])}
+    fields = {
+        new_name(name): value
+        for name, _, value in (flag.removeprefix(".").partition("=") for flag in flags[1:])
+    }
     filled = {"train": experiment.with_defaults, "sft": stages.with_defaults, "eval": evaluate.with_defaults}
     try:
         today = resolved_settings(dataclasses.replace(run, config=flags[0][1:], fields=fields))
-        was = filled[run.launcher](ConfigDict(_overlaid(_empty_sections(today), rename_stored(manifest.settings))))
+        was = filled[run.launcher](
+            ConfigDict(_overlaid(_empty_sections(today), rename_stored(manifest.settings)))
+        )
     except (UserError, AttributeError, KeyError):  # a manifest too old to be a config
         return None
     return _overlaid(today, json.loads(json.dumps(was.to_dict(), default=str)))
@@ -206,7 +213,9 @@ class QueueResult:
 class _RunProcess:
     """A run's process, from its start to its end."""
 
-    def __init__(self, run: PlannedRun, out: Path, before: RunManifest | None, cores: Sequence[int], lock: int) -> None:
+    def __init__(
+        self, run: PlannedRun, out: Path, before: RunManifest | None, cores: Sequence[int], lock: int
+    ) -> None:
         self.run, self._file, self._began = run, _manifest_file(run, out), time.monotonic()
         self.log = out / f"{run.name}.log"
         self._manifest = RunManifest(

@@ -8,10 +8,10 @@ from rrl.errors import UserError
 from rrl.files import atomic_stream
 from rrl.parallel.runtime import available_cores
 from rrl.studies.reproduction.claims import claims_named
-from rrl.studies.reproduction.store import MeasurementStore
 from rrl.studies.reproduction.page import list_of, reproduction_page
 from rrl.studies.reproduction.plan import planned_runs
 from rrl.studies.reproduction.queue import QueueResult, run_queue
+from rrl.studies.reproduction.store import MeasurementStore
 
 
 def reproduce(

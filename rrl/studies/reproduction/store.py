@@ -109,7 +109,8 @@ class MeasurementStore:
             stale = [
                 name
                 for name in names
-                if name not in missing and any(run.name in anew for run in with_dependencies([name], self._planned))
+                if name not in missing
+                and any(run.name in anew for run in with_dependencies([name], self._planned))
             ]
             if not stale:
                 return todo

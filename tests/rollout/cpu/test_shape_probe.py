@@ -176,10 +176,14 @@ def test_adapters_that_are_zero_are_tried_as_if_they_were_not(world):
 
 
 def test_an_option_that_xla_does_not_know_is_left_out(monkeypatch):
-    monkeypatch.setattr(workers, "COMPILER_OPTIONS", {"xla_cpu_no_such_option": False, **workers.COMPILER_OPTIONS})
+    monkeypatch.setattr(
+        workers, "COMPILER_OPTIONS", {"xla_cpu_no_such_option": False, **workers.COMPILER_OPTIONS}
+    )
     workers.compiler_options.cache_clear()
     one, two = workers.compiler_options(1), workers.compiler_options(2)
     workers.compiler_options.cache_clear()
     assert (
-        set(one) <= set(two) <= {*workers.COMPILER_OPTIONS, "xla_cpu_multi_thread_eigen"} - {"xla_cpu_no_such_option"}
+        set(one)
+        <= set(two)
+        <= {*workers.COMPILER_OPTIONS, "xla_cpu_multi_thread_eigen"} - {"xla_cpu_no_such_option"}
     )
