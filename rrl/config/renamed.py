@@ -28,7 +28,7 @@ RENAMED: Mapping[str, Mapping[str, str]] = {
 """Section -> old field -> new field. A section's name also matches with a prefix: "rollout" matches "reader_rollout" and
 "judge_rollout". A nested section is written with a dot: "recipe.environment"."""
 
-LAST_RELEASE = "0.1"
+LAST_RELEASE = "0.2"
 """The last release that accepts the old names."""
 
 

@@ -51,6 +51,7 @@ __all__ = [
     "load_value_model",
     "read_decoder_config",
     "read_encoder_config",
+    "save_config_and_tokenizer",
     "save_decoder",
     "save_config_and_tokenizer",
     "save_encoder",

@@ -38,7 +38,7 @@ def truncate(logits: Float[Array, "B V"], *, top_p: float = 1.0, top_k: int = 0)
 def _top_p_threshold(probabilities: Float[Array, "B V"], top_p: float) -> Float[Array, "B 1"]:
     """The largest threshold above which the probabilities still sum to `top_p`.
 
-    Found bit by bit: floats from 0 on are ordered like their bits. Sorting the vocabulary at each token would cost more
+    SearchOutcome bit by bit: floats from 0 on are ordered like their bits. Sorting the vocabulary at each token would cost more
     than all of a small model's layers. It ends when no row has two probabilities left between what is known to keep enough
     and what is known to keep too little: then all further bits choose the same tokens.
     """
