@@ -112,7 +112,7 @@ _BESIDE = ("title", "metadata", "url", "score")
 
 
 def passage_of(position: int, record: Any) -> Passage:
-    """The passage that a record holds (see `ALLOWED`); ValueError says what is wrong with it, and ExcludedRecord that it has neither
+    """The passage that a record holds (see `ALLOWED`); ValueError names what is wrong with it; ExcludedRecord: it has neither
     title nor text."""
     if isinstance(record, tuple):
         title, sentences = record

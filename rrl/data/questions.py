@@ -156,7 +156,7 @@ def question_of(
 ) -> Question:
     """The question that a record holds (see `ALLOWED`); `unanswered` and `unanswerable` as in `load_questions`.
 
-    ValueError says what is wrong with the record, such as no gold answer; ExcludedRecord that its publisher marks it as unanswerable.
+    ValueError names what is wrong, such as no gold answer; ExcludedRecord: its publisher marks it as unanswerable.
     """
     fields = asked_fields_of(record)
     metadata = fields.get("metadata")

@@ -1,7 +1,7 @@
 """Records of a data file whatever its container: JSON lines, one JSON document or a table; plain, gzip or bzip2.
 
 The content decides: compression by its magic bytes, JSON by its first characters; only `.jsonl`, `.tsv` and `.csv` (before
-`.gz` or `.bz2`) are believed by name. A record that cannot be read is yielded as a `BrokenRecord`, so that the caller refuses or skips
+`.gz` or `.bz2`) are believed by name. A record that cannot be read is yielded as a `BrokenRecord`; the caller refuses or skips
 it. Half a character, which an escape of JSON may stand for, is read as "?".
 """
 
@@ -97,7 +97,7 @@ def parse_records(
     """Yield the items of every record by `parse(position, record)`, whose ValueError marks the record as broken.
 
     Broken records are refused (UserError naming file, place, reason and `allowed`) or skipped: then each is
-    appended to `skipped` as "place: reason" and their number is logged. A record for which `parse` raises `ExcludedRecord` is never
+    appended to `skipped` as "place: reason" and their number is logged. A record whose `parse` raises `ExcludedRecord` is never
     refused: it is appended to `left_out`, and their number is logged. A file without an item is refused.
     """
     if on_error not in ("refuse", "skip"):

@@ -53,7 +53,6 @@ __all__ = [
     "read_encoder_config",
     "save_config_and_tokenizer",
     "save_decoder",
-    "save_config_and_tokenizer",
     "save_encoder",
 ]
 

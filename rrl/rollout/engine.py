@@ -518,7 +518,7 @@ def _gathered(hosts: Sequence[Scheduler], value: T) -> list[T]:
 
 
 def assign_to_shards(
-    prompts: Sequence[Int[np.ndarray, "T"]], shards: int, workers: int = 1
+    prompts: Sequence[Int[np.ndarray, "T"]], shards: int, loops: int = 1
 ) -> list[list[list[int]]]:
     """Which requests each data shard runs, in groups for one of its loops: those of one prompt together, as long as each loop
     gets as many prompts; those of the prompts that are left over go round one by one.
@@ -530,6 +530,6 @@ def assign_to_shards(
     for index, prompt in enumerate(prompts):
         groups.setdefault(np.asarray(prompt, np.int32).tobytes(), []).append(index)
     places = sorted(groups.values(), key=lambda place: -len(prompts[place[0]]))
-    whole = len(places) - len(places) % (shards * workers)
+    whole = len(places) - len(places) % (shards * loops)
     places[whole:] = [[place] for group in places[whole:] for place in group]
     return [places[shard::shards] for shard in range(shards)]

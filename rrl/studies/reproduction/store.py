@@ -15,8 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from rrl.errors import UserError
-from rrl.eval.comparison import EvaluationRun as EvaluationRun
-from rrl.eval.comparison import load_run
+from rrl.eval.comparison import EvaluationRun, load_run
 from rrl.eval.result_card import ResultCard, card_of
 from rrl.eval.scoring import CUTS, costs
 from rrl.files import atomic_stream
