@@ -248,7 +248,7 @@ def test_a_recipe_knows_where_the_run_stands_and_what_it_leaves_out_is_not_learn
     ]  # a step, the start's evaluation, a step, the end's
     shares = [line["train/left_out"] for line in lines(tmp_path) if "train/left_out" in line]
     assert shares == [1.0, 0.75]
-    assert "step 1: nothing to learn from" in capsys.readouterr().err
+    assert "step 1: no update" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -268,7 +268,7 @@ def test_a_policy_of_nan_is_counted_named_and_seen_by_the_guard(parts, tmp_path,
     nnx.update(decoder, jax.tree.map(lambda x: x * np.nan, nnx.state(decoder)))
     outcome, _ = run(parts, tmp_path, config, decoder=decoder)
     assert outcome.stopped == "collapse" and "logits of the policy are not finite" in outcome.guard_message
-    assert "step 1: nothing to learn from: logits were not finite" in capsys.readouterr().err
+    assert "step 1: no update: logits were not finite" in capsys.readouterr().err
     trained = [line for line in lines(tmp_path) if "reward/total" in line]
     assert [line["train/not_finite"] for line in trained] == [12, 12]
     assert all(line["ended/not_finite"] == 1 and "train/grad_norm" not in line for line in trained)

@@ -138,7 +138,7 @@ def test_a_rule_for_long_outputs_that_is_none_is_refused(wrong):
 @pytest.mark.parametrize(("spread", "rounds"), [(0.0, 1), (None, 2)])
 def test_dropping_groups_without_spread_where_groups_have_one_sample_is_refused(spread, rounds):
     objective = ObjectiveConfig(drop_spread=spread)
-    with pytest.raises(UserError, match=r"train\.samples=1 .* nothing would be learned from"):
+    with pytest.raises(UserError, match=r"train\.samples=1 .* every group would be dropped"):
         RLConfig(2, OptimConfig(), objective, samples=1, rounds=rounds)
     RLConfig(2, OptimConfig(), ObjectiveConfig(), samples=1)
 
