@@ -45,23 +45,23 @@ def save_error(path: Path, error: BaseException) -> SaveError:
     missing = next((parent for parent in reversed(path.parents) if not parent.is_dir()), None)
     text = " ".join(str(error).split())
     if missing is not None and missing.exists():
-        reason, cure = f"{missing} is a file", "Put the folder back"
+        reason, fix = f"{missing} is a file", "Put the folder back"
     elif missing is not None:
-        reason, cure = f"the folder {missing} is gone", "Put it back"
+        reason, fix = f"the folder {missing} is gone", "Put it back"
     elif isinstance(error, FileExistsError | NotADirectoryError):
-        reason, cure = "a file is in its place", "Move that file away"
+        reason, fix = "a file is in its place", "Move that file away"
     elif isinstance(error, IsADirectoryError):
-        reason, cure = "a folder is in its place", "Move that folder away"
+        reason, fix = "a folder is in its place", "Move that folder away"
     elif getattr(error, "errno", None) in DISK_FULL or re.search(
         "RESOURCE_EXHAUSTED|No space left|quota", text
     ):
-        reason, cure = "the disk, its inodes or the quota are full", "Free space"
+        reason, fix = "the disk, its inodes or the quota are full", "Free space"
     elif isinstance(error, FileNotFoundError):
-        reason, cure = "it is gone", "Put it back"
+        reason, fix = "it is gone", "Put it back"
     else:
-        reason, cure = text[:300], "Make it writable"
+        reason, fix = text[:300], "Make it writable"
     return SaveError(
-        f"{path} could not be saved: {reason}. {cure}, then give the same command again: it continues from what was saved "
+        f"{path} could not be saved: {reason}. {fix}, then give the same command again: it continues from what was saved "
         "before."
     )
 

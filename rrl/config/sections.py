@@ -35,8 +35,8 @@ def fill_defaults(section: ConfigDict, kind: type) -> None:
                 default = section[field.name]
                 del section[field.name]
             default = FieldReference(default, field_type=object)
-        own = dataclasses.is_dataclass(hint) or dataclasses.is_dataclass(default)
-        if field.name not in (*section, *DERIVED) and default is not dataclasses.MISSING and not own:
+        is_section = dataclasses.is_dataclass(hint) or dataclasses.is_dataclass(default)
+        if field.name not in (*section, *DERIVED) and default is not dataclasses.MISSING and not is_section:
             section[field.name] = default
 
 

@@ -45,9 +45,9 @@ def refuse_unused_encoder(args: types.SimpleNamespace) -> None:
         )
 
 
-def refuse_unused_with_ablation(args: types.SimpleNamespace, ablation: str, **usual: str) -> None:
-    """Raise UserError if an argument that `ablation` makes unused differs from its default, given in `usual`."""
-    for name, value in usual.items():
+def refuse_unused_with_ablation(args: types.SimpleNamespace, ablation: str, **defaults: str) -> None:
+    """Raise UserError if an argument that `ablation` makes unused differs from its default, given in `defaults`."""
+    for name, value in defaults.items():
         if args.ablation == ablation and (given := getattr(args, name)) != value:
             raise UserError(
                 f"config argument {name}={given} has no meaning with ablation={ablation}, which removes what it sets; leave "

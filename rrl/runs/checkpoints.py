@@ -158,19 +158,19 @@ class Checkpoints:
         abstract = jax.tree.map(_abstract, _leaves_by_path(template))
         with _explain_read_errors(self._folder / str(step)):
             _refuse_other_shapes(self._folder / str(step), abstract)
-            found = self._manager.restore(
+            restored = self._manager.restore(
                 step,
                 args=ocp.args.Composite(
                     state=ocp.args.StandardRestore(abstract), metadata=ocp.args.JsonRestore()
                 ),
             )
-        if missing := [field for field in fields if field not in found["metadata"]]:
+        if missing := [field for field in fields if field not in restored["metadata"]]:
             raise UserError(
                 f"{self._folder / str(step)}: damaged, its metadata lacks {', '.join(missing)}. Delete that checkpoint; the "
                 "one before it is then used"
             )
-        leaves = jax.tree.leaves(found["state"])
-        return jax.tree.unflatten(jax.tree.structure(template), leaves), dict(found["metadata"])
+        leaves = jax.tree.leaves(restored["state"])
+        return jax.tree.unflatten(jax.tree.structure(template), leaves), dict(restored["metadata"])
 
     def close(self) -> None:
         """Wait until everything is on disk and release the workdir. Raises SaveError if the latest save failed."""
@@ -228,20 +228,20 @@ def read_part(workdir: str | os.PathLike[str], step: int, where: str, template: 
     folder = pathlib.Path(workdir).absolute() / FOLDER / str(step)
     handler = ocp.PyTreeCheckpointHandler()
     with _explain_read_errors(folder):
-        found = handler.metadata(folder / "state").tree
-    names = {name[_INDEX_DIGITS:]: name for name in found}
+        on_disk = handler.metadata(folder / "state").tree
+    names = {name[_INDEX_DIGITS:]: name for name in on_disk}
     leaves = [(_leaf_name(path, where), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(template)]
     item: dict[str, Any] = {}
     arguments: dict[str, Any] = {}
     for name, leaf in leaves:
-        shape = found[names[name]].shape if name in names else None
+        shape = on_disk[names[name]].shape if name in names else None
         if shape != leaf.shape:
             raise UserError(
                 f"the checkpoint of step {step} in {os.fspath(workdir)} has {'no ' if shape is None else ''}{name}"
                 f"{'' if shape is None else f' of shape {tuple(shape)}'}; expected shape {tuple(leaf.shape)}. "
                 "Use the code version that wrote it"
             )
-        item[names[name]] = found[names[name]]
+        item[names[name]] = on_disk[names[name]]
         arguments[names[name]] = ocp.ArrayRestoreArgs(sharding=leaf.sharding)
     with _explain_read_errors(folder), ocp.Checkpointer(handler) as reader:
         arrays = reader.restore(
@@ -356,13 +356,13 @@ def _explain_read_errors(folder: pathlib.Path) -> Iterator[None]:
 
 def _refuse_other_shapes(folder: pathlib.Path, abstract: Mapping[str, Any]) -> None:
     """Raise UserError if the names or shapes of a checkpoint's arrays differ from those of `abstract`."""
-    found = ocp.PyTreeCheckpointHandler().metadata(folder / "state").tree
-    stored = {name: tuple(leaf.shape) for name, leaf in found.items()}
-    wanted = {name: tuple(leaf.shape) for name, leaf in abstract.items()}
-    if stored == wanted:
+    on_disk = ocp.PyTreeCheckpointHandler().metadata(folder / "state").tree
+    stored = {name: tuple(leaf.shape) for name, leaf in on_disk.items()}
+    expected = {name: tuple(leaf.shape) for name, leaf in abstract.items()}
+    if stored == expected:
         return
-    name = min(name for name in stored.keys() | wanted.keys() if stored.get(name) != wanted.get(name))
-    shapes = [f"of shape {shapes[name]}" if name in shapes else "absent" for shapes in (stored, wanted)]
+    name = min(name for name in stored.keys() | expected.keys() if stored.get(name) != expected.get(name))
+    shapes = [f"of shape {shapes[name]}" if name in shapes else "absent" for shapes in (stored, expected)]
     raise UserError(
         f"the checkpoint {folder} does not fit this model and optimiser: {name[_INDEX_DIGITS:]} is {shapes[0]} there, and "
         f"{shapes[1]} now. Use the code and config that wrote it, or another --workdir."

@@ -224,8 +224,8 @@ def data_fingerprint(folder: str) -> dict[str, Any]:
     files = [file for file in sorted(Path(folder).iterdir()) if file.is_file()]
     stamps = {file.name: stamp(file) for file in files}
     return {
-        "files": {name: found["bytes"] for name, found in stamps.items()},
-        "content": {name: found["sha256"] for name, found in stamps.items()},
+        "files": {name: entry["bytes"] for name, entry in stamps.items()},
+        "content": {name: entry["sha256"] for name, entry in stamps.items()},
     }
 
 
@@ -289,10 +289,10 @@ def split_questions(folder: DataFolder) -> tuple[list[Question], list[Question]]
     are not used. The training questions are the first other file of train, questions and dev with gold answers. If there is no
     other file, `hold_out` splits the only one.
     """
-    held = folder.first_answered(("test", "dev", "questions", "train"))
-    if held is None:
+    held_out = folder.first_answered(("test", "dev", "questions", "train"))
+    if held_out is None:
         raise UserError(f"data folder {folder.path}: none of its question files has gold answers; give one")
-    split, questions = held
+    split, questions = held_out
     rest = folder.first_answered(("train", "questions", "dev"), but=split)
     return (rest[1], questions) if rest else hold_out(questions)
 

@@ -119,8 +119,8 @@ def load_config(config: str, overrides: Sequence[str]) -> Any:
         UserError: wrong input, with the message that a launcher would print.
     """
     values = flags.FlagValues()
-    given = rename_overrides([f"--config.{override}" for override in overrides])
-    argv = ["rrl", f"--config={config}", *given]
+    renamed = rename_overrides([f"--config.{override}" for override in overrides])
+    argv = ["rrl", f"--config={config}", *renamed]
     holder = config_flags.DEFINE_config_file("config", None, "", values, lock_config=True, sys_argv=argv)
     _parse_flags(argv, values)
     return holder.value
@@ -153,27 +153,27 @@ def default_workdir(config: Any) -> str:
 
 def _cause(error: BaseException) -> BaseException:
     """Return the innermost UserError behind an error; ml_collections wraps it together with its traceback."""
-    found, inner = error, error.__cause__ or error.__context__
+    innermost, inner = error, error.__cause__ or error.__context__
     while inner is not None:
-        found = inner if isinstance(inner, UserError) else found
+        innermost = inner if isinstance(inner, UserError) else innermost
         inner = inner.__cause__ or inner.__context__
-    return found
+    return innermost
 
 
 def _overrides(argv: Sequence[str], values: flags.FlagValues) -> tuple[Any, dict[str, str]]:
     """Return the config without overrides (None if there is none), and the text of each `--config.a.b=VALUE` by name."""
     matches = [re.match(r"--?(?:no)?(config\.[^=]+)(?:=(.*))?", arg, re.DOTALL) for arg in argv]
-    given = {match[1]: match[2] or "" for match in matches if match}
-    at = next((place for place, arg in enumerate(argv) if re.match(r"--?config(=|$)", arg)), None)
-    if not given or at is None:
+    overrides = {match[1]: match[2] or "" for match in matches if match}
+    flag = next((place for place, arg in enumerate(argv) if re.match(r"--?config(=|$)", arg)), None)
+    if not overrides or flag is None:
         return None, {}
-    return values["config"].parser.parse(argv[at].partition("=")[2] or argv[at + 1]), given
+    return values["config"].parser.parse(argv[flag].partition("=")[2] or argv[flag + 1]), overrides
 
 
 def _unknown_field(argv: Sequence[str], values: flags.FlagValues) -> str:
     """Return an error message for the first override of a field that the config does not have; "" if there is none."""
-    config, given = _overrides(argv, values)
-    for name in given:
+    config, overrides = _overrides(argv, values)
+    for name in overrides:
         section, path = config, "config"
         for field in name.split(".")[1:]:
             fields = sorted(section) if hasattr(section, "keys") else []
@@ -187,8 +187,8 @@ def _unknown_field(argv: Sequence[str], values: flags.FlagValues) -> str:
 
 def _wrong_value(argv: Sequence[str], values: flags.FlagValues) -> str:
     """Return an error message for the first override whose value does not have its field's type; "" if there is none."""
-    config, given = _overrides(argv, values)
-    for name, value in given.items():
+    config, overrides = _overrides(argv, values)
+    for name, value in overrides.items():
         section = config
         *path, field = name.split(".")[1:]
         for part in path:

@@ -87,7 +87,7 @@ class MetricsWriter:
                     path,
                     len(existing),
                 )
-            _warn_of_loss(path, resume_step, len(self.past), resume_lines)
+            _warn_of_lost_lines(path, resume_step, len(self.past), resume_lines)
             # A kill between two writes must not lose the remaining lines.
             with saving(path), atomic_stream(path) as stream:
                 stream.write("".join(json.dumps(line) + "\n" for line in self.past).encode())
@@ -159,11 +159,11 @@ def _lines_of(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     return lines
 
 
-def _warn_of_loss(path: pathlib.Path, step: int, there: int, expected: int | None) -> None:
+def _warn_of_lost_lines(path: pathlib.Path, step: int, remaining: int, expected: int | None) -> None:
     """Log a warning if lines are missing that the run had written by its checkpoint."""
     least = min(step, 1) if expected is None else expected
-    if there < least:
-        number = "none" if not there else f"only {there}"
+    if remaining < least:
+        number = "none" if not remaining else f"only {remaining}"
         of = "the lines" if expected is None else f"the {expected} lines"
         log.warning(
             "%s holds %s of %s that the run had written by its checkpoint of step %d: the others are lost and missing in "

@@ -83,14 +83,14 @@ class Progress:
         if self._first is None:
             self._first = step, now
 
-    def _left(self, step: int, now: float, most: float | None) -> str:
+    def _left(self, step: int, now: float, limit: float | None) -> str:
         if step >= self.total:
             return _clock(0)
         if self._first is None or step <= self._first[0]:
-            return "?" if most is None else _clock(max(0.0, most))
+            return "?" if limit is None else _clock(max(0.0, limit))
         done, since = self._first
         left = (now - since) / (step - done) * (self.total - step)
-        return _clock(left if most is None else max(0.0, min(left, most)))
+        return _clock(left if limit is None else max(0.0, min(left, limit)))
 
     def note(self, text: str) -> None:
         """Print a line above the bar."""

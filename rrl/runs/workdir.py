@@ -97,24 +97,22 @@ def refuse_locked(
 def read_config(workdir: str | os.PathLike[str]) -> dict[str, Any]:
     """Read the config.json of a workdir. Raises UserError with file and line if it is broken."""
     path = pathlib.Path(workdir) / CONFIG
-    cure = "restore the file that the run wrote, or delete that folder"
+    fix = "restore the file that the run wrote, or delete that folder"
     try:
         data = path.read_bytes()
     except OSError as error:
-        raise UserError(f"{path} cannot be read ({error.strerror}); {cure}") from error
+        raise UserError(f"{path} cannot be read ({error.strerror}); {fix}") from error
     try:
         value = json.loads(data.decode())
     except UnicodeDecodeError as error:
         line = data[: error.start].count(b"\n") + 1
-        raise UserError(
-            f"{path}, line {line}: byte 0x{data[error.start]:02x} is not UTF-8; {cure}"
-        ) from error
+        raise UserError(f"{path}, line {line}: byte 0x{data[error.start]:02x} is not UTF-8; {fix}") from error
     except json.JSONDecodeError as error:
-        raise UserError(f"{path}, line {error.lineno}: not valid JSON ({error.msg}); {cure}") from error
+        raise UserError(f"{path}, line {error.lineno}: not valid JSON ({error.msg}); {fix}") from error
     except RecursionError as error:
-        raise UserError(f"{path}: not valid JSON (nested too deeply); {cure}") from error
+        raise UserError(f"{path}: not valid JSON (nested too deeply); {fix}") from error
     if not isinstance(value, dict):
-        raise UserError(f"{path} must hold a JSON object, not {type(value).__name__}; {cure}")
+        raise UserError(f"{path} must hold a JSON object, not {type(value).__name__}; {fix}")
     return rename_stored(value)
 
 
@@ -210,10 +208,10 @@ def refuse_unwritable(folder: str | os.PathLike[str], option: str) -> None:
             )
     if path.is_file():
         raise UserError(f"{option} {os.fspath(folder)} is a file; choose a folder, which may be a new one.")
-    there = next(parent for parent in (path, *path.parents) if parent.exists())
-    if not there.is_dir() or not os.access(there, os.W_OK):
-        reason = "cannot be written to" if there.is_dir() else "is a file"
-        raise UserError(f"{option} {os.fspath(folder)}: {there} {reason}; choose another --{option}.")
+    nearest = next(parent for parent in (path, *path.parents) if parent.exists())
+    if not nearest.is_dir() or not os.access(nearest, os.W_OK):
+        reason = "cannot be written to" if nearest.is_dir() else "is a file"
+        raise UserError(f"{option} {os.fspath(folder)}: {nearest} {reason}; choose another --{option}.")
 
 
 def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

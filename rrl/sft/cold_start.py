@@ -331,8 +331,8 @@ def _run(
                 log(
                     f"questions {first + 1} to {first + len(batch)}: {good} of {len(records)} trajectories accepted"
                 )
-    cure = "delete that file and give the same command again: it samples the file's questions again"
-    lines = (record for file in blocks for _, record in read_json_lines(file, cure))
+    fix = "delete that file and give the same command again: it samples the file's questions again"
+    lines = (record for file in blocks for _, record in read_json_lines(file, fix))
     pairs, report = select_pairs(lines, sampling.keep, len(questions))
     _write(folder / "pairs.jsonl", "".join(json.dumps(p, ensure_ascii=False) + "\n" for p in pairs))
     _write(folder / "report.json", json.dumps(dataclasses.asdict(report), indent=2))

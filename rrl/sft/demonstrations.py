@@ -22,7 +22,7 @@ from rrl.text.encoding import plain_ids, text_ids
 
 @dataclasses.dataclass(frozen=True)
 class RecipeDataConfig:
-    """The recipe that the data demonstrates, for the recipe card beside the weights."""
+    """The recipe that the data demonstrates, for the recipe card that is saved with the weights."""
 
     top_k: int = 3
     """Passages per search in the demonstrations."""
@@ -100,8 +100,8 @@ def demonstration_examples(
         for segment in recipe.demonstrate(item, retrieve):
             if isinstance(segment, str):
                 # If the chat template already opens the thought, the expert does not open it again.
-                own = segment.removeprefix("<think>") if thinks and len(contexts[-1]) == 1 else segment
-                contexts[-1].append((encode(own), True))
+                text = segment.removeprefix("<think>") if thinks and len(contexts[-1]) == 1 else segment
+                contexts[-1].append((encode(text), True))
             elif isinstance(segment, Append):
                 body, _ = message_ids(segment, encode, recipe.environment.observation_tokens, encode_body)
                 contexts[-1].append((body, False))
@@ -120,5 +120,5 @@ def _example(segments: Sequence[tuple[np.ndarray, bool]], end: int) -> Example:
     segments = [*segments, (np.array([end], np.int32), True)]
     return Example(
         np.concatenate([ids for ids, _ in segments]),
-        np.concatenate([np.full(len(ids), own) for ids, own in segments]),
+        np.concatenate([np.full(len(ids), is_policy) for ids, is_policy in segments]),
     )

@@ -118,10 +118,10 @@ def _agreement_scores(pairs: Sequence[tuple[float, float | None]]) -> dict[str, 
     values, counts = np.unique(oracle, return_counts=True)
     majority = np.full(len(oracle), values[counts.argmax()])
     scores = {"cases": float(len(pairs)), "unread": float(np.isnan(judged).sum())}
-    for prefix, given in (("", judged), ("majority_", majority)):
-        equal = np.isclose(given, oracle)
+    for prefix, scored in (("", judged), ("majority_", majority)):
+        equal = np.isclose(scored, oracle)
         scores[f"{prefix}exact"] = float(equal.mean())
-        scores[f"{prefix}near"] = float((np.abs(given - oracle) <= NEAR_TOLERANCE + 1e-6).mean())
+        scores[f"{prefix}near"] = float((np.abs(scored - oracle) <= NEAR_TOLERANCE + 1e-6).mean())
         scores[f"{prefix}balanced"] = float(np.mean([equal[oracle == value].mean() for value in values]))
     return scores
 

@@ -110,27 +110,30 @@ def make_judge_examples(
     items = mixed_questions(wiki, per_kind, QUESTIONS, seed)
     attempts = [attempt(item, shelf, rng, config.faulty) for item in items]
     retriever = make_retriever(wiki.passages, "bm25", None, Bm25Config(title_weight=3))
-    queries = [*(hop.query for one in attempts for hop in one.hops), *(item.question.text for item in items)]
+    queries = [
+        *(hop.query for tried in attempts for hop in tried.hops),
+        *(item.question.text for item in items),
+    ]
     unique = list(dict.fromkeys(queries))
     # One passage more than an attempt sees, since a search that must miss drops the gold passage.
     hits = retriever.search(unique, config.top_k + 1)
     results = {query: [hit.passage for hit in some] for query, some in zip(unique, hits, strict=True)}
-    for item, one in zip(items, attempts, strict=True):
-        episode = act_out(item, one, results, config.top_k, recipe)
-        for prompt in _prompts(item, one, episode, results, shelf, rng, config, recipe):
+    for item, tried in zip(items, attempts, strict=True):
+        episode = act_out(item, tried, results, config.top_k, recipe)
+        for prompt in _prompts(item, tried, episode, results, shelf, rng, config, recipe):
             (score,) = Oracle().grade([prompt])
             assert score is not None
             yield JudgeExample(prompt, score, f" {_answer(prompt, item, score)}")
 
 
 def act_out(
-    item: MiniQuestion, one: Attempt, results: Mapping[str, Sequence[Passage]], top_k: int, recipe: TiresRag
+    item: MiniQuestion, tried: Attempt, results: Mapping[str, Sequence[Passage]], top_k: int, recipe: TiresRag
 ) -> Trajectory:
     """Let the recipe's expert carry out an attempt; return its trajectory, without tokens and scores.
 
     Args:
         item: the question.
-        one: the attempt.
+        tried: the attempt.
         results: passages of each query, at least `top_k` + 1.
         top_k: passages per search.
         recipe: its scripted expert acts.
@@ -140,15 +143,15 @@ def act_out(
     def retrieve(query: str) -> list[Passage]:
         place = len(searches)
         passages = list(results[query])
-        if place in one.unfound:
-            passages = [p for p in passages if p.title != one.hops[place].title]
+        if place in tried.unfound:
+            passages = [p for p in passages if p.title != tried.hops[place].title]
         passages = passages[:top_k]
         titles = tuple(passage.title for passage in passages)
         searches.append(Search(place, query, titles, passages=tuple(passages)))
         return passages
 
     acted = dataclasses.replace(
-        item, question=dataclasses.replace(item.question, answers=(one.answer,)), plan=one
+        item, question=dataclasses.replace(item.question, answers=(tried.answer,)), plan=tried
     )
     segments: list[tuple[int, str]] = []
     for part in recipe.demonstrate(acted, retrieve):
@@ -160,7 +163,7 @@ def act_out(
             segments.append((ENVIRONMENT if part.body else POLICY, text))
     none = np.zeros(0)
     return Trajectory(
-        item.question, 0, 0, none, none, none, none, none, segments, searches, "answer", answer=one.answer
+        item.question, 0, 0, none, none, none, none, none, segments, searches, "answer", answer=tried.answer
     )
 
 
@@ -182,7 +185,7 @@ def tokenize_judge_examples(
 
 def _prompts(
     item: MiniQuestion,
-    one: Attempt,
+    tried: Attempt,
     episode: Trajectory,
     results: Mapping[str, Sequence[Passage]],
     shelf: Shelf,
@@ -204,14 +207,14 @@ def _prompts(
         Relevance(item.question, documents),
         Sufficiency(item.question, transcript),
         Thinking(item.question, transcript),
-        Correctness(item.question, _predicted(item, one, shelf, rng)),
+        Correctness(item.question, _predicted(item, tried, shelf, rng)),
     ]
 
 
-def _predicted(item: MiniQuestion, one: Attempt, shelf: Shelf, rng: np.random.Generator) -> str:
+def _predicted(item: MiniQuestion, tried: Attempt, shelf: Shelf, rng: np.random.Generator) -> str:
     """Return the answer to judge: the attempt's, a gold answer or a wrong one, sometimes within a sentence."""
     draw = rng.random()
-    answer = one.answer
+    answer = tried.answer
     if draw < 0.3:
         answer = item.question.answers[int(rng.integers(len(item.question.answers)))]
     elif draw < 0.7:
@@ -223,7 +226,7 @@ def _predicted(item: MiniQuestion, one: Attempt, shelf: Shelf, rng: np.random.Ge
         "{}",
         "It is {}.",
         "The answer is {}.",
-        f"The {one.hops[-1].query} is {{}}.",
+        f"The {tried.hops[-1].query} is {{}}.",
     )
     return forms[int(rng.integers(len(forms)))].format(answer)
 
@@ -241,8 +244,8 @@ def _answer(prompt: JudgePrompt, item: MiniQuestion, score: float) -> str:
             return _with_reasons(_quality(question, transcript), f"{score:.1f}")
         case Relevance(question, passages):
             titles = {passage.title for passage in passages}
-            found = [title for title in question.gold if title in titles]
-            return _with_reasons(f"{item.plan.facts} : {' ; '.join(found) or 'nothing'}", f"{score:.1f}")
+            retrieved = [title for title in question.gold if title in titles]
+            return _with_reasons(f"{item.plan.facts} : {' ; '.join(retrieved) or 'nothing'}", f"{score:.1f}")
         case Correctness(question, predicted):  # side by side they are easier to compare
             return _with_reasons(f"{gold_text(question)} : {predicted}", str(score > 0))
     raise TypeError(f"no reasons are known for {type(prompt).__name__}")

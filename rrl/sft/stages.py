@@ -301,8 +301,8 @@ def _reading(
     whole = source(settings.rows, settings.row_length, config.options)
     if not config.short_length:
         return whole, dict(probes)
-    more = settings.rows * settings.row_length // config.short_length
-    short = source(more, config.short_length, {**config.options, **config.short_options})
+    short_rows = settings.rows * settings.row_length // config.short_length
+    short = source(short_rows, config.short_length, {**config.options, **config.short_options})
     return AlternatingSource([short] * (config.long_every - 1) + [whole], config.steps_per_block), dict(
         probes
     )
@@ -397,12 +397,12 @@ def _judge_examples(
 
     def stream(split: str, seed: int, per_kind: int, kind: type | None = None) -> Iterator[Example]:
         wiki = generate(split, seed, config.worlds * config.world_size, config.worlds)
-        found = (
+        selected = (
             v
             for v in make_judge_examples(wiki, seed, per_kind, options)
             if kind is None or type(v.prompt) is kind
         )
-        examples = tokenize_judge_examples(found, tokenizer, options.card)
+        examples = tokenize_judge_examples(selected, tokenizer, options.card)
         return (example for example in examples if len(example) <= settings.row_length)
 
     def make(block: int) -> list[Example]:

@@ -115,7 +115,7 @@ class TrainSettings:
     judge: JudgeSettings | None = None
     """Judge for the recipe's rewards; None if the config has no judge."""
     reference: tuple[str, float] | None = None
-    """A result to print beside this run's: its name and its exact match in percent."""
+    """A result to print next to this run's: its name and its exact match (0..1)."""
     note: str = ""
     """A remark about the result, printed in the log and below the table."""
 
