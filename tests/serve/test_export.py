@@ -208,7 +208,7 @@ def test_an_export_that_cannot_be_written_is_a_failed_save(run, tmp_path, monkey
                 json.dumps(SHAPE.to_hf() | {"hidden_size": 8})
             ),
             {},
-            r"step 4 in .* has \[2\]\['embedding'\].* of shape \(259, 16\), expected is shape \(259, 8\)",
+            r"step 4 in .* has \[2\]\['embedding'\].* of shape \(259, 16\); expected shape \(259, 8\)",
         ),
     ],
 )
