@@ -13,7 +13,7 @@
 #include <utility>
 #include <vector>
 
-#include "cpu_products.h"
+#include "products.h"
 
 namespace {
 

@@ -33,7 +33,7 @@ from rrl.parallel.runtime import cache_folder
 
 log = logging.getLogger(__name__)
 SOURCE = Path(__file__).with_suffix(".cc")
-HEADER = SOURCE.with_name("cpu_products.h")
+HEADER = SOURCE.with_name("products.h")
 TARGETS = "rrl_cache_attention", "rrl_layers", "rrl_copy_rows", "rrl_draw"
 ATTENTION, LAYERS, COPY, DRAW = TARGETS
 WEIGHTS = (
