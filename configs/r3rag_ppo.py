@@ -61,7 +61,7 @@ def get_config(arg: str = "") -> ConfigDict:
     if args.size == "tiny" and args.data == "miniwiki":  # where it is asked about documents alone
         refuse_void(args, "process", judge="")
     # They import jax: after the arguments were found right.
-    from rrl.rewards.judge_settings import sections_of
+    from rrl.rewards.judge_settings import judge_sections
     from rrl.train.experiment import with_defaults
 
     tiny, real = args.size == "tiny", args.data != "miniwiki"
@@ -94,7 +94,7 @@ def get_config(arg: str = "") -> ConfigDict:
         "top_p": 0.95 if tiny else 1.0,
     }
     judge = args.judge or ("oracle" if not real else "models/Qwen2.5-14B-Instruct")
-    config.update(sections_of(judge, args.judge_model))
+    config.update(judge_sections(judge, args.judge_model))
     steps = args.steps if args.steps is not None else (20 if tiny else 512)
     config.train = {
         "steps": steps,

@@ -56,7 +56,7 @@ def get_config(arg: str = "") -> ConfigDict:
     refuse_void(args, "naive", schedule="paper", reflect="paper", judge="")
     refuse_void(args, "reflect", reflect="paper")
     # They import jax: after the arguments were found right.
-    from rrl.rewards.judge_settings import sections_of
+    from rrl.rewards.judge_settings import judge_sections
     from rrl.train.experiment import with_defaults
 
     tiny, real = args.size == "tiny", args.data != "miniwiki"
@@ -91,7 +91,7 @@ def get_config(arg: str = "") -> ConfigDict:
     }
     judge = args.judge or ("oracle" if not real else "models/Qwen3-8B")
     # It is shown a whole trajectory, its own words and its answer.
-    config.update(sections_of(judge, args.judge_model, context=0 if tiny else 20480))
+    config.update(judge_sections(judge, args.judge_model, context=0 if tiny else 20480))
     config.judge_rollout.rows = 64 if tiny else 32
     steps = args.steps if args.steps is not None else (60 if tiny else 75)
     config.train = {

@@ -13,7 +13,9 @@ from ml_collections import ConfigDict
 
 log = logging.getLogger(__name__)
 
-RENAMED: Mapping[str, Mapping[str, str]] = {}
+RENAMED: Mapping[str, Mapping[str, str]] = {
+    "endpoint": {"pause": "backoff", "longest_pause": "max_backoff"},
+}
 """Section -> old field -> new field. A section matches under its own name and with a prefix: "rollout" also matches
 "reader_rollout" and "judge_rollout". A section inside another is written with a dot: "recipe.environment"."""
 

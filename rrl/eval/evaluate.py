@@ -54,8 +54,8 @@ from rrl.models.weights import require_folder
 from rrl.parallel.runtime import enable_compilation_cache
 from rrl.recipes.card import read_card, require_policy
 from rrl.recipes.catalogue import is_recipe, make_recipe
-from rrl.recipes.prompted.base import Settings as Prompting
-from rrl.recipes.prompted.catalogue import METHODS, make_method
+from rrl.recipes.prompted.base import PromptedSettings
+from rrl.recipes.prompted.catalogue import METHODS, make_prompted_method
 from rrl.report.trajectories_html import write_html
 from rrl.retrieval.bm25 import Bm25Config
 from rrl.retrieval.gold import hits_at
@@ -131,10 +131,10 @@ def with_defaults(config: ConfigDict) -> ConfigDict:
             fill(config[name], kind)
     name = config.method.name
     if name in METHODS:
-        for option, value in make_method(name).defaults.items():
+        for option, value in make_prompted_method(name).defaults.items():
             if option not in config.method:
                 config.method[option] = value
-        fill(config.prompted, Prompting)
+        fill(config.prompted, PromptedSettings)
         for field in ("temperature", "token_bytes"):  # the evaluation's, and the tokenizer's
             del config.prompted[field]
     elif is_recipe(name):
@@ -312,7 +312,9 @@ def _with_reader(settings: Settings) -> Way:
         dtype=jnp.dtype(settings.compute.dtype),
         param_dtype=jnp.dtype(settings.compute.dtype),
     )
-    return dataclasses.replace(settings.way, reader=Generator(Reader(*frozen, settings.reader_rollout).said))
+    return dataclasses.replace(
+        settings.way, reader=Generator(Reader(*frozen, settings.reader_rollout).replies)
+    )
 
 
 def answer(settings: Settings, way: Way, data: Dataset, engine: Engine, params: Any, workdir: Path) -> None:

@@ -9,13 +9,13 @@ from typing import Any
 from rrl.data.questions import Question
 from rrl.errors import UserError
 from rrl.eval.results import Lines, read_lines
-from rrl.rewards.cases import Case, Correctness, ShortAnswer, Validation
 from rrl.rewards.judge import Judge
+from rrl.rewards.judge_prompts import Correctness, JudgePrompt, ShortAnswer, Validation
 from rrl.runs.progress import Progress
 from rrl.text.metrics import AnswerScores, score_answer
 from rrl.text.normalize import Rule
 
-PROMPTS: Mapping[str, Callable[[Question, str], Case]] = {"tiresrag": Correctness, "r2ag": Validation}
+PROMPTS: Mapping[str, Callable[[Question, str], JudgePrompt]] = {"tiresrag": Correctness, "r2ag": Validation}
 """TIRESRAG-R1, Figure 13, and R2AG, Figure A.4."""
 TOGETHER = 256
 """Answers that are judged at once: a kill loses no more."""

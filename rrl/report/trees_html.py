@@ -192,13 +192,13 @@ def _edge(x1: float, y1: float, x2: float, y2: float, kind: str = "") -> str:
 
 def _hub(x: float, y: float, number: int, expansion: Expansion, complete: bool) -> str:
     """The circle of an expansion, with its number; a square where it gave the stop signal, in time or too early."""
-    stop = expansion.proposal.stop
+    stop = expansion.output.stop
     shape = (
         f'<rect x="{x - 11:.0f}" y="{y - 11:.0f}" width="22" height="22" rx="3"/>'
         if stop
         else f'<circle cx="{x:.0f}" cy="{y:.0f}" r="11"/>'
     )
-    state = ("right" if complete else "wrong") if stop else "cut" if expansion.cut else ""
-    word = ("stop" if complete else "too early") if stop else "cut" if expansion.cut else ""
+    state = ("right" if complete else "wrong") if stop else "cut" if expansion.truncated else ""
+    word = ("stop" if complete else "too early") if stop else "cut" if expansion.truncated else ""
     said = f'<text class="word" x="{x:.0f}" y="{y + 26:.0f}">{word}</text>' if word else ""
     return f'<g class="hub {state}">{shape}<text x="{x:.0f}" y="{y + 4:.0f}">{number}</text>{said}</g>'

@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerBase
 from rrl.models.config import DecoderConfig
 from rrl.models.hf import folder_hash, save_description
 from rrl.models.weights import write_json
-from rrl.recipes.card import Card, write_card
+from rrl.recipes.card import RecipeCard, write_card
 
 MODEL_FILES = "model_files"
 START = "start.json"
@@ -19,7 +19,7 @@ def write_model_files(
     workdir: str | os.PathLike[str],
     config: DecoderConfig,
     tokenizer: PreTrainedTokenizerBase,
-    card: Card | None = None,
+    card: RecipeCard | None = None,
     start: str | pathlib.Path | None = None,
 ) -> None:
     """Keeps in a run's workdir what an export needs beside a checkpoint.

@@ -26,10 +26,10 @@ from rrl.files import json_lines, saving, write_whole
 from rrl.models.hardware import ComputeConfig, MeshConfig
 from rrl.models.hf import folder_hash, load_language_model
 from rrl.parallel.runtime import enable_compilation_cache
-from rrl.recipes.base import Recipe, Scoring, check_tags, uses_chat
+from rrl.recipes.base import Recipe, ScoringContext, check_tags, uses_chat
 from rrl.recipes.card import require_policy
 from rrl.recipes.catalogue import RECIPES, make_recipe
-from rrl.recipes.episodes import too_long
+from rrl.recipes.episodes import find_long_prompts
 from rrl.rewards.endpoint import EndpointConfig
 from rrl.rewards.judge import Judge
 from rrl.rewards.judge_settings import SECTIONS as JUDGE
@@ -51,10 +51,10 @@ FILES = ("pairs.jsonl", "report.json")
 class Demonstrating(Recipe, Protocol):
     """A recipe whose scored trajectories can be demonstrations."""
 
-    def fault(self, trajectory: Trajectory) -> str:
+    def rejection_reason(self, trajectory: Trajectory) -> str:
         """Why it is none; "" where it is one."""
 
-    def pairs(self, trajectory: Trajectory) -> list[tuple[str, str]]:
+    def sft_pairs(self, trajectory: Trajectory) -> list[tuple[str, str]]:
         """What is read (the user's turn) and what shall be written, of each of its steps."""
 
 
@@ -130,9 +130,11 @@ class Settings:
         fields = dict(values["recipe"])
         name, environment = fields.pop("name"), fields.pop("environment", {})
         recipe = make_recipe(name, fields, environment)
-        if not (hasattr(recipe, "fault") and hasattr(recipe, "pairs")):
+        if not (hasattr(recipe, "rejection_reason") and hasattr(recipe, "sft_pairs")):
             able = ", ".join(
-                key for key, kind in RECIPES.items() if hasattr(kind, "pairs") and hasattr(kind, "fault")
+                key
+                for key, kind in RECIPES.items()
+                if hasattr(kind, "sft_pairs") and hasattr(kind, "rejection_reason")
             )
             raise UserError(f"recipe.name={name!r} makes no pairs of its trajectories; choose {able}")
         model, endpoint = values["model"], values.get("endpoint", {})
@@ -152,7 +154,7 @@ class Settings:
         if model:
             require_policy(model, "model")
         judge = JudgeSettings.parse(values) if any(section in values for section in JUDGE) else None
-        if recipe.judged and judge is None:
+        if recipe.needs_judge and judge is None:
             raise UserError(
                 "recipe: answers that do not match are to be judged; give the section judge, or recipe.judge_answers=False"
             )
@@ -170,7 +172,7 @@ class Settings:
             model=model,
             endpoint=None if model else build(EndpointConfig, endpoint, "endpoint"),
             recipe=recipe,
-            judge=judge if recipe.judged else None,
+            judge=judge if recipe.needs_judge else None,
             **sections,
         )
 
@@ -214,7 +216,7 @@ class Settings:
             )
             engine = Engine(decoder, tokenizer, self.rollout, retriever=corpus.retriever, mesh=mesh)
             check_tags(self.recipe, tokenizer)
-            too_long(engine, self.recipe, corpus.questions, self.data.on_error, say)
+            find_long_prompts(engine, self.recipe, corpus.questions, self.data.on_error, say)
             strong = PolicyFolder(engine, nnx.state(decoder), self.recipe, temperatures, seed)
         judge = None if self.judge is None else self.judge.load(corpus.questions, self.compute, mesh)
         return strong, judge
@@ -342,10 +344,10 @@ def sample_block(
 ) -> list[dict[str, Any]]:
     """Algorithm 1 on some questions, and what became of each trajectory: a record a trajectory."""
     trajectories = strong.sample(questions, first)
-    recipe.score(trajectories, Scoring(judge=judge))
+    recipe.score(trajectories, ScoringContext(judge=judge))
     records = []
     for place, trajectory in enumerate(trajectories):
-        fault = REFUSED if trajectory.ended == REFUSED else recipe.fault(trajectory)
+        fault = REFUSED if trajectory.ended == REFUSED else recipe.rejection_reason(trajectory)
         records.append(
             {
                 "number": trajectory.group,
@@ -357,7 +359,7 @@ def sample_block(
                 "ended": trajectory.ended,
                 "answer": trajectory.answer,
                 "said": [text for role, text in trajectory.segments if role == POLICY],
-                "pairs": [] if fault else recipe.pairs(trajectory),
+                "pairs": [] if fault else recipe.sft_pairs(trajectory),
             }
         )
     return records

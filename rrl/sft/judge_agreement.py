@@ -11,9 +11,9 @@ from rrl.errors import UserError
 from rrl.miniwiki import KINDS, generate
 from rrl.models.hardware import ComputeConfig
 from rrl.report.summary import table
-from rrl.rewards.cases import Case, Correctness, Sufficiency, Thinking, told_of
 from rrl.rewards.judge import Judge
-from rrl.rewards.judge_settings import JudgeSettings, sections_of
+from rrl.rewards.judge_prompts import Correctness, JudgePrompt, Sufficiency, Thinking, transcript_of
+from rrl.rewards.judge_settings import JudgeSettings, judge_sections
 from rrl.rewards.oracle import Oracle
 from rrl.sft.judge_examples import Verdict, VerdictConfig, verdicts
 from rrl.text.spans import Tag
@@ -44,9 +44,9 @@ def verdicts_of(trajectories: Sequence[Trajectory], answer: Tag = "answer") -> l
       trajectories: their questions name gold passages.
       answer: the tag of answers, which are no part of what was thought.
     """
-    cases: list[Case] = []
+    cases: list[JudgePrompt] = []
     for trajectory in trajectories:
-        question, told = trajectory.question, told_of(trajectory, answer)
+        question, told = trajectory.question, transcript_of(trajectory, answer)
         cases += [Sufficiency(question, told), Thinking(question, told)]
         if trajectory.answer:
             cases.append(Correctness(question, trajectory.answer))
@@ -62,9 +62,9 @@ def judge_report(
     rows: int = 64,
     context: int = 0,
 ) -> str:
-    """The table of `report` for a judge in one word (see `judge_settings.sections_of`). A model is asked `rows` cases at a
+    """The table of `report` for a judge in one word (see `judge_settings.judge_sections`). A model is asked `rows` cases at a
     time, of at most `context` tokens each (0: what its card says). Raises UserError for one that is not there."""
-    sections = sections_of(judge, model, context)
+    sections = judge_sections(judge, model, context)
     sections["judge_rollout"]["rows"] = rows
     settings = JudgeSettings.parse(sections)
     settings.check()

@@ -38,7 +38,7 @@ from rrl.models.induction import wire_induction
 from rrl.models.lora import LoraConfig, add_lora
 from rrl.models.tokenizer import load_tokenizer
 from rrl.parallel.rules import shard
-from rrl.recipes.card import card_of, write_card
+from rrl.recipes.card import make_card, write_card
 from rrl.recipes.catalogue import make_recipe
 from rrl.recipes.rsearch import READER_TEMPLATE
 from rrl.retrieval.folder import stamp
@@ -218,7 +218,7 @@ def _run(config: Mapping[str, Any], workdir: str | pathlib.Path, stack: contextl
     source, held_out = STAGES[stage](values["data"], settings, tokenizer, pathlib.Path(workdir))
     card = None
     if shown is not None:
-        card = card_of(shown.make(), shown.context, shown.card_top_k or shown.top_k)
+        card = make_card(shown.make(), shown.context, shown.card_top_k or shown.top_k)
     judged = _verdict_options(values["data"]) if stage == "verdicts" else None
     stack.enter_context(held(workdir))
     with saving(pathlib.Path(workdir, MODEL_FILES)):

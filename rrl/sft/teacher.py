@@ -109,7 +109,7 @@ class Service:
                     live.said += [(PROMPT, _words(live.prompt)), (POLICY, text)]
                     live.episode.said.append(text)
                     action = self.recipe.environment.react(
-                        live.episode, text, TURN_TOKENS if reply.cut else EOS
+                        live.episode, text, TURN_TOKENS if reply.truncated else EOS
                     )
                     if isinstance(action, SearchFor):
                         searching.append((live, action.query))

@@ -31,10 +31,10 @@ from rrl.models.weights import require_folder
 from rrl.parallel.mesh import data_shards
 from rrl.parallel.rules import shard
 from rrl.parallel.runtime import enable_compilation_cache
-from rrl.recipes.base import Grouping, Recipe, Scoring, check_tags, curves_of, uses_chat
-from rrl.recipes.card import Card, card_of, require_policy, write_card
+from rrl.recipes.base import Recipe, RequiresGroups, ScoringContext, check_tags, curves_of, uses_chat
+from rrl.recipes.card import RecipeCard, make_card, require_policy, write_card
 from rrl.recipes.catalogue import make_recipe
-from rrl.recipes.episodes import too_long
+from rrl.recipes.episodes import find_long_prompts
 from rrl.report.article import HELD_OUT, TRAINING, UNUSED
 from rrl.report.curves import plot_training
 from rrl.report.summary import summary
@@ -168,10 +168,10 @@ class Settings:
                 f"recipe.advantage={asked!r} compares the samples of a question, of which train.samples=1 gives one: nothing "
                 "would be learned from. Raise it, or take reinforce_plus_plus or reward, which compare questions"
             )
-        if steps and isinstance(recipe, Grouping):
+        if steps and isinstance(recipe, RequiresGroups):
             recipe.check_samples(values["train"].get("samples", RLConfig.samples))
         judge = JudgeSettings.parse(values) if any(section in values for section in JUDGE) else None
-        if recipe.judged and judge is None:
+        if recipe.needs_judge and judge is None:
             raise UserError(
                 f"recipe.name={name!r} asks a judge for its rewards; give the section judge, with a kind of oracle, model "
                 "or endpoint"
@@ -282,7 +282,7 @@ def load(settings: Settings, say: Clock, workdir: pathlib.Path) -> Loaded:
     engine = Engine(decoder, tokenizer, settings.rollout, retriever=train_side.retriever, mesh=mesh)
     task = Task(train_side.questions, held_out.questions, held_out.retriever)
     judge = None
-    if settings.recipe.judged and settings.judge is not None:
+    if settings.recipe.needs_judge and settings.judge is not None:
         say(f"judge: {settings.judge.judge.kind}")
         judge = settings.judge.load([*task.train, *task.held_out], compute, mesh)
     return Loaded(decoder, tokenizer, engine, reader, task, judge, value_model)
@@ -337,7 +337,7 @@ def _run(config: Mapping[str, Any], workdir: str | pathlib.Path, stack: contextl
         loaded.engine,
         loaded.decoder,
         workdir,
-        scoring=Scoring(loaded.reader.answers if loaded.reader else None, loaded.judge),
+        scoring=ScoringContext(loaded.reader.answers if loaded.reader else None, loaded.judge),
         identity=identity,
         value_model=loaded.value_model,
         ready=ready,
@@ -355,7 +355,7 @@ def _without_too_long(settings: Settings, loaded: Loaded, say: Clock) -> Task:
     count as wrong."""
     task = loaded.task
     questions = [*task.train, *task.held_out]
-    long = too_long(loaded.engine, settings.recipe, questions, settings.data.on_error, say)
+    long = find_long_prompts(loaded.engine, settings.recipe, questions, settings.data.on_error, say)
     train = [question for place, question in enumerate(task.train) if place not in long]
     if len(train) < len(task.train):
         say(
@@ -377,7 +377,7 @@ def programs_of(settings: Settings) -> str:
         return f"{name} of {sizes.rows} rows x {sizes.context} tokens"
 
     reader = f"; {loop('the reader', settings.reader_rollout)}" if settings.reader else ""
-    asked = settings.judge if settings.recipe.judged else None
+    asked = settings.judge if settings.recipe.needs_judge else None
     judge = f"; {loop('the judge', asked.rollout)}" if asked and asked.judge.kind == "model" else ""
     return f"{loop('rollout', settings.rollout)}{reader}{judge}; update of {update}"
 
@@ -397,7 +397,7 @@ def identity_of(settings: Settings) -> dict[str, Any]:
         "compute": {name: getattr(settings.compute, name) for name in ("dtype", "param_dtype")},
         "recipe": dataclasses.asdict(settings.recipe),  # type: ignore[call-overload]
     }
-    if settings.recipe.judged and settings.judge is not None:
+    if settings.recipe.needs_judge and settings.judge is not None:
         identity["judge"] = settings.judge.identity()
     if settings.data.path != "miniwiki":
         identity["data"] |= data_files(settings.data.path)
@@ -470,8 +470,8 @@ def report(settings: Settings, loaded: Loaded, outcome: Outcome, workdir: pathli
     print(text)
 
 
-def _card(settings: Settings) -> Card:
-    return card_of(settings.recipe, settings.rollout.context, settings.rollout.top_k)
+def _card(settings: Settings) -> RecipeCard:
+    return make_card(settings.recipe, settings.rollout.context, settings.rollout.top_k)
 
 
 def shown_with_sources(outcome: Outcome) -> list[tuple[Trajectory, str]]:

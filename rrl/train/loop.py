@@ -16,7 +16,7 @@ from rrl.data.trajectory import Trajectory
 from rrl.models.decoder import Decoder
 from rrl.models.hardware import memory_used
 from rrl.models.heads import ValueModel
-from rrl.recipes.base import ALONE, Recipe, Scoring, curriculum_of
+from rrl.recipes.base import NO_MODELS, Recipe, ScoringContext, curriculum_of
 from rrl.retrieval.retriever import Retriever
 from rrl.rl.advantages import low_spread
 from rrl.rollout.engine import Engine
@@ -70,7 +70,7 @@ def train(
     decoder: Decoder,
     workdir: str | os.PathLike[str],
     *,
-    scoring: Scoring = ALONE,
+    scoring: ScoringContext = NO_MODELS,
     identity: Mapping[str, Any] | None = None,
     value_model: ValueModel | None = None,
     ready: Callable[[], None] = lambda: None,
@@ -101,7 +101,7 @@ def train(
             task.held_out,
             temperature=config.eval_temperature,
             retriever=task.held_out_retriever,
-            scoring=scoring.at(step, config.steps),
+            scoring=scoring.at_step(step, config.steps),
         )
         record.shown.save_evaluated(step, trajectories)
         return record.evaluated(step, found, time.perf_counter() - began), trajectories

@@ -10,7 +10,7 @@ from jaxtyping import Bool, PyTree
 
 from rrl.data.questions import Question
 from rrl.data.trajectory import ENVIRONMENT, POLICY, PROMPT, Trajectory
-from rrl.recipes.base import ALONE, Recipe, Scoring
+from rrl.recipes.base import NO_MODELS, Recipe, ScoringContext
 from rrl.recipes.episodes import run_questions
 from rrl.retrieval.retriever import Retriever
 from rrl.rl.dynamic_sampling import Refill
@@ -44,7 +44,7 @@ def sample_step(
     params: PyTree,
     recipe: Recipe,
     curriculum: Curriculum,
-    scoring: Scoring,
+    scoring: ScoringContext,
 ) -> Sampled:
     """What a step (counted from 0) samples: a pure function of its arguments and of the curriculum's state, which goes on."""
 
@@ -63,7 +63,7 @@ def sample_step(
         key=jax.random.fold_in(jax.random.key(config.seed), step),
         samples=config.samples,
         temperature=config.temperatures or config.temperature,
-        scoring=scoring.at(step, config.steps),
+        scoring=scoring.at_step(step, config.steps),
         learn=curriculum.learn,
         shuffle=shuffle if config.permute_rewards else None,
         overlong=config.overlong,
@@ -80,7 +80,7 @@ def sample_rounds(
     key: jax.Array,
     samples: int,
     temperature: float | Sequence[float],
-    scoring: Scoring,
+    scoring: ScoringContext,
     learn: Callable[[Sequence[Trajectory]], None] = lambda trajectories: None,
     shuffle: Callable[[int], np.random.Generator] | None = None,
     overlong: tuple[int, ...] = (),
@@ -114,7 +114,7 @@ def sample_rounds(
         for trajectory in some:
             trajectory.group += refill.asked
         totals, groups = np.array([(t.rewards["total"], t.group) for t in some]).T
-        refill = refill.after(totals, groups.astype(np.int64), recipe.left_out(some))
+        refill = refill.after(totals, groups.astype(np.int64), recipe.excluded(some))
         found += some
         stats += engine.stats
     return Sampled(found, frozenset(refill.kept), stats)
@@ -170,7 +170,7 @@ def evaluate(
     *,
     temperature: float = 0.0,
     retriever: Retriever | None = None,
-    scoring: Scoring = ALONE,
+    scoring: ScoringContext = NO_MODELS,
     on_finish: Callable[[int, Trajectory], None] = lambda place, trajectory: None,
 ) -> tuple[dict[str, float], list[Trajectory]]:
     """One episode a question (greedy unless told): "eval/em", "eval/f1", ... and each metric of each kind, "eval/em/<kind>"; and

@@ -15,7 +15,7 @@ from rrl.data.trajectory_files import load_trajectories
 from rrl.errors import UserError
 from rrl.eval.methods import Generator, make_way, of_outcome, of_trajectory
 from rrl.eval.predictions import load_predictions
-from rrl.rewards.reader import Said
+from rrl.rewards.reader import ReaderReply
 from rrl.rollout.config import EngineConfig
 from rrl.rollout.engine import Engine
 from rrl.runs.launcher import load_config
@@ -55,7 +55,7 @@ def test_what_a_prompted_method_asked_later_is_shown_as_given() -> None:
     )
     record = of_outcome(QUESTION, outcome)
     assert record["prediction"] == "Oslo" and record["turns"] == 3 and len(prompts) == 3
-    assert record["tokens"] == outcome.tokens and record["prompt_tokens"] == outcome.tokens_read
+    assert record["tokens"] == outcome.sampled_tokens and record["prompt_tokens"] == outcome.prompt_tokens
     assert record["searches"] == [
         {"turn": 0, "query": "Who directed Silver Harbour?", "titles": (FILM.title,), "failed": False}
     ]
@@ -131,13 +131,13 @@ def test_a_recipe_whose_reader_answers_is_kept_when_it_has() -> None:
 
     def reader(prompts):
         asked.extend(prompts)
-        return [Said("Oslo", 40, 2)] * len(prompts)
+        return [ReaderReply("Oslo", 40, 2)] * len(prompts)
 
     way = make_way({"name": "r2ag"}, None, None, "models/generator")
     assert way.name == "r2ag (reader=models/generator)"
     kept: list[dict] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("rrl.eval.methods.opening_ids", lambda *_: np.zeros(3, np.int32))
+        patch.setattr("rrl.eval.methods.prompt_ids", lambda *_: np.zeros(3, np.int32))
         question = dataclasses.replace(QUESTION, gold=(PERSON.title,))
         read = dataclasses.replace(way, reader=Generator(reader))
         read.ask(Engine(), None, [(0, question)], None, 0.0, kept.append)

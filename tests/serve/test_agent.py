@@ -17,7 +17,7 @@ from rrl.models.config import DecoderConfig
 from rrl.models.decoder import Decoder
 from rrl.models.hf import save_decoder
 from rrl.models.tokenizer import train_tokenizer
-from rrl.recipes.card import card_of, read_card, write_card
+from rrl.recipes.card import make_card, read_card, write_card
 from rrl.recipes.rsearch import RSearch
 from rrl.retrieval.build import build_index
 from rrl.retrieval.index import make_retriever
@@ -86,7 +86,7 @@ def known(tmp_path_factory):
     ).batch
     assert memorise(decoder, jax.tree.map(jnp.asarray, batch), 240) < 0.01
     save_decoder(folder / "policy", decoder, tokenizer)
-    write_card(folder / "policy", card_of(RECIPE, 1024, TOP_K))
+    write_card(folder / "policy", make_card(RECIPE, 1024, TOP_K))
     build_index(wiki.passages, folder / "index", "bm25")
     return folder / "policy", folder / "index", [item.question for item in items]
 

@@ -18,7 +18,7 @@ from rrl.models.config import DecoderConfig
 from rrl.models.hf import load_decoder, load_language_model, save_decoder
 from rrl.models.lora import LoraConfig, add_lora, merged
 from rrl.models.tokenizer import load_tokenizer, train_tokenizer
-from rrl.recipes.card import card_of, read_card
+from rrl.recipes.card import make_card, read_card
 from rrl.recipes.rsearch import RSearch
 from rrl.rl.optim import split_trained
 from rrl.runs.checkpoints import Checkpoints
@@ -40,7 +40,7 @@ SHAPE = DecoderConfig(
 )
 PLAIN = {"optim": {"frozen": []}, "run": {}}
 """Of a config.json: all parameters are trained."""
-CARD = card_of(RSearch(instruction="Search."), 1024, 2)
+CARD = make_card(RSearch(instruction="Search."), 1024, 2)
 
 
 def parameters(seed):

@@ -20,7 +20,7 @@ from rrl.miniwiki import KINDS, generate, mixed_questions
 from rrl.models.tokenizer import load_tokenizer
 from rrl.recipes.card import read_card
 from rrl.recipes.r3rag import R3Rag
-from rrl.recipes.r3rag_steps import Step, Steps
+from rrl.recipes.r3rag_steps import R3RagEnvironment, Step
 from rrl.rewards.endpoint import EndpointConfig
 from rrl.rollout.protocol import Append
 from rrl.runs.workdir import refuse_other_config
@@ -62,9 +62,9 @@ class Strong:
         if temperature == 0.7 and number == 2:
             return "I give up."
         if number <= len(hops) or temperature == 1.0:
-            return Step("Go on.", query=hops[min(number, len(hops)) - 1].query).written(number)
+            return Step("Go on.", query=hops[min(number, len(hops)) - 1].query).to_text(number)
         answer = "Nobody" if temperature == 0.4 else item.question.answers[0]
-        return Step("That is it.", answer=answer).written(number)
+        return Step("That is it.", answer=answer).to_text(number)
 
 
 @pytest.fixture
@@ -301,7 +301,7 @@ def test_a_service_cannot_go_on_within_a_context(strong, tmp_path):
     class Growing:
         """Figure 6's prompt before an environment that appends."""
 
-        prompt = R3Rag(environment=Steps(opening="paper")).prompt
+        prompt = R3Rag(environment=R3RagEnvironment(opening="paper")).prompt
         environment = SimpleNamespace(react=lambda episode, text, stop: Append("more"))
 
     (item, *_) = strong.plans.values()

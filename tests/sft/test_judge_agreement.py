@@ -6,7 +6,7 @@ import pytest
 from rrl.data.questions import Question
 from rrl.data.trajectory import ENVIRONMENT, POLICY, PROMPT, Search, Trajectory
 from rrl.errors import UserError
-from rrl.rewards.cases import Correctness, Thinking, Told
+from rrl.rewards.judge_prompts import Correctness, Thinking, Transcript
 from rrl.rewards.oracle import Oracle
 from rrl.sft.judge_agreement import agreement, held_out_verdicts, report, verdicts_of
 from rrl.sft.judge_examples import KINDS, Verdict, VerdictConfig
@@ -28,7 +28,7 @@ class Says:
 
 def test_the_numbers_of_a_table():
     truths = [1.0, 1.0, 1.0, 0.5, 0.0]
-    verdicts = [Verdict(Thinking(QUESTION, Told(())), truth, "") for truth in truths]
+    verdicts = [Verdict(Thinking(QUESTION, Transcript(())), truth, "") for truth in truths]
     verdicts += [Verdict(Correctness(QUESTION, "x"), 1.0, "")]
     found = agreement(Says([1.0, 0.8, None, 0.5, 0.3, 1.0]), verdicts)
     thinking = found["Thinking"]
@@ -79,6 +79,9 @@ def test_what_a_policy_did_is_judged_as_the_oracle_sees_it():
         ("Sufficiency", 0.0),
         ("Thinking", 0.0),
     ]
-    assert "<answer>" not in verdicts_of(done)[0].case.told.text
+    assert "<answer>" not in verdicts_of(done)[0].case.transcript.text
     done[0].segments = [(PROMPT, "Who?"), (POLICY, "The problem analysis: so\nThe final answer: x")]  # R3-RAG
-    assert verdicts_of(done, tag_named("The final answer:"))[0].case.told.text == "The problem analysis: so"
+    assert (
+        verdicts_of(done, tag_named("The final answer:"))[0].case.transcript.text
+        == "The problem analysis: so"
+    )

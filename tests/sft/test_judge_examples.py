@@ -12,8 +12,8 @@ import pytest
 from rrl.errors import UserError
 from rrl.miniwiki import generate
 from rrl.models.tokenizer import load_tokenizer
-from rrl.rewards.cases import Correctness, Relevance, Sufficiency, Thinking, gold
 from rrl.rewards.judge_card import read_judge_card
+from rrl.rewards.judge_prompts import Correctness, Relevance, Sufficiency, Thinking, gold_text
 from rrl.rewards.oracle import Oracle
 from rrl.rl.optim import OptimConfig
 from rrl.runs.metrics import read_metrics
@@ -33,7 +33,7 @@ FOUND = list(verdicts(WIKI, 0, 12, OPTIONS))
 def test_an_answer_reads_as_the_oracles_verdict():
     scores = Oracle().grade([verdict.case for verdict in FOUND])
     assert [verdict.score for verdict in FOUND] == scores
-    assert [verdict.case.read(verdict.answer) for verdict in FOUND] == scores
+    assert [verdict.case.parse(verdict.answer) for verdict in FOUND] == scores
 
 
 def test_every_kind_of_case_comes_about_every_question_with_verdicts_that_differ():
@@ -51,7 +51,7 @@ def test_reasons_are_what_the_verdict_follows_from():
         if isinstance(case, Sufficiency):
             assert ("unknown" in answer) == (verdict.score == 0)
             stated = re.findall(r"The [\w ]+? of (.+?) is (?!unknown)", answer)
-            assert set(stated) <= set(case.told.titles)
+            assert set(stated) <= set(case.transcript.titles)
         elif isinstance(case, Relevance):
             assert ("nothing" in answer) == (verdict.score == 0)
             shown = {passage.title for passage in case.passages}
@@ -65,19 +65,19 @@ def test_reasons_are_what_the_verdict_follows_from():
                 verdict.score < 1
             ) or verdict.score == 1
         elif isinstance(case, Correctness):
-            assert f"{gold(case.question)} : {case.predicted}" in answer
+            assert f"{gold_text(case.question)} : {case.predicted}" in answer
 
 
 def test_an_example_is_the_judges_prompt_and_its_answer():
     tokenizer = load_tokenizer("assets/miniwiki-tokenizer")
     for verdict, example in zip(FOUND, verdict_examples(iter(FOUND), tokenizer, OPTIONS.card), strict=True):
-        prompt = fitting_ids(tokenizer, OPTIONS.card.asked(verdict.case), 10_000)  # nothing is cut
+        prompt = fitting_ids(tokenizer, OPTIONS.card.prompt_for(verdict.case), 10_000)  # nothing is cut
         assert len(example) <= OPTIONS.context
         np.testing.assert_array_equal(example.tokens[~example.loss], prompt)
         said = example.tokens[example.loss]
         assert len(said) <= OPTIONS.answer_tokens and said[-1] == tokenizer.eos_token_id
         text = tokenizer.decode(said, skip_special_tokens=True)
-        assert verdict.case.read(text.strip()) == verdict.score
+        assert verdict.case.parse(text.strip()) == verdict.score
 
 
 def test_the_same_arguments_give_the_same_cases_and_others_give_others():

@@ -11,7 +11,7 @@ from ml_collections import ConfigDict
 
 from rrl.config.sections import DERIVED, fill
 from rrl.errors import UserError
-from rrl.recipes.card import card_of, write_card
+from rrl.recipes.card import make_card, write_card
 from rrl.recipes.rsearch import RSearch
 from rrl.report.article import HELD_OUT, TRAINING, UNUSED
 from rrl.rl.advantages import ESTIMATORS
@@ -38,7 +38,7 @@ def folders(tmp_path, monkeypatch):
     for name in (*shipped, "models/Qwen2.5-7B-Instruct"):
         (tmp_path / name).mkdir(parents=True)
         (tmp_path / name / "config.json").write_text("{}")
-    write_card(tmp_path / "assets" / "miniwiki-policy", card_of(RSearch(instruction=""), 1024, 2))
+    write_card(tmp_path / "assets" / "miniwiki-policy", make_card(RSearch(instruction=""), 1024, 2))
     return tmp_path
 
 
@@ -183,7 +183,7 @@ def test_a_policy_without_our_card_is_trained_as_in_the_paper(folders):
 
 def test_a_policy_with_our_card_keeps_the_tiny_settings_and_its_own_instruction(folders):
     folder = folders / "models" / "Qwen2.5-7B-Instruct"
-    write_card(folder, card_of(RSearch(instruction="Search."), 1024, 2))
+    write_card(folder, make_card(RSearch(instruction="Search."), 1024, 2))
     shipped = Settings.of(config())
     for arg, instruction in (("", "Search."), (",prompt=bare", ""), (",prompt=paper", RSearch().instruction)):
         settings = Settings.of(config(f"policy={folder}{arg}"))

@@ -14,8 +14,8 @@ from rrl.errors import UserError
 from rrl.models.lora import LoraConfig, add_lora
 from rrl.parallel.mesh import make_mesh
 from rrl.parallel.rules import shard
-from rrl.recipes.base import Scoring
-from rrl.recipes.episodes import too_long
+from rrl.recipes.base import ScoringContext
+from rrl.recipes.episodes import find_long_prompts
 from rrl.recipes.rsearch import RSearch
 from rrl.rl.critic import CriticConfig
 from rrl.rl.optim import OptimConfig
@@ -184,16 +184,18 @@ def test_advantages_over_the_batch_are_over_what_is_learned_from(parts, tmp_path
 def test_a_question_too_long_for_the_context_is_named_before_a_run_comes_to_it(parts):
     questions, engine, recipe = parts
     said = []
-    assert too_long(engine, recipe, questions, "refuse", said.append) == set() and not said
+    assert find_long_prompts(engine, recipe, questions, "refuse", said.append) == set() and not said
     spaces = dataclasses.replace(questions[0], id="many bytes, few tokens", text=questions[0].text * 2)
-    assert too_long(engine, recipe, [spaces], "stop", said.append) == set()
+    assert find_long_prompts(engine, recipe, [spaces], "stop", said.append) == set()
     long = dataclasses.replace(questions[0], id="endless", text=questions[0].text * 40)
     for on_error in ("refuse", "skip"):
-        assert too_long(engine, recipe, [*questions, long], on_error, said.append) == {len(questions)}
+        assert find_long_prompts(engine, recipe, [*questions, long], on_error, said.append) == {
+            len(questions)
+        }
     words = f"1 of {len(questions) + 1} questions do not fit the context of 128 tokens and end as context_limit; the first is"
     assert len(said) == 2 and all(f"{words} 'endless', whose prompt has" in text for text in said)
     with pytest.raises(UserError, match=r"question 'endless' has \d+ tokens, the context holds 128"):
-        too_long(engine, recipe, [*questions, long], "stop", said.append)
+        find_long_prompts(engine, recipe, [*questions, long], "stop", said.append)
 
 
 def test_a_critic_that_warms_up_for_longer_than_the_run_is_refused():
@@ -231,12 +233,12 @@ def test_a_recipe_knows_where_the_run_stands_and_what_it_leaves_out_is_not_learn
             for place, t in enumerate(trajectories):
                 t.rewards["total"] = float(place % 2)  # something to learn
 
-        def left_out(self, trajectories):
+        def excluded(self, trajectories):
             return np.array([t.group > 0 or seen[-1][0] == 0 for t in trajectories])
 
     recipe = Seen(instruction="", use_evidence=False, environment=recipe.environment)
     config = dataclasses.replace(CONFIG, steps=2, eval_every=0)
-    scoring = Scoring(reader=lambda prompts: prompts)
+    scoring = ScoringContext(reader=lambda prompts: prompts)
     train(config, recipe, Task(questions[:8], questions[8:]), engine, fresh(), tmp_path, scoring=scoring)
     assert seen == [
         (0, 2, "x"),

@@ -9,7 +9,7 @@ import pytest
 
 from rrl.errors import UserError
 from rrl.recipes.card import read_card
-from rrl.recipes.r2ag import R2AG, Expanding
+from rrl.recipes.r2ag import R2AG, R2AGEnvironment
 from rrl.runs.checkpoints import saved_metadata
 from rrl.runs.metrics import read_metrics
 from rrl.sft import stages
@@ -56,7 +56,7 @@ def test_the_outputs_for_a_prompt_share_it_in_the_update():
 def test_inference_is_set_by_arguments(arg, base, predicted, k):
     # SPEC.md 4: base-only or with anticipatory predictions; top-k 1 or 2; t = M or M/2
     settings = Settings.parse(config(f"size=7b,data=FOLDER,{arg}".rstrip(",")))
-    expected = Expanding(base_queries=base, predicted_queries=predicted)
+    expected = R2AGEnvironment(base_queries=base, predicted_queries=predicted)
     assert settings.recipe.environment == expected and settings.rollout.top_k == k
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from rrl.errors import UserError
 from rrl.recipes.r3rag import R3Rag
-from rrl.recipes.r3rag_steps import Steps
+from rrl.recipes.r3rag_steps import R3RagEnvironment
 from rrl.train.experiment import Settings
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -33,7 +33,7 @@ def test_the_large_size_holds_the_papers_settings():
     assert (objective.kl_in, objective.kl_estimator) == ("loss", "k3") and objective.kl_coef > 0
     assert settings.rollout.top_k == 5
     assert settings.recipe == R3Rag()
-    assert settings.recipe.environment == Steps(
+    assert settings.recipe.environment == R3RagEnvironment(
         max_steps=5, document_characters=512, cut="document", drop_seen=True
     )
     scales = (R3Rag.correct_scale, R3Rag.incorrect_scale, R3Rag.unanswered_scale)
@@ -48,7 +48,7 @@ def test_the_large_size_holds_the_papers_settings():
         ("ablation=outcome", {"use_outcome": False}),
         ("last_step=equation", {"last_step": "equation"}),
         ("malformed=released", {"malformed_reward": -0.9}),
-        ("cut=block", {"environment": Steps(cut="block")}),
+        ("cut=block", {"environment": R3RagEnvironment(cut="block")}),
     ],
 )
 def test_the_ablations_and_the_other_readings_are_arguments(arg, changed):
@@ -64,7 +64,7 @@ def test_the_built_in_world_is_judged_by_its_oracle_and_pays_exact_answers():
         with pytest.raises(UserError, match="has no meaning with ablation="):
             config(void)
     without = Settings.parse(config("ablation=process"))
-    assert not without.recipe.judged
+    assert not without.recipe.needs_judge
 
 
 @pytest.mark.parametrize("kind", ["bm25", "exact", "scann"])

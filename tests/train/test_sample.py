@@ -14,11 +14,11 @@ from rrl.data.trajectory import Trajectory
 from rrl.errors import UserError
 from rrl.models.decoder import Decoder
 from rrl.models.tokenizer import load_tokenizer
-from rrl.recipes.base import Scoring
+from rrl.recipes.base import ScoringContext
 from rrl.recipes.catalogue import RECIPES, make_recipe
 from rrl.recipes.episodes import run_questions
-from rrl.recipes.r2ag import R2AG, Expanding
-from rrl.recipes.r2ag_forest import Node
+from rrl.recipes.r2ag import R2AG, R2AGEnvironment
+from rrl.recipes.r2ag_forest import RetrievalTree
 from rrl.recipes.rsearch import RSearch
 from rrl.rl.dynamic_sampling import Refill
 from rrl.rl.objective import ObjectiveConfig
@@ -68,7 +68,7 @@ def sample(monkeypatch):
             key=key,
             samples=2,
             temperature=1.0,
-            scoring=Scoring(),
+            scoring=ScoringContext(),
             **options,
         )
         return found, asked, key
@@ -125,7 +125,7 @@ def test_a_step_asks_for_the_rule_for_long_outputs(monkeypatch):
     found = []
     monkeypatch.setattr(rollouts, "sample_rounds", lambda *_, overlong, **__: found.append(overlong))
     config = RLConfig(2, OptimConfig(), ObjectiveConfig(), overlong=(400, 100))
-    sample_step(config, 0, None, None, None, Shuffled([], 1, 0), Scoring())
+    sample_step(config, 0, None, None, None, Shuffled([], 1, 0), ScoringContext())
     assert found == [(400, 100)]
 
 
@@ -150,11 +150,17 @@ def test_the_controls_rewards_are_dealt_out_anew_in_each_step_and_round(monkeypa
     )
     config = RLConfig(2, OptimConfig(), ObjectiveConfig(), permute_rewards=True, rounds=2, seed=3)
     for step in (0, 1):
-        sample_step(config, step, None, None, None, Shuffled([], 1, 0), Scoring())
+        sample_step(config, step, None, None, None, Shuffled([], 1, 0), ScoringContext())
     draws = [shuffle(number).permutation(100).tolist() for shuffle, _ in found for number in (0, 1)]
     assert len({tuple(draw) for draw in draws}) == 4
     sample_step(
-        dataclasses.replace(config, permute_rewards=False), 0, None, None, None, Shuffled([], 1, 0), Scoring()
+        dataclasses.replace(config, permute_rewards=False),
+        0,
+        None,
+        None,
+        None,
+        Shuffled([], 1, 0),
+        ScoringContext(),
     )
     assert found[-1][0] is None
 
@@ -174,7 +180,7 @@ def test_further_rounds_ask_for_what_is_missing_under_other_keys_and_groups_of_t
 
 
 def test_groups_that_the_recipe_leaves_out_are_asked_for_again_though_they_have_spread(sample):
-    recipe = SimpleNamespace(left_out=lambda some: np.array([t.question == 3 for t in some]))
+    recipe = SimpleNamespace(excluded=lambda some: np.array([t.question == 3 for t in some]))
     found, asked, _ = sample(Refill(2, 4), recipe)
     assert [batch for batch, _ in asked] == [[0, 1], [10, 11]]
     found, asked, _ = sample(Refill(4, 2), recipe)
@@ -223,7 +229,7 @@ def test_an_evaluation_counts_failed_searches_and_logits_that_are_not_finite():
             return [Trajectory(r.question, 0, 0, *(none,) * 5, [], [], "no_action") for r in requests]
 
     questions = [Question("a", "Who?", ("x",), "bridge"), Question("b", "What?", ("x",), "bridge")]
-    found, _ = evaluate(Stub(), None, RSearch(), questions, scoring=Scoring())
+    found, _ = evaluate(Stub(), None, RSearch(), questions, scoring=ScoringContext())
     assert found["eval/searches_failed"] == 3 and found["eval/not_finite"] == 2
     assert found["eval/em"] == found["eval/em/bridge"] == 0
 
@@ -238,9 +244,9 @@ def test_documents_that_leave_no_room_for_a_turn_give_way():
             self.prompts = [request.prompt for request in requests]
             return []
 
-    engine, recipe = Stub(), R2AG(environment=Expanding(opening="bare", turn_tokens=40))
+    engine, recipe = Stub(), R2AG(environment=R2AGEnvironment(opening="bare", turn_tokens=40))
     documents = [Passage(name, name, "far too long " * 20) for name in ("A", "B")]
-    short, long = (Node.of(Question("q", "Who?", ("x",)), 0, some) for some in ([], documents))
+    short, long = (RetrievalTree.of(Question("q", "Who?", ("x",)), 0, some) for some in ([], documents))
     run_questions(engine, None, recipe, [short, long], key=jax.random.key(0))
     assert (
         len(engine.prompts[0]) < 20 and len(engine.prompts[1]) == 59
@@ -253,9 +259,9 @@ def test_a_step_samples_at_its_temperatures(monkeypatch):
     found = []
     monkeypatch.setattr(rollouts, "sample_rounds", lambda *_, temperature, **__: found.append(temperature))
     config = RLConfig(2, OptimConfig(), ObjectiveConfig(), samples=2, temperature=0.5)
-    sample_step(config, 0, None, None, None, Shuffled([], 1, 0), Scoring())
+    sample_step(config, 0, None, None, None, Shuffled([], 1, 0), ScoringContext())
     varied = dataclasses.replace(config, temperatures=(0.1, 0.4))
-    sample_step(varied, 0, None, None, None, Shuffled([], 1, 0), Scoring())
+    sample_step(varied, 0, None, None, None, Shuffled([], 1, 0), ScoringContext())
     assert found == [0.5, (0.1, 0.4)]
 
 
@@ -302,9 +308,9 @@ def test_a_question_too_long_for_the_context_ends_alone_and_counts_as_wrong(smal
 @pytest.mark.parametrize("name", RECIPES)
 def test_every_recipe_scores_an_episode_that_ended_before_a_turn(name):
     question = Question("q", "Who?", ("A",), gold=("T",))
-    for asked in (question, Node.of(question)):
+    for asked in (question, RetrievalTree.of(question)):
         live = Live(Request(asked, np.arange(5, dtype=np.int32), 0), "prompt")
         live.met("room")
         trajectory = live.trajectory("context_limit")
-        make_recipe(name).score([trajectory], Scoring(reader=lambda prompts: [""] * len(prompts)))
+        make_recipe(name).score([trajectory], ScoringContext(reader=lambda prompts: [""] * len(prompts)))
         assert not trajectory.token_rewards.any() and trajectory.metrics.get("em", 0) == 0

@@ -65,7 +65,7 @@ def test_naive_grpo_is_all_of_table_7_at_once_and_needs_no_judge():
     naive = recipe_of("size=3b,data=FOLDER,ablation=naive")
     weights = {f"{name}_weight": 0.0 for name in ("penalty", "reflect", "sufficient", "thinking")}
     assert naive == TiresRag(use_filter=False, use_difficulty=False, **weights)
-    assert not naive.judged
+    assert not naive.needs_judge
 
 
 @pytest.mark.parametrize(
@@ -152,4 +152,6 @@ def test_a_cold_start_and_a_step_of_training_on_the_built_in_world(tmp_path, mon
         text=True,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )
-    assert refused.returncode == 2 and "is asked for Finding" in refused.stderr  # before it judged anything
+    assert (
+        refused.returncode == 2 and "is asked for ErrorAnalysis" in refused.stderr
+    )  # before it judged anything

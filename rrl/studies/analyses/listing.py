@@ -11,7 +11,7 @@ from typing import Any
 from rrl.errors import UserError
 from rrl.recipes.card import read_card
 from rrl.recipes.catalogue import RECIPES, make_recipe
-from rrl.recipes.prompted.catalogue import METHODS, make_method
+from rrl.recipes.prompted.catalogue import METHODS, make_prompted_method
 from rrl.studies.compare import with_arguments
 from rrl.studies.reproduction.plan import ARMS, READER, SHIPPED, Arm, Run, small
 from rrl.studies.reproduction.plan import runs as planned
@@ -242,7 +242,7 @@ def _changed(varies: str, method: str, value: str) -> tuple[list[str], dict[str,
 def _steps_of(method: str) -> str:
     """The field that holds the most steps of a method. Raises UserError for one that has none, and an unknown one."""
     if method in METHODS:
-        where, names = "method", list(make_method(method).defaults)
+        where, names = "method", list(make_prompted_method(method).defaults)
     elif method in RECIPES:
         environment: Any = make_recipe(method).environment
         where, names = "recipe.environment", [field.name for field in dataclasses.fields(environment)]
