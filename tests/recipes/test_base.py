@@ -75,5 +75,5 @@ def test_no_tag_of_a_recipe_may_be_a_special_token(name):
 def test_nor_may_the_tag_of_a_thought_that_a_prompt_asks_for(name):
     tokenizer = load_tokenizer("assets/miniwiki-tokenizer")
     tokenizer.add_special_tokens({"additional_special_tokens": ["</think>"]})
-    with pytest.raises(UserError, match="'</think>' of the recipe would never be seen"):
+    with pytest.raises(UserError, match="'</think>' of the recipe would never be recognised"):
         check_tags(make_recipe(name), tokenizer)

@@ -22,7 +22,7 @@ def test_a_cold_start_that_is_not_there_yet_is_told_how_to_make(
 
 def test_another_folder_is_no_cold_start() -> None:
     with pytest.raises(
-        UserError, match=r"^model='runs/r3rag_cold_start/model' is not there yet.* or give model=FOLDER"
+        UserError, match=r"^model='runs/r3rag_cold_start/model' does not exist yet.* or give model=FOLDER"
     ):
         require_policy("runs/r3rag_cold_start/model", "model")
     for folder in ("runs/other_cold_start/model", "/none", ""):
