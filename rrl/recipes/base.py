@@ -87,7 +87,7 @@ class Recipe(Protocol):
         """Return which trajectories no update may learn from, based on `rewards`. `trajectories` are whole groups."""
 
     def advantages(self, trajectories: Sequence[Trajectory]) -> Float[np.ndarray, "N"]:
-        """Return one advantage per trajectory, based on `rewards`. `trajectories` are all that a step learns from, at least one."""
+        """Return one advantage per trajectory, based on `rewards`. `trajectories` are all that a step learns from (N >= 1)."""
 
     def demonstrate(self, item: MiniQuestion, retrieve: RetrieveFn) -> DemonstrationSegments:
         """Return a demonstration by the scripted expert of the built-in world.

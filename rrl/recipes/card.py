@@ -71,8 +71,9 @@ def require_policy(folder: str | pathlib.Path, field: str = "policy") -> None:
         if made is None:
             raise
         raise UserError(
-            f"{field}={str(folder)!r} does not exist yet. Make it by python launch/sft.py --config=configs/miniwiki_cold_start.py:"
-            f"recipe={made['recipe']},init=assets/miniwiki-policy --workdir={made['workdir']}, or give {field}=FOLDER"
+            f"{field}={str(folder)!r} does not exist yet. Make it by python launch/sft.py "
+            f"--config=configs/miniwiki_cold_start.py:recipe={made['recipe']},init=assets/miniwiki-policy "
+            f"--workdir={made['workdir']}, or give {field}=FOLDER"
         ) from error
 
 

@@ -50,9 +50,7 @@ def recipe_class(name: str) -> Callable[..., Any]:
             f"recipe.name={name!r} cannot be imported ({error}); is its folder on PYTHONPATH?"
         ) from error
     if not (isinstance(imported, type) and dataclasses.is_dataclass(imported)):
-        raise UserError(
-            f"recipe.name={name!r} must be a dataclass that implements rrl.recipes.base.Recipe"
-        )
+        raise UserError(f"recipe.name={name!r} must be a dataclass that implements rrl.recipes.base.Recipe")
     return imported
 
 
