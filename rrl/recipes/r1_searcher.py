@@ -27,7 +27,8 @@ INSTRUCTION = (
     "sure of: write <|begin_of_query|> keywords <|end_of_query|>, each query about one fact only. The search system then gives "
     "you what it finds between <|begin_of_documents|> and <|end_of_documents|>, and you go on thinking."
 )
-"""The published prompts in our own words. A base model reads it first in its text, an instruction-tuned model as its system turn."""
+"""The published prompts in our own words. A base model reads it first in its text, an instruction-tuned model as its system
+turn."""
 
 OPENINGS = ("base", "instruct", "bare")
 _FOREIGN_TEXT = re.compile("[Aa]ssistant|[\u4e00-\u9fff]")

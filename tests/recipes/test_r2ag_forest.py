@@ -29,7 +29,7 @@ def level(forest, *outcomes):
         (node,) = forest.ask(0, 0, 1)
         asked.append(node)
         forest.learn([outcome(node, *found, ended=ended) for found, ended in outcomes])
-        if not forest.now:
+        if not forest.current:
             return asked
 
 
@@ -78,7 +78,7 @@ def test_a_tree_is_expanded_five_times_and_not_six():
     for _ in range(7):
         level(forest, ([], "expanded"))
         seen.append(forest.level)
-    assert seen == [0, 1, 2, 3, 4, 0, 1] and forest.planted == 2
+    assert seen == [0, 1, 2, 3, 4, 0, 1] and forest.rounds == 2
 
 
 def test_some_questions_are_planted_at_a_time_and_all_in_turn():
@@ -98,7 +98,7 @@ def test_a_forest_continues_from_its_state_as_if_nothing_had_happened():
 
     forest, again = Forest(QUESTIONS, seed=5), Forest(QUESTIONS, seed=5)
     some(forest, 3, [A, B])
-    assert forest.now and forest.next
+    assert forest.current and forest.next
     again.restore(json.loads(json.dumps(forest.state)))
     assert again.state == forest.state
     assert some(again, 12, [B, A]) == some(forest, 12, [B, A])
