@@ -54,5 +54,5 @@ def test_the_engine_answers_cases_longer_than_its_context(reader):
 
 def test_a_context_that_answers_fill_alone_is_refused():
     decoder, tokenizer, *_ = make_world()
-    with pytest.raises(UserError, match=r"context=64 must be at least answer_tokens=64 and 3 more"):
+    with pytest.raises(UserError, match=r"context=64 must be at least answer_tokens=64 plus 3"):
         Reader(decoder, tokenizer, EngineConfig(context=64), answer_tokens=64)

@@ -39,7 +39,7 @@ def test_a_judge_is_asked_as_its_card_says():
 
 
 def test_a_kind_of_case_that_it_was_not_trained_on_is_refused():
-    with pytest.raises(UserError, match=r"trained on Sufficiency, Correctness alone.*asked for Validation"):
+    with pytest.raises(UserError, match=r"trained only on Sufficiency, Correctness .*asked for Validation"):
         ModelJudge(lambda prompts: 1 / 0, BARE).grade([Validation(QUESTION, "x")])
 
 

@@ -107,14 +107,14 @@ def test_a_service_is_known_by_its_model_and_not_by_its_address():
             r"^judge\.kind='human' is unknown; choose one of oracle, model, endpoint",
         ),
         ({"judge": {"kind": "endpoint"}}, r"^judge_endpoint\.url='' must begin with http"),
-        (ENDPOINT | {"judge_endpoint": {"url": "http://x"}}, r"^judge_endpoint\.model='' names no model"),
+        (ENDPOINT | {"judge_endpoint": {"url": "http://x"}}, r"^judge_endpoint\.model='' is empty"),
         (
             {"judge": {"folder": "models/x"}},
-            r"^judge\.folder='models/x' goes with judge\.kind=model, not oracle",
+            r"^judge\.folder='models/x' needs judge\.kind=model, not oracle",
         ),
         (
             {"judge": {"thinking": True}},
-            r"^judge\.thinking=True goes with judge\.kind=model, not oracle; a service",
+            r"^judge\.thinking=True needs judge\.kind=model, not oracle; a service",
         ),
         ({"judge": {"answer_tokens": 0}}, r"^judge\.answer_tokens=0 must be at least 1"),
         (

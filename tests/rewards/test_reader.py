@@ -45,7 +45,7 @@ def test_a_prompt_longer_than_the_context_is_cut_at_its_front_and_told_once(read
     reader.answers(["evidence " * 300])
     assert reader.truncated == 2
     (told,) = [record.getMessage() for record in caplog.records if record.name == "rrl.rewards.reader"]
-    assert told.startswith("1 of 2 prompts are longer than the context of 64 tokens")
+    assert told.startswith("1 of 2 prompts exceed the model's context of 64 tokens")
 
 
 def test_memory_keeps_the_latest(reader, monkeypatch):

@@ -146,7 +146,7 @@ def test_flare_thresholds_are_options_and_a_fully_masked_sentence_asks_the_quest
 
 def test_flare_closes_when_sentences_run_out_and_needs_the_bytes_of_tokens() -> None:
     assert play("flare", [("", "Well then. So"), LAST], sentences=1)[0].answer == "Oslo"
-    with pytest.raises(UserError, match="flare needs the bytes of tokens"):
+    with pytest.raises(UserError, match="flare needs the bytes of each token"):
         play("flare", [], settings=PromptedSettings())
 
 

@@ -150,8 +150,8 @@ def test_methods_and_options_are_known_by_name() -> None:
     assert len(METHODS) == 13 and all(method.source for method in METHODS.values())
     assert make_prompted_method("ircot", {"steps": 3}).defaults == {"steps": 3}
     for name, options, words in (
-        ("rag", {}, r"method='rag' is unknown; there are direct, cot"),
-        ("ircot", {"rounds": 3}, r"ircot.rounds is no option of the method; its options are steps"),
+        ("rag", {}, r"method='rag' is unknown; choose one of direct, cot"),
+        ("ircot", {"rounds": 3}, r"ircot.rounds is not an option of the method; its options are steps"),
         ("direct", {"steps": 3}, r"its options are none"),
         ("ircot", {"steps": 0}, r"ircot.steps=0 must be a whole number above 0"),
         ("ircot", {"steps": 1.5}, r"must be a whole number above 0"),
