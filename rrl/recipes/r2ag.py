@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import ClassVar
 
 from rrl.data.passages import Passage, render
-from rrl.data.questions import Question, asked
+from rrl.data.questions import Question, with_choices
 from rrl.data.trajectory import NOT_FINITE, POLICY, Search, Trajectory
 from rrl.errors import UserError, at_least, one_of
 from rrl.miniwiki.questions import Hop, MiniQuestion
@@ -28,7 +28,7 @@ from rrl.recipes.r2ag_rewards import (
     parse_output,
 )
 from rrl.recipes.rsearch import READER_TEMPLATE
-from rrl.retrieval.gold import hits_of
+from rrl.retrieval.gold import gold_hits
 from rrl.rollout.curriculum import Curriculum
 from rrl.rollout.protocol import (
     CONTEXT,
@@ -150,7 +150,7 @@ class R2AGEnvironment:
         return Finish(STOP if output.stop else "no_action")
 
     def observe(self, episode: Episode, *found: Sequence[Passage] | None) -> Action:
-        if parse_output(episode.said[-1]).stop:
+        if parse_output(episode.policy_texts[-1]).stop:
             return Finish(STOP)
         if isinstance(episode.question, RetrievalTree):
             return Finish("expanded")
@@ -306,7 +306,7 @@ class R2AG(OutcomeRecipe):
     def _score_trees(self, trajectories: Sequence[Trajectory], scoring: ScoringContext) -> None:
         """Retrieval metrics of whole trees (Table 1), and the generator's answers (Table 3)."""
         titles = [[title for search in t.searches for title in search.titles] for t in trajectories]
-        hits = hits_of(titles, [t.question.gold for t in trajectories])
+        hits = gold_hits(titles, [t.question.gold for t in trajectories])
         measured = {
             "recall": hits.recall(),
             "full_recall": hits.full_recall(),
@@ -363,7 +363,7 @@ def generator_prompt(question: Question, documents: Sequence[Passage]) -> Prompt
     """What the generator reads: all documents of the tree and the question. The paper does not print its own prompt."""
     before, after = READER_TEMPLATE.split("{evidence}")
     shown = render(documents) or "(none)"
-    return Prompt(before, body=shown, after=after.format(query=asked(question)))
+    return Prompt(before, body=shown, after=after.format(query=with_choices(question)))
 
 
 def _best(searches: Sequence[Search]) -> list[str]:

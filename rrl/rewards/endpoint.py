@@ -26,9 +26,9 @@ from typing import Any
 import jax
 
 from rrl.errors import UserError, at_least
-from rrl.files import write_whole
+from rrl.files import write_atomically
 from rrl.parallel.gather import gather_objects
-from rrl.stopping import Unavailable, when_stopped
+from rrl.stopping import ServiceUnavailable, on_stop
 from rrl.text.chat import Prompt
 
 log = logging.getLogger(__name__)
@@ -180,7 +180,7 @@ class Endpoint:
                 stop.set()  # the others shall not go on trying
                 return EndpointReply()
 
-        with when_stopped(stop.set), ThreadPoolExecutor(max(1, self.config.concurrency // count)) as pool:
+        with on_stop(stop.set), ThreadPoolExecutor(max(1, self.config.concurrency // count)) as pool:
             try:
                 found = list(pool.map(one, mine))
             finally:
@@ -197,7 +197,7 @@ class Endpoint:
         if error is not None:
             raise error
         if elsewhere := [words for _, words in parts if words]:
-            raise Unavailable(f"asking {self.config.url} failed in another process: {elsewhere[0]}")
+            raise ServiceUnavailable(f"asking {self.config.url} failed in another process: {elsewhere[0]}")
         known = {prompt: reply for part, _ in parts for prompt, reply in part.items()}
         return [known[prompt] for prompt in prompts]
 
@@ -253,7 +253,7 @@ class Endpoint:
         why = ""
         for attempt in range(config.retries + 1):
             if stop.is_set():
-                raise Unavailable(
+                raise ServiceUnavailable(
                     f"{config.url}: given up, since another prompt failed or the run is to stop"
                 )
             asked: float | None = None
@@ -277,7 +277,7 @@ class Endpoint:
                 doubled = config.backoff * 2**attempt * random.uniform(0.75, 1.25)
                 # "Retry-After: 0", or a date that is past, names no time: all attempts would be made at once.
                 stop.wait(min(asked or doubled, config.max_backoff))
-        raise Unavailable(
+        raise ServiceUnavailable(
             f"{why} (after {attempt + 1} attempts); check the address and the service of model={config.model!r}. Answers that "
             "came are kept"
         )
@@ -480,6 +480,6 @@ def _write_cached(file: pathlib.Path, model: str, reply: EndpointReply) -> None:
     """Keeps an answer, whole or not at all, whoever else writes the same one."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(file, json.dumps({"model": model, "answer": reply.text, "cut": reply.truncated}))
+        write_atomically(file, json.dumps({"model": model, "answer": reply.text, "cut": reply.truncated}))
     except OSError as error:
         log.warning("an answer could not be kept in %s: %s", file.parent, error)

@@ -8,10 +8,10 @@ from typing import Any
 from rrl.data.passages import Passage, render
 from rrl.data.trajectory import NOT_FINITE
 from rrl.errors import at_least
-from rrl.rollout.workflow import Ask, Generate, Generated, PromptTooLong, Retrieve
+from rrl.rollout.workflow import Generate, Generated, PromptTooLong, Retrieve, WorkflowRequest
 from rrl.text.short_answers import FINAL_ANSWER, final_answer
 
-PromptedWorkflow = Generator[Ask | Sequence[Ask], Any, str]
+PromptedWorkflow = Generator[WorkflowRequest | Sequence[WorkflowRequest], Any, str]
 """A method at work on one question; it returns the answer."""
 
 ANSWER_INSTRUCTION = (
@@ -102,7 +102,9 @@ class PromptedResult:
         return sum(len(said.trajectory.tokens) for said in self.generations) - self.sampled_tokens
 
 
-def with_record(flow: PromptedWorkflow) -> Generator[Ask | Sequence[Ask], Any, PromptedResult]:
+def with_record(
+    flow: PromptedWorkflow,
+) -> Generator[WorkflowRequest | Sequence[WorkflowRequest], Any, PromptedResult]:
     """The same flow, which returns an `PromptedResult`: the answer and all that was written and found on the way."""
     written: list[Generated] = []
     searches: list[tuple[str, tuple[Passage, ...] | None]] = []
@@ -117,7 +119,7 @@ def with_record(flow: PromptedWorkflow) -> Generator[Ask | Sequence[Ask], Any, P
         except PromptTooLong:
             flow.close()
             return PromptedResult("", tuple(written), tuple(searches), "context_limit")
-        single = isinstance(wanted, Ask)
+        single = isinstance(wanted, WorkflowRequest)
         for ask, result in _pairs([wanted] if single else wanted, [reply] if single else reply):
             if isinstance(ask, Retrieve):
                 searches.append((ask.query, None if result is None else tuple(result)))
@@ -136,5 +138,5 @@ def _heard(result: Any) -> Any:
     return result
 
 
-def _pairs(asks: Any, results: Any) -> Iterable[tuple[Ask, Any]]:
+def _pairs(asks: Any, results: Any) -> Iterable[tuple[WorkflowRequest, Any]]:
     return zip(asks, results, strict=True)

@@ -4,7 +4,7 @@ import re
 from collections.abc import Sequence
 
 from rrl.data.passages import Passage
-from rrl.data.questions import Question, asked
+from rrl.data.questions import Question, with_choices
 from rrl.recipes.prompted.base import (
     ANSWER_INSTRUCTION,
     PromptedSettings,
@@ -20,7 +20,7 @@ from rrl.rollout.workflow import Generated, Retrieve
 def direct(question: Question, settings: PromptedSettings) -> PromptedWorkflow:
     """The model answers from what it knows, without reasoning."""
     said: Generated = yield settings.generate(
-        f"Answer the question with the answer alone, without a sentence around it.\n\nQuestion: {asked(question)}\nAnswer:"
+        f"Answer the question with the answer alone, without a sentence around it.\n\nQuestion: {with_choices(question)}\nAnswer:"
     )
     return said.text
 
@@ -28,7 +28,7 @@ def direct(question: Question, settings: PromptedSettings) -> PromptedWorkflow:
 def cot(question: Question, settings: PromptedSettings) -> PromptedWorkflow:
     """Chain of thought without demonstrations (Kojima et al., 2022), from what the model knows."""
     said: Generated = yield settings.generate(
-        f"Answer the question. Think step by step first. {ANSWER_INSTRUCTION}\n\nQuestion: {asked(question)}"
+        f"Answer the question. Think step by step first. {ANSWER_INSTRUCTION}\n\nQuestion: {with_choices(question)}"
     )
     return extract_answer(said)
 
@@ -37,7 +37,7 @@ def naive_rag(question: Question, settings: PromptedSettings) -> PromptedWorkflo
     """One search with the question itself, then the answer from the passages (Lewis et al., 2020); R-Search's Table 5 prompt."""
     found = yield Retrieve(question.text)
     said: Generated = yield settings.generate(
-        READER_TEMPLATE.format(evidence=settings.format_passages(found or ()), query=asked(question))
+        READER_TEMPLATE.format(evidence=settings.format_passages(found or ()), query=with_choices(question))
     )
     return said.text
 
@@ -54,7 +54,7 @@ def reasoned_answer(
     """Thinks over passages and answers: the last step of the methods that collect them."""
     said: Generated = yield settings.generate(
         "Answer the question with the help of the passages; where they say nothing, use what you know. Think step by step "
-        f"first. {ANSWER_INSTRUCTION}\n\nPassages:\n{settings.format_passages(passages)}\n\nQuestion: {asked(question)}"
+        f"first. {ANSWER_INSTRUCTION}\n\nPassages:\n{settings.format_passages(passages)}\n\nQuestion: {with_choices(question)}"
     )
     return extract_answer(said)
 
@@ -66,7 +66,7 @@ def sure(question: Question, settings: PromptedSettings, *, candidates: int = 2)
     share the point where the model prefers neither. The most points win, the earlier candidate among equals.
     """
     found = yield Retrieve(question.text)
-    context = f"Passages:\n{settings.format_passages(found or ())}\n\nQuestion: {asked(question)}"
+    context = f"Passages:\n{settings.format_passages(found or ())}\n\nQuestion: {with_choices(question)}"
     said: Generated = yield settings.generate(
         f"Give {candidates} different answers to the question that the passages may support, each on a line of its own and as "
         f"short as possible, without numbers before them.\n\n{context}"
