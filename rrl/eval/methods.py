@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import PyTree
 
 from rrl.config.sections import build
-from rrl.data.questions import Question, asked
+from rrl.data.questions import Question, with_choices
 from rrl.data.records import OnFault
 from rrl.data.trajectory import ENVIRONMENT, POLICY, PROMPT, Search, Trajectory
 from rrl.data.trajectory_files import searches_as_json
@@ -31,19 +31,19 @@ from rrl.text.chat import Prompt, chat_ids
 from rrl.text.metrics import cover_exact_match
 from rrl.text.spans import Tag
 
-Numbered = Sequence[tuple[int, Question]]
+NumberedQuestions = Sequence[tuple[int, Question]]
 """Questions with their places in the dataset, which are their sampling seeds."""
-Keep = Callable[[dict[str, Any]], None]
+OnRecord = Callable[[dict[str, Any]], None]
 """Is given the record of each question as soon as it is answered, from inside the engine's loop: it must not touch JAX."""
 
 
-TOGETHER = 4096
+ENGINE_BATCH = 4096
 """Questions that are handed to the engine at once: many times its rows, so that they stay busy to the end."""
-READ_TOGETHER = 256
+READER_BATCH = 256
 """The same where another model answers when all of them have ended: a kill loses no more."""
 
 
-class Way(Protocol):
+class AnsweringMethod(Protocol):
     """One way to answer questions."""
 
     @property
@@ -87,20 +87,20 @@ class Way(Protocol):
         self,
         engine: Engine,
         params: PyTree,
-        questions: Numbered,
+        questions: NumberedQuestions,
         key: jax.Array,
         temperature: float,
-        keep: Keep,
+        keep: OnRecord,
     ) -> None:
         """Has the questions answered."""
 
 
-def make_way(
+def make_answering_method(
     method: Mapping[str, Any],
     recipe: Mapping[str, Any] | None,
     prompted: Mapping[str, Any] | None,
     reader: str = "",
-) -> Way:
+) -> AnsweringMethod:
     """The way that the sections of a config tell of.
 
     Args:
@@ -118,7 +118,7 @@ def make_way(
     if name in METHODS:
         if reader:
             raise UserError(alone)
-        return Prompted(
+        return PromptedAgent(
             name, make_prompted_method(name, options), build(PromptedSettings, prompted or {}, "prompted")
         )
     if not is_recipe(name):
@@ -131,11 +131,11 @@ def make_way(
     found = make_recipe(name, fields, environment)
     if reader and not getattr(found, "answers_with_reader", False):
         raise UserError(alone)
-    return Trained(found, reader)
+    return TrainedAgent(found, reader)
 
 
 @dataclasses.dataclass
-class Generator:
+class AnswerModel:
     """The model that answers from what a recipe found: how long it has read, and what it said last."""
 
     ask: Callable[[Sequence[str | Prompt]], list[ReaderReply]]
@@ -151,18 +151,18 @@ class Generator:
 
 
 @dataclasses.dataclass(frozen=True)
-class Trained:
+class TrainedAgent:
     """A recipe's protocol, whose policy was trained for it (or is tried without)."""
 
     recipe: Recipe
     reader_name: str = ""
     """Folder of the model that answers from what was found, for recipes that leave that to another (R2AG)."""
-    reader: Generator | None = None
+    reader: AnswerModel | None = None
     """That model."""
 
     @property
     def together(self) -> int:
-        return TOGETHER if self.reader is None else READ_TOGETHER
+        return ENGINE_BATCH if self.reader is None else READER_BATCH
 
     @property
     def _card(self) -> dict[str, Any]:
@@ -218,10 +218,10 @@ class Trained:
         self,
         engine: Engine,
         params: PyTree,
-        questions: Numbered,
+        questions: NumberedQuestions,
         key: jax.Array,
         temperature: float,
-        keep: Keep,
+        keep: OnRecord,
     ) -> None:
         prompts = [prompt_ids(engine, self.recipe, _shown(question)) for _, question in questions]
         requests = [
@@ -245,13 +245,13 @@ class Trained:
 
 
 @dataclasses.dataclass(frozen=True)
-class Prompted:
+class PromptedAgent:
     """A prompted method."""
 
     method_name: str
     method: PromptedMethod
     settings: PromptedSettings
-    together = TOGETHER
+    together = ENGINE_BATCH
     long_answers = False
 
     @property
@@ -296,16 +296,16 @@ class Prompted:
         """A prompt that outgrows the context costs its question the answer only; how many did is said at the end."""
         if on_error == "stop":
             for question in questions:
-                engine.check_prompt(question, chat_ids(engine.tokenizer, asked(question)))
+                engine.check_prompt(question, chat_ids(engine.tokenizer, with_choices(question)))
 
     def ask(
         self,
         engine: Engine,
         params: PyTree,
-        questions: Numbered,
+        questions: NumberedQuestions,
         key: jax.Array,
         temperature: float,
-        keep: Keep,
+        keep: OnRecord,
     ) -> None:
         settings = dataclasses.replace(self.settings, temperature=temperature, token_bytes=engine.bytes)
         by_number = dict(questions)
@@ -391,7 +391,7 @@ def _answer_rank(question: Question, searches: Sequence[Search]) -> int | None:
 
 def _shown(question: Question) -> Question:
     """The question as a recipe asks it: its choices belong to its text."""
-    return dataclasses.replace(question, text=asked(question)) if question.choices else question
+    return dataclasses.replace(question, text=with_choices(question)) if question.choices else question
 
 
 def _short(value: Any) -> Any:

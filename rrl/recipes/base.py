@@ -17,7 +17,7 @@ from rrl.data.trajectory import Trajectory
 from rrl.errors import UserError
 from rrl.miniwiki.questions import MiniQuestion
 from rrl.rewards.judge import AnswerFn, Judge
-from rrl.rollout.curriculum import Curriculum, Shuffled
+from rrl.rollout.curriculum import Curriculum, ShuffledQuestions
 from rrl.rollout.protocol import Append, Environment, Restart, Stream
 from rrl.text.chat import Prompt
 from rrl.text.encoding import special_name
@@ -126,7 +126,7 @@ def curriculum_of(recipe: Recipe, questions: Sequence[Question], size: int, seed
     """Return the curriculum of a run: the recipe's own, or shuffled questions, `size` per step."""
     if isinstance(recipe, HasCurriculum):
         return recipe.curriculum(questions, seed)
-    return Shuffled(questions, size, seed)
+    return ShuffledQuestions(questions, size, seed)
 
 
 def curves_of(recipe: Recipe) -> Curves:

@@ -9,7 +9,7 @@ from typing import Any
 
 from rrl.config.renamed import rename_stored
 from rrl.errors import UserError
-from rrl.files import write_whole
+from rrl.files import write_atomically
 from rrl.models.weights import require_folder
 from rrl.recipes.base import Recipe
 from rrl.recipes.catalogue import RECIPES, make_recipe, recipe_name
@@ -80,7 +80,7 @@ def require_policy(folder: str | pathlib.Path, field: str = "policy") -> None:
 def write_card(folder: str | pathlib.Path, card: RecipeCard) -> None:
     """Write the card into a policy's folder."""
     text = json.dumps(dataclasses.asdict(card), indent=2, ensure_ascii=False)
-    write_whole(pathlib.Path(folder, FILE), text + "\n")
+    write_atomically(pathlib.Path(folder, FILE), text + "\n")
 
 
 def read_card(folder: str | pathlib.Path) -> RecipeCard | None:

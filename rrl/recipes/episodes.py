@@ -13,7 +13,7 @@ from rrl.data.trajectory import Trajectory
 from rrl.recipes.base import NO_MODELS, Recipe, ScoringContext
 from rrl.retrieval.retriever import Retriever
 from rrl.rollout.engine import Engine, RolloutStats
-from rrl.rollout.episodes import Live, Request
+from rrl.rollout.episodes import EpisodeState, Request
 from rrl.text.chat import chat_ids, chat_text, fitting_ids
 
 
@@ -85,9 +85,9 @@ def run_requests(
     for index, request in enumerate(requests):
         if not engine.fits(request.prompt):
             truncated = request.prompt[: engine.config.context]
-            live = Live(dataclasses.replace(request, prompt=truncated), engine.decode(truncated))
-            live.met("room")
-            trajectories[index] = live.trajectory("context_limit")
+            state = EpisodeState(dataclasses.replace(request, prompt=truncated), engine.decode(truncated))
+            state.hit_limit("room")
+            trajectories[index] = state.trajectory("context_limit")
             if jax.process_index() == 0:
                 on_finish(index, trajectories[index])
     if fitting:

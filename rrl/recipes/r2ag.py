@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from typing import ClassVar
 
 from rrl.data.passages import Passage, render
-from rrl.data.questions import Question, asked
+from rrl.data.questions import Question, with_choices
 from rrl.data.trajectory import NOT_FINITE, POLICY, Search, Trajectory
 from rrl.errors import UserError, at_least, one_of
 from rrl.miniwiki.questions import Hop, MiniQuestion
@@ -29,7 +29,7 @@ from rrl.recipes.r2ag_rewards import (
     parse_output,
 )
 from rrl.recipes.rsearch import READER_TEMPLATE
-from rrl.retrieval.gold import hits_of
+from rrl.retrieval.gold import gold_hits
 from rrl.rollout.curriculum import Curriculum
 from rrl.rollout.protocol import (
     CONTEXT,
@@ -161,7 +161,7 @@ class R2AGEnvironment:
         return Finish(STOP if output.stop else "no_action")
 
     def observe(self, episode: Episode, *passages: Sequence[Passage] | None) -> Action:
-        if parse_output(episode.said[-1]).stop:
+        if parse_output(episode.policy_texts[-1]).stop:
             return Finish(STOP)
         if isinstance(episode.question, RetrievalTree):
             return Finish("expanded")
@@ -320,7 +320,7 @@ class R2AG(OutcomeRecipe):
     def _score_trees(self, trajectories: Sequence[Trajectory], scoring: ScoringContext) -> None:
         """Set the retrieval metrics of whole trees (Table 1) and the generator's answers (Table 3)."""
         titles = [[title for search in t.searches for title in search.titles] for t in trajectories]
-        hits = hits_of(titles, [t.question.gold for t in trajectories])
+        hits = gold_hits(titles, [t.question.gold for t in trajectories])
         metrics = {
             "recall": hits.recall(),
             "full_recall": hits.full_recall(),
@@ -381,7 +381,7 @@ def generator_prompt(question: Question, documents: Sequence[Passage]) -> Prompt
     """Return the generator's prompt: all documents of the tree and the question. The paper does not print its prompt."""
     before, after = READER_TEMPLATE.split("{evidence}")
     evidence = render(documents) or "(none)"
-    return Prompt(before, body=evidence, after=after.format(query=asked(question)))
+    return Prompt(before, body=evidence, after=after.format(query=with_choices(question)))
 
 
 def _top_titles(searches: Sequence[Search]) -> list[str]:

@@ -93,14 +93,14 @@ class Forest:
         self.next: dict[Any, RetrievalTree] = {}
         """Trees of the next level by `RetrievalTree.key`."""
 
-    def ask(self, step: int, number: int, count: int) -> list[Question]:
+    def select(self, step: int, number: int, count: int) -> list[Question]:
         """Return the next trees of the level, `count` or as many as are left. The order within a level is random."""
         if not self.current:
             self._advance()
         asked, self.current = self.current[:count], self.current[count:]
         return list(asked)
 
-    def learn(self, trajectories: Sequence[Trajectory]) -> None:
+    def update(self, trajectories: Sequence[Trajectory]) -> None:
         """Prune each expanded tree and carry the unfinished ones over to the next level. Each trajectory is one expanded copy."""
         for trajectory in trajectories:
             tree = trajectory.question

@@ -125,7 +125,7 @@ class R3RagEnvironment:
 
     def next_context(self, episode: Episode) -> Restart:
         """Return the context of the next step: the question, and all steps and documents so far."""
-        steps = [step for step in map(parse_step, episode.said) if step is not None]
+        steps = [step for step in map(parse_step, episode.policy_texts) if step is not None]
         documents = [
             None if search.failed else passages
             for search, passages in zip(episode.searches, self.documents(episode.searches), strict=True)

@@ -12,7 +12,7 @@ import textwrap
 from collections.abc import Sequence
 
 from rrl.data.trajectory import Search, Trajectory
-from rrl.files import write_whole
+from rrl.files import write_atomically
 from rrl.recipes.r2ag import R2AG, Expansion
 from rrl.report.article import verdict
 from rrl.text.normalize import title_key
@@ -132,7 +132,7 @@ def write_trees(
 <main>{trees}</main>
 </body></html>
 """
-    write_whole(pathlib.Path(path), page.encode("utf-8", "replace").decode())
+    write_atomically(pathlib.Path(path), page.encode("utf-8", "replace").decode())
 
 
 def _tree(trajectory: Trajectory, recipe: R2AG) -> str:

@@ -25,9 +25,9 @@ from typing import Any
 import jax
 
 from rrl.errors import UserError, at_least
-from rrl.files import write_whole
+from rrl.files import write_atomically
 from rrl.parallel.gather import gather_objects
-from rrl.stopping import Unavailable, when_stopped
+from rrl.stopping import ServiceUnavailable, on_stop
 from rrl.text.chat import Prompt
 
 log = logging.getLogger(__name__)
@@ -164,7 +164,7 @@ class Endpoint:
 
         Raises:
           UserError: the service refuses the request (key, model, address, or a setting that it does not support).
-          Unavailable: the service does not answer after all retries, or the run must stop (`rrl.stopping`).
+          ServiceUnavailable: the service does not answer after all retries, or the run must stop (`rrl.stopping`).
         """
         distinct = list(dict.fromkeys(prompts))
         rank, count = jax.process_index(), jax.process_count()
@@ -182,7 +182,7 @@ class Endpoint:
                 stop.set()  # the other prompts must not keep trying
                 return EndpointReply()
 
-        with when_stopped(stop.set), ThreadPoolExecutor(max(1, self.config.concurrency // count)) as pool:
+        with on_stop(stop.set), ThreadPoolExecutor(max(1, self.config.concurrency // count)) as pool:
             try:
                 own = list(pool.map(one, mine))
             finally:
@@ -199,7 +199,9 @@ class Endpoint:
         if error is not None:
             raise error
         if elsewhere := [message for _, message in parts if message]:
-            raise Unavailable(f"a request to {self.config.url} failed in another process: {elsewhere[0]}")
+            raise ServiceUnavailable(
+                f"a request to {self.config.url} failed in another process: {elsewhere[0]}"
+            )
         replies = {prompt: reply for part, _ in parts for prompt, reply in part.items()}
         return [replies[prompt] for prompt in prompts]
 
@@ -253,7 +255,7 @@ class Endpoint:
         why = ""
         for attempt in range(config.retries + 1):
             if stop.is_set():
-                raise Unavailable(
+                raise ServiceUnavailable(
                     f"{config.url}: given up, because another prompt failed or the run must stop"
                 )
             retry_after: float | None = None
@@ -277,7 +279,7 @@ class Endpoint:
                 doubled = config.backoff * 2**attempt * random.uniform(0.75, 1.25)
                 # "Retry-After: 0" or a past date must not replace the backoff, or all attempts would happen at once.
                 stop.wait(min(retry_after or doubled, config.max_backoff))
-        raise Unavailable(
+        raise ServiceUnavailable(
             f"{why} (after {attempt + 1} attempts); check the address and the service of model={config.model!r}. The "
             "answers received so far are cached"
         )
@@ -487,6 +489,6 @@ def _write_cached(file: pathlib.Path, model: str, reply: EndpointReply) -> None:
     """Write a reply to the cache, atomically: other processes may write the same file."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(file, json.dumps({"model": model, "answer": reply.text, "cut": reply.truncated}))
+        write_atomically(file, json.dumps({"model": model, "answer": reply.text, "cut": reply.truncated}))
     except OSError as error:
         log.warning("cannot write to the cache %s: %s", file.parent, error)

@@ -9,7 +9,7 @@ import json
 import pathlib
 
 from rrl.errors import UserError, at_least
-from rrl.files import write_whole
+from rrl.files import write_atomically
 from rrl.rewards.judge_prompts import JudgePrompt
 from rrl.text.chat import Prompt
 
@@ -55,7 +55,7 @@ class JudgeCard:
 def write_judge_card(folder: str | pathlib.Path, card: JudgeCard) -> None:
     """Write the card into a judge's folder."""
     text = json.dumps(dataclasses.asdict(card), indent=2)
-    write_whole(pathlib.Path(folder, FILE), text + "\n")
+    write_atomically(pathlib.Path(folder, FILE), text + "\n")
 
 
 def read_judge_card(folder: str | pathlib.Path) -> JudgeCard | None:

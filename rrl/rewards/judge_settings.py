@@ -159,5 +159,5 @@ def judge_sections(judge: str, model: str = "", context: int = 0) -> dict[str, d
     return {
         "judge": section,
         "judge_endpoint": {"url": judge if kind == "endpoint" else "", "model": model},
-        "judge_rollout": {"rows": 64, "context": context, "feed_tokens": 2048},
+        "judge_rollout": {"rows": 64, "context": context, "prefill_tokens": 2048},
     }

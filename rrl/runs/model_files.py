@@ -6,12 +6,12 @@ import pathlib
 from transformers import PreTrainedTokenizerBase
 
 from rrl.models.config import DecoderConfig
-from rrl.models.hf import folder_hash, save_description
+from rrl.models.hf import folder_hash, save_config_and_tokenizer
 from rrl.models.weights import write_json
 from rrl.recipes.card import RecipeCard, write_card
 
 MODEL_FILES = "model_files"
-START = "start.json"
+START_FILE = "start.json"
 """File in MODEL_FILES that names the folder a run started from, and its hash."""
 
 
@@ -27,8 +27,8 @@ def write_model_files(
     `start` is the folder the run started from: checkpoints do not hold what training leaves as it was.
     """
     folder = pathlib.Path(workdir, MODEL_FILES)
-    save_description(folder, config, tokenizer)
+    save_config_and_tokenizer(folder, config, tokenizer)
     if start is not None:
-        write_json(folder / START, {"folder": os.path.abspath(start), "sha256": folder_hash(start)})
+        write_json(folder / START_FILE, {"folder": os.path.abspath(start), "sha256": folder_hash(start)})
     if card is not None:
         write_card(folder, card)

@@ -40,14 +40,14 @@ from rrl.rollout.protocol import Append
 from rrl.text.chat import fitting_ids
 from rrl.text.encoding import plain_ids
 
-KINDS: tuple[type, ...] = (Relevance, Sufficiency, Thinking, Correctness)
+PROMPT_KINDS: tuple[type, ...] = (Relevance, Sufficiency, Thinking, Correctness)
 """What the judge of the built-in world is asked."""
-NAMED = 6
+MAX_LISTED_WORDS = 6
 """Most words that an answer lists."""
 
 
 @dataclasses.dataclass(frozen=True)
-class VerdictConfig:
+class JudgeExamplesConfig:
     """How cases are made."""
 
     faulty: float = 0.6
@@ -73,24 +73,26 @@ class VerdictConfig:
     @property
     def card(self) -> JudgeCard:
         """What a judge trained on these cases says of itself."""
-        return JudgeCard(False, self.context, self.answer_tokens, tuple(kind.__name__ for kind in KINDS))
+        return JudgeCard(
+            False, self.context, self.answer_tokens, tuple(kind.__name__ for kind in PROMPT_KINDS)
+        )
 
 
 @dataclasses.dataclass(frozen=True)
-class Verdict:
+class JudgeExample:
     """A case, what the oracle says of it, and why."""
 
-    case: JudgePrompt
+    prompt: JudgePrompt
     score: float
     answer: str
     """What the judge shall write: its reasons, and the score in the form that `JudgePrompt.parse` reads."""
 
 
-def verdicts(
-    wiki: MiniWiki, seed: int, per_kind: int, config: VerdictConfig, recipe: TiresRag | None = None
-) -> Iterator[Verdict]:
-    """One verdict of each of `KINDS` about each of `per_kind` questions of each kind, in random order; the same arguments give
-    the same ones.
+def make_judge_examples(
+    wiki: MiniWiki, seed: int, per_kind: int, config: JudgeExamplesConfig, recipe: TiresRag | None = None
+) -> Iterator[JudgeExample]:
+    """One verdict of each of `PROMPT_KINDS` about each of `per_kind` questions of each kind, in random order; the same
+    arguments give the same ones.
 
     `recipe`: in whose form attempts are acted out; None: that of the built-in world.
     """
@@ -107,14 +109,14 @@ def verdicts(
         query: [hit.passage for hit in some] for query, some in zip(wanted, hits, strict=True)
     }  # one more than is shown, for those whose search shall miss
     for item, one in zip(items, tried, strict=True):
-        episode = act(item, one, found, config.top_k, recipe)
+        episode = act_out(item, one, found, config.top_k, recipe)
         for case in _cases(item, one, episode, found, shelf, rng, config, recipe):
             (score,) = Oracle().grade([case])
             assert score is not None
-            yield Verdict(case, score, f" {_answer(case, item, score)}")
+            yield JudgeExample(case, score, f" {_answer(case, item, score)}")
 
 
-def act(
+def act_out(
     item: MiniQuestion, one: Attempt, found: Mapping[str, Sequence[Passage]], top_k: int, recipe: TiresRag
 ) -> Trajectory:
     """What the recipe's expert does when it follows an attempt; no tokens, and nothing is scored."""
@@ -147,13 +149,13 @@ def act(
     )
 
 
-def verdict_examples(
-    verdicts: Iterator[Verdict], tokenizer: PreTrainedTokenizerBase, card: JudgeCard
+def tokenize_judge_examples(
+    verdicts: Iterator[JudgeExample], tokenizer: PreTrainedTokenizerBase, card: JudgeCard
 ) -> Iterator[Example]:
     """Verdicts as training examples: the prompt as the judge will be asked it, and the answer, which alone is a target."""
     room = card.context - card.answer_tokens - 2
     for verdict in verdicts:
-        asked = fitting_ids(tokenizer, card.prompt_for(verdict.case), room)
+        asked = fitting_ids(tokenizer, card.prompt_for(verdict.prompt), room)
         said = [*plain_ids(tokenizer, verdict.answer), tokenizer.eos_token_id]
         yield Example(np.array([*asked, *said], np.int32), np.arange(len(asked) + len(said)) >= len(asked))
 
@@ -168,7 +170,7 @@ def _cases(
     found: Mapping[str, Sequence[Passage]],
     shelf: Shelf,
     rng: np.random.Generator,
-    config: VerdictConfig,
+    config: JudgeExamplesConfig,
     recipe: TiresRag,
 ) -> list[JudgePrompt]:
     searches = len(episode.searches)
@@ -248,6 +250,6 @@ def _quality(question: Question, told: Transcript) -> str:
         title if chain_coverage(dataclasses.replace(question, gold=(title,)), told) else "unknown"
         for title in question.gold
     ]
-    new = list(dict.fromkeys(word for word, stood in claims(question, told) if not stood))[:NAMED]
+    new = list(dict.fromkeys(word for word, stood in claims(question, told) if not stood))[:MAX_LISTED_WORDS]
     shares = f"{chain_coverage(question, told):.1f}", f"{groundedness(question, told):.1f}"
     return f"{' ; '.join(named)} : {shares[0]}. Not found : {', '.join(new) or 'nothing'} : {shares[1]}."

@@ -3,7 +3,7 @@
 import pytest
 
 from rrl.errors import UserError
-from rrl.eval.methods import make_way
+from rrl.eval.methods import make_answering_method
 from rrl.recipes.card import RecipeCard, make_card
 from rrl.recipes.catalogue import RECIPES, is_recipe, make_recipe, recipe_name
 from tests.recipes.own import Brief
@@ -24,7 +24,7 @@ def test_a_user_recipe_takes_fields_and_is_restored_from_its_card():
 
 
 def test_an_evaluation_accepts_a_user_recipe():
-    way = make_way({"name": OWN}, {"bonus": 0.5}, None)
+    way = make_answering_method({"name": OWN}, {"bonus": 0.5}, None)
     assert way.recipe == make_recipe(OWN, {"bonus": 0.5})
 
 

@@ -19,7 +19,7 @@ from rrl.errors import UserError
 from rrl.rewards.endpoint import TOKEN_LIMIT_FIELDS, Endpoint, EndpointConfig, EndpointReply
 from rrl.rewards.judge import ModelJudge
 from rrl.rewards.judge_prompts import Correctness
-from rrl.stopping import Unavailable, stop_requested
+from rrl.stopping import ServiceUnavailable, stop_requested
 from rrl.text.chat import Prompt
 
 KEY = "sk-secret-0123456789"
@@ -224,7 +224,7 @@ def test_a_stop_signal_ends_hanging_requests(service):
 
     service.script = [hang] * 4
     with stop_requested() as stop:
-        with pytest.raises(Unavailable, match="the run must stop"):
+        with pytest.raises(ServiceUnavailable, match="the run must stop"):
             Endpoint(service.config(time_out=60.0, concurrency=2)).answers(["a", "b", "c", "d"])
         assert stop and not over.is_set() and len(service.requests) == 2
     over.set()

@@ -81,7 +81,7 @@ def test_an_oracle_needs_gold_passages_of_every_question():
 def test_a_model_is_loaded_from_its_folder_and_answers(folder):
     values = {
         "judge": {"kind": "model", "folder": folder, "answer_tokens": 4},
-        "judge_rollout": {"rows": 2, "context": 64, "feeds": 2, "feed_tokens": 32},
+        "judge_rollout": {"rows": 2, "context": 64, "wake_threshold": 2, "prefill_tokens": 32},
     }
     judge = load(values, (UNKNOWN,))
     assert isinstance(judge, ModelJudge)
@@ -114,7 +114,7 @@ def test_a_service_is_known_by_its_model_and_not_by_its_address():
         ),
         (
             {"judge": {"thinking": True}},
-            r"^judge\.thinking=True needs judge\.kind=model, not oracle; a service",
+            r"^judge\.thinking=True needs judge\.kind=model, not oracle; for a service set judge_endpoint.thinking",
         ),
         ({"judge": {"answer_tokens": 0}}, r"^judge\.answer_tokens=0 must be at least 1"),
         (

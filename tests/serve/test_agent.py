@@ -24,7 +24,7 @@ from rrl.retrieval.index import make_retriever
 from rrl.rl.logprobs import token_logprobs
 from rrl.rl.packing import pack
 from rrl.rollout.protocol import Stream
-from rrl.sft.demonstrations import demonstrations
+from rrl.sft.demonstrations import demonstration_examples
 from tests.memory import memory_maps
 
 pytestmark = pytest.mark.slow
@@ -41,7 +41,7 @@ def memorise(decoder, batch, steps):
     def learn(params):
         def loss(params):
             scores = token_logprobs(nnx.merge(graph, params), batch)
-            return -jnp.sum(jnp.where(batch.loss, scores.logp, 0)) / jnp.sum(batch.loss)
+            return -jnp.sum(jnp.where(batch.loss_mask, scores.logp, 0)) / jnp.sum(batch.loss_mask)
 
         def step(carry, _):
             value, gradient = jax.value_and_grad(loss)(carry[0])
@@ -64,7 +64,7 @@ def known(tmp_path_factory):
     items = wiki.questions("two_hop", 2, 0)
     retriever = make_retriever(wiki.passages, "bm25")
     tokenizer = train_tokenizer([p.text for p in wiki.passages] + [i.question.text for i in items], 400)
-    examples = demonstrations(RECIPE, tokenizer, items, retriever, TOP_K)
+    examples = demonstration_examples(RECIPE, tokenizer, items, retriever, TOP_K)
     config = DecoderConfig.from_hf(
         {
             "model_type": "qwen2",

@@ -41,7 +41,7 @@ def test_the_mean_of_the_last_parameters_is_what_a_run_learned(parts, whole, tmp
 
     sampled = [line["reward/total"] for line in lines(tmp_path / "mean") if "reward/total" in line]
     assert sampled == [line["reward/total"] for line in lines(whole[0]) if "reward/total" in line]
-    assert outcome.after["eval/f1"] == lines(tmp_path / "mean")[-1]["eval/f1"]
+    assert outcome.final_metrics["eval/f1"] == lines(tmp_path / "mean")[-1]["eval/f1"]
 
 
 def test_a_critic_without_a_value_model_is_refused(parts, tmp_path):
@@ -90,7 +90,7 @@ def test_parameters_move_and_are_held_against_the_frozen_start(whole):
     assert all(0 < line["rollout/busy"] <= 1 <= line["rollout/tokens_per_step"] for line in lines)
     tokens = [line["rollout/tokens_per_second"] * line["time/rollout"] for line in lines]
     assert tokens == pytest.approx([12 * line["tokens/policy"] for line in lines])
-    assert set(outcome.after) >= {"eval/em", "eval/f1", "eval/searches"}
+    assert set(outcome.final_metrics) >= {"eval/em", "eval/f1", "eval/searches"}
 
 
 def test_the_start_is_what_is_evaluated_first(parts, tmp_path, monkeypatch):
@@ -149,7 +149,7 @@ def test_zero_steps_only_evaluate(parts, tmp_path):
     config = dataclasses.replace(CONFIG, steps=0, optim=OptimConfig(total_steps=1))
     outcome, params = run(parts, tmp_path, config)
     jax.tree.map(np.testing.assert_array_equal, params, nnx.state(fresh()))
-    assert outcome.before == outcome.after
+    assert outcome.start_metrics == outcome.final_metrics
 
 
 def test_an_epoch_asks_each_question_once():
@@ -164,7 +164,7 @@ def test_dynamic_sampling_asks_again_and_ends_where_nothing_tells(parts, tmp_pat
     outcome, params = run(
         parts, tmp_path, dataclasses.replace(CONFIG, steps=1, objective=objective, rounds=3)
     )
-    assert len(outcome.sampled) == len(outcome.left_out) == 36 and outcome.left_out.all()
+    assert len(outcome.last_trajectories) == len(outcome.left_out) == 36 and outcome.left_out.all()
     (line,) = (line for line in lines(tmp_path) if "train/groups" in line)
     assert (line["train/groups"], line["train/left_out"]) == (12, 1)  # three rounds of four questions
     jax.tree.map(np.testing.assert_array_equal, params, nnx.state(fresh()))
@@ -267,7 +267,7 @@ def test_a_policy_of_nan_is_counted_named_and_seen_by_the_guard(parts, tmp_path,
     decoder = fresh()
     nnx.update(decoder, jax.tree.map(lambda x: x * np.nan, nnx.state(decoder)))
     outcome, _ = run(parts, tmp_path, config, decoder=decoder)
-    assert outcome.stopped == "collapse" and "logits of the policy are not finite" in outcome.reason
+    assert outcome.stopped == "collapse" and "logits of the policy are not finite" in outcome.guard_message
     assert "step 1: nothing to learn from: logits were not finite" in capsys.readouterr().err
     trained = [line for line in lines(tmp_path) if "reward/total" in line]
     assert [line["train/not_finite"] for line in trained] == [12, 12]
@@ -279,7 +279,7 @@ def test_a_policy_of_nan_is_counted_named_and_seen_by_the_guard(parts, tmp_path,
 @pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean"])
 def test_what_is_not_finite_brings_no_nan_into_the_update(parts, tmp_path, monkeypatch, aggregation):
     """Of each question one sample breaks off at once, one after three tokens."""
-    draw = device.draw
+    draw = device.sample_tokens
 
     def breaking(model, rows, *rest):
         ends = jnp.where(rows.request % 3 == 2, 99, 3 * (rows.request % 3))
@@ -288,7 +288,7 @@ def test_what_is_not_finite_brings_no_nan_into_the_update(parts, tmp_path, monke
             for d in draw(model, rows, *rest)
         ]
 
-    monkeypatch.setattr(device, "draw", breaking)
+    monkeypatch.setattr(device, "sample_tokens", breaking)
     questions, engine, recipe = parts
     again = Engine(fresh(), engine.tokenizer, engine.config, retriever=engine.retriever)
     objective = dataclasses.replace(
@@ -296,7 +296,7 @@ def test_what_is_not_finite_brings_no_nan_into_the_update(parts, tmp_path, monke
     )
     config = dataclasses.replace(CONFIG, steps=2, eval_every=0, objective=objective)
     outcome, params = run((questions, again, recipe), tmp_path, config)
-    assert {t.policy_tokens for t in outcome.sampled if t.ended == "not_finite"} == {0, 3}
+    assert {t.policy_tokens for t in outcome.last_trajectories if t.ended == "not_finite"} == {0, 3}
     trained = [line for line in read_metrics(tmp_path / "metrics.jsonl") if "reward/total" in line]
     assert all(line["train/not_finite"] == 8 and line["train/skipped"] == 0 for line in trained)
     assert all(value is not None for line in trained for value in line.values())

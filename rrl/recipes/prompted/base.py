@@ -8,10 +8,10 @@ from typing import Any
 from rrl.data.passages import Passage, render
 from rrl.data.trajectory import NOT_FINITE
 from rrl.errors import at_least
-from rrl.rollout.workflow import Ask, Generate, Generated, PromptTooLong, Retrieve
+from rrl.rollout.workflow import Generate, Generated, PromptTooLong, Retrieve, WorkflowRequest
 from rrl.text.short_answers import FINAL_ANSWER, final_answer
 
-PromptedWorkflow = Generator[Ask | Sequence[Ask], Any, str]
+PromptedWorkflow = Generator[WorkflowRequest | Sequence[WorkflowRequest], Any, str]
 """A method that runs on one question; it returns the answer."""
 
 ANSWER_INSTRUCTION = (
@@ -108,7 +108,9 @@ class PromptedResult:
         return sum(len(output.trajectory.tokens) for output in self.generations) - self.sampled_tokens
 
 
-def with_record(workflow: PromptedWorkflow) -> Generator[Ask | Sequence[Ask], Any, PromptedResult]:
+def with_record(
+    workflow: PromptedWorkflow,
+) -> Generator[WorkflowRequest | Sequence[WorkflowRequest], Any, PromptedResult]:
     """Return a workflow that makes the same requests and returns a `PromptedResult`: the answer and a record of the requests."""
     generations: list[Generated] = []
     searches: list[tuple[str, tuple[Passage, ...] | None]] = []
@@ -123,7 +125,7 @@ def with_record(workflow: PromptedWorkflow) -> Generator[Ask | Sequence[Ask], An
         except PromptTooLong:
             workflow.close()
             return PromptedResult("", tuple(generations), tuple(searches), "context_limit")
-        single = isinstance(request, Ask)
+        single = isinstance(request, WorkflowRequest)
         for ask, result in _pairs([request] if single else request, [reply] if single else reply):
             if isinstance(ask, Retrieve):
                 searches.append((ask.query, None if result is None else tuple(result)))
@@ -142,5 +144,5 @@ def _without_thought(result: Any) -> Any:
     return result
 
 
-def _pairs(requests: Any, results: Any) -> Iterable[tuple[Ask, Any]]:
+def _pairs(requests: Any, results: Any) -> Iterable[tuple[WorkflowRequest, Any]]:
     return zip(requests, results, strict=True)

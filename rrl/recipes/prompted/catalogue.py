@@ -9,7 +9,7 @@ from rrl.data.questions import Question
 from rrl.errors import UserError
 from rrl.recipes.prompted import iterative, single
 from rrl.recipes.prompted.base import PromptedResult, PromptedSettings, PromptedWorkflow, with_record
-from rrl.rollout.workflow import Ask, Completion
+from rrl.rollout.workflow import Completion, WorkflowRequest
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,7 +29,7 @@ class PromptedMethod:
 
     def workflow(
         self, question: Question, settings: PromptedSettings
-    ) -> Generator[Ask | Sequence[Ask], Any, PromptedResult]:
+    ) -> Generator[WorkflowRequest | Sequence[WorkflowRequest], Any, PromptedResult]:
         """Return the workflow of one question, for `Engine.run_workflows`."""
         return with_record(self.run(question, settings, **self.options))
 

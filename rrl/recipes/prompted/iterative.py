@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from rrl.data.passages import Passage
-from rrl.data.questions import Question, asked
+from rrl.data.questions import Question, with_choices
 from rrl.data.trajectory import POLICY
 from rrl.errors import UserError
 from rrl.recipes.prompted.base import (
@@ -41,7 +41,7 @@ def react(question: Question, settings: PromptedSettings, *, steps: int = 7) -> 
         output: Generated = yield settings.generate(
             'Answer the question in steps. Each step is one line "Thought: ..." and one line "Action: ...". The action is '
             "Search[words to search for], which is answered by an observation, or Finish[the answer alone].\n\n"
-            f"Question: {asked(question)}\n{history}",
+            f"Question: {with_choices(question)}\n{history}",
             OBSERVATION,
         )
         action = ACTION.search(output.text) or ACTION_ALONE.search(output.text)
@@ -64,7 +64,7 @@ def self_ask(question: Question, settings: PromptedSettings, *, steps: int = 5) 
         output: Generated = yield settings.generate(
             'Answer the question by asking simpler ones first. Write "Follow up: " and the next question that must be answered; '
             f'it is answered after "{INTERMEDIATE}". When no more is needed, write one line that begins with "{FINAL_ANSWER}" '
-            f"and gives the answer alone.\n\nQuestion: {asked(question)}\n{history}",
+            f"and gives the answer alone.\n\nQuestion: {with_choices(question)}\n{history}",
             INTERMEDIATE,
         )
         if FINAL_ANSWER in output.text:
@@ -94,7 +94,7 @@ def ircot(question: Question, settings: PromptedSettings, *, steps: int = 8) -> 
         output: Generated = yield settings.generate(
             "Think about the question with the help of the passages, one sentence at a time. Write the next sentence of the "
             f"reasoning only. {ANSWER_INSTRUCTION}\n\nPassages:\n{settings.format_passages(passages)}"
-            f"\n\nQuestion: {asked(question)}\n"
+            f"\n\nQuestion: {with_choices(question)}\n"
             f"Reasoning so far: {' '.join(thoughts)}"
         )
         thought = first_sentence(output.text)
@@ -113,7 +113,7 @@ def iter_retgen(question: Question, settings: PromptedSettings, *, rounds: int =
         hits = yield Retrieve(f"{question.text} {written}".strip())
         output: Generated = yield settings.generate(
             f"Answer the question with the help of the passages. Think step by step first. {ANSWER_INSTRUCTION}\n\n"
-            f"Passages:\n{settings.format_passages(hits or ())}\n\nQuestion: {asked(question)}"
+            f"Passages:\n{settings.format_passages(hits or ())}\n\nQuestion: {with_choices(question)}"
         )
         written = " ".join(output.text.split())
     return extract_answer(output)
@@ -166,7 +166,7 @@ def _flare_prompt(
     return (
         "Answer the question with the help of the passages. Think step by step in short sentences, and go on from what is "
         f"written already. {ANSWER_INSTRUCTION}\n\nPassages:\n{settings.format_passages(passages)}"
-        f"\n\nQuestion: {asked(question)}\nAnswer so far: {text}"
+        f"\n\nQuestion: {with_choices(question)}\nAnswer so far: {text}"
     )
 
 
@@ -197,7 +197,7 @@ def search_o1(question: Question, settings: PromptedSettings, *, searches: int =
             "Answer the question. Reason step by step. Where you lack knowledge, write <|begin_search_query|>words to search "
             f"for{END_QUERY}; what was found comes back between <|begin_search_result|> and <|end_search_result|>. "
             f"{ANSWER_INSTRUCTION}\n\n"
-            f"Question: {asked(question)}\nReasoning so far: {reasoning}",
+            f"Question: {with_choices(question)}\nReasoning so far: {reasoning}",
             END_QUERY,
         )
         if output.stop != END_QUERY:
@@ -261,7 +261,7 @@ def decomposition(question: Question, settings: PromptedSettings, *, parts: int 
         "Answer the question with the help of the simpler questions and their answers, and of the passages. "
         f"{ANSWER_INSTRUCTION}\n\nPassages:\n{settings.format_passages(passages)}\n\n"
         + "\n".join(lines)
-        + f"\n\nQuestion: {asked(question)}"
+        + f"\n\nQuestion: {with_choices(question)}"
     )
     return extract_answer(last)
 

@@ -4,7 +4,7 @@ import re
 from collections.abc import Sequence
 
 from rrl.data.passages import Passage
-from rrl.data.questions import Question, asked
+from rrl.data.questions import Question, with_choices
 from rrl.recipes.prompted.base import (
     ANSWER_INSTRUCTION,
     PromptedSettings,
@@ -20,7 +20,7 @@ from rrl.rollout.workflow import Generated, Retrieve
 def direct(question: Question, settings: PromptedSettings) -> PromptedWorkflow:
     """Direct answer from the model's own knowledge, without reasoning."""
     output: Generated = yield settings.generate(
-        f"Answer the question with the answer alone, without a sentence around it.\n\nQuestion: {asked(question)}\nAnswer:"
+        f"Answer the question with the answer alone, without a sentence around it.\n\nQuestion: {with_choices(question)}\nAnswer:"
     )
     return output.text
 
@@ -28,7 +28,7 @@ def direct(question: Question, settings: PromptedSettings) -> PromptedWorkflow:
 def cot(question: Question, settings: PromptedSettings) -> PromptedWorkflow:
     """Zero-shot chain of thought from the model's own knowledge (Kojima et al., 2022)."""
     output: Generated = yield settings.generate(
-        f"Answer the question. Think step by step first. {ANSWER_INSTRUCTION}\n\nQuestion: {asked(question)}"
+        f"Answer the question. Think step by step first. {ANSWER_INSTRUCTION}\n\nQuestion: {with_choices(question)}"
     )
     return extract_answer(output)
 
@@ -37,7 +37,7 @@ def naive_rag(question: Question, settings: PromptedSettings) -> PromptedWorkflo
     """One search with the question, then an answer from the passages (Lewis et al., 2020). The prompt is R-Search's Table 5."""
     hits = yield Retrieve(question.text)
     output: Generated = yield settings.generate(
-        READER_TEMPLATE.format(evidence=settings.format_passages(hits or ()), query=asked(question))
+        READER_TEMPLATE.format(evidence=settings.format_passages(hits or ()), query=with_choices(question))
     )
     return output.text
 
@@ -54,7 +54,7 @@ def reasoned_answer(
     """Reason over passages and answer: the last step of methods that collect passages."""
     output: Generated = yield settings.generate(
         "Answer the question with the help of the passages; where they say nothing, use what you know. Think step by step "
-        f"first. {ANSWER_INSTRUCTION}\n\nPassages:\n{settings.format_passages(passages)}\n\nQuestion: {asked(question)}"
+        f"first. {ANSWER_INSTRUCTION}\n\nPassages:\n{settings.format_passages(passages)}\n\nQuestion: {with_choices(question)}"
     )
     return extract_answer(output)
 
@@ -66,7 +66,7 @@ def sure(question: Question, settings: PromptedSettings, *, candidates: int = 2)
     (ranking), which both share if the model prefers neither. Most points win; the earlier candidate wins a tie.
     """
     hits = yield Retrieve(question.text)
-    context = f"Passages:\n{settings.format_passages(hits or ())}\n\nQuestion: {asked(question)}"
+    context = f"Passages:\n{settings.format_passages(hits or ())}\n\nQuestion: {with_choices(question)}"
     output: Generated = yield settings.generate(
         f"Give {candidates} different answers to the question that the passages may support, each on a line of its own and as "
         f"short as possible, without numbers before them.\n\n{context}"
