@@ -6,9 +6,9 @@ from rrl.errors import UserError
 from rrl.eval.methods import make_answering_method
 from rrl.recipes.card import RecipeCard, make_card
 from rrl.recipes.catalogue import RECIPES, is_recipe, make_recipe, recipe_name
-from tests.recipes.own import Brief
+from tests.recipes.user_recipe import Brief
 
-OWN = "tests.recipes.own:Brief"
+OWN = "tests.recipes.user_recipe:Brief"
 
 
 @pytest.mark.parametrize("name", [*RECIPES, OWN])
@@ -24,8 +24,8 @@ def test_a_user_recipe_takes_fields_and_is_restored_from_its_card():
 
 
 def test_an_evaluation_accepts_a_user_recipe():
-    way = make_answering_method({"name": OWN}, {"bonus": 0.5}, None)
-    assert way.recipe == make_recipe(OWN, {"bonus": 0.5})
+    method = make_answering_method({"name": OWN}, {"bonus": 0.5}, None)
+    assert method.recipe == make_recipe(OWN, {"bonus": 0.5})
 
 
 @pytest.mark.parametrize(
@@ -33,8 +33,8 @@ def test_an_evaluation_accepts_a_user_recipe():
     [
         ("none", "recipe.name='none' is unknown; choose one of r2ag"),
         ("no_such_module:Brief", "cannot be imported .*PYTHONPATH"),
-        ("tests.recipes.own:Absent", "cannot be imported"),
-        ("tests.recipes.own:dataclasses", "must be a dataclass"),
+        ("tests.recipes.user_recipe:Absent", "cannot be imported"),
+        ("tests.recipes.user_recipe:dataclasses", "must be a dataclass"),
     ],
 )
 def test_unknown_names_and_failed_imports_raise_user_errors(name, words):
