@@ -54,7 +54,13 @@ class RecipeCard:
 
 def make_card(recipe: Any, context: int, top_k: int) -> RecipeCard:
     """Return the card of a recipe."""
-    return RecipeCard(recipe_name(recipe), _changed(recipe), _changed(recipe.environment), context, top_k)
+    return RecipeCard(
+        recipe_name(recipe),
+        _non_default_fields(recipe),
+        _non_default_fields(recipe.environment),
+        context,
+        top_k,
+    )
 
 
 def require_policy(folder: str | pathlib.Path, field: str = "policy") -> None:
@@ -100,7 +106,7 @@ def read_card(folder: str | pathlib.Path) -> RecipeCard | None:
         ) from error
 
 
-def _changed(value: Any) -> dict[str, Any]:
+def _non_default_fields(value: Any) -> dict[str, Any]:
     """Return the fields that differ from their defaults, without a nested environment."""
     changed = {}
     for field in dataclasses.fields(value):

@@ -28,7 +28,7 @@ def run_questions(
     temperature: float | Sequence[float] = 1.0,
     scoring: ScoringContext = NO_MODELS,
     retriever: Retriever | None = None,
-    on_finish: Callable[[int, Trajectory], None] = lambda place, trajectory: None,
+    on_finish: Callable[[int, Trajectory], None] = lambda index, trajectory: None,
 ) -> list[Trajectory]:
     """Run `samples` episodes per question and score them.
 
@@ -43,7 +43,7 @@ def run_questions(
       key: the sampling key of the step.
       samples: episodes per question.
       temperature: one for all episodes, or one per sample of a question.
-      scoring: what the rewards may use.
+      scoring: the models that the rewards may use.
       retriever: answers the searches.
       on_finish: receives the index and the unscored trajectory of each episode when it ends.
 
@@ -72,7 +72,7 @@ def run_requests(
     key: jax.Array,
     *,
     retriever: Retriever | None = None,
-    on_finish: Callable[[int, Trajectory], None] = lambda place, trajectory: None,
+    on_finish: Callable[[int, Trajectory], None] = lambda index, trajectory: None,
 ) -> list[Trajectory]:
     """Run `Engine.run`, but end a request whose prompt does not fit the context as "context_limit" before its first turn.
 

@@ -31,6 +31,7 @@ INSTRUCTION = (
 turn."""
 
 OPENINGS = ("base", "instruct", "bare")
+"""Values of `R1Searcher.opening`."""
 _FOREIGN_TEXT = re.compile("[Aa]ssistant|[\u4e00-\u9fff]")
 """Signs that a base model has started to write another speaker's dialogue."""
 

@@ -71,6 +71,7 @@ Wrap each of the predicted question (or "none") inside: <predicted-Q></predicted
 """Figure A.3. The figure does not print how question and evidences follow; here each has a heading."""
 
 OPENINGS = ("instruct", "bare")
+"""Values of `R2AGEnvironment.opening`."""
 TRUNCATED = "length"
 """`Trajectory.ended` of an episode whose output reached its token limit."""
 
@@ -108,10 +109,10 @@ class R2AGEnvironment:
     expansions: int = 5
     """Most expansions of a tree, in training and inference (L_MAX-I, B.2)."""
     base_queries: int = 4
-    """t in inference: only the first t base queries of an output are searched. C.2 uses M, the largest number of hops in the
-    dataset, or M/2."""
+    """Base queries per output that are searched in inference, the first ones (t of C.2: M, the largest number of hops in the
+    dataset, or M/2)."""
     predicted_queries: int = 2
-    """t in inference for predicted queries; 0 searches base queries only (R2AG_base)."""
+    """The same for predicted queries; 0 searches base queries only (R2AG_base)."""
     turn_tokens: int = 4096
     """Most tokens of an output (B.2). An output that reaches the limit earns 0, and its queries are not searched."""
 
@@ -259,7 +260,7 @@ class R2AG(OutcomeRecipe):
             output = parse_output(text)
             searches = tuple(search for search in trajectory.searches if search.turn == turn)
             base = len(self.environment.searched_queries(trajectory.question, output)[0])
-            # The last turn of an episode that ended as NOT_FINITE may have no text. The last text was then searched.
+            # NOT_FINITE truncates the last output. If the broken turn has no text, the last output is complete and has searches.
             broken = trajectory.ended == NOT_FINITE and not searches
             truncated = turn == len(outputs) - 1 and (trajectory.ended == TRUNCATED or broken)
             expansions.append(Expansion(output, searches[:base], searches[base:], truncated))
@@ -392,10 +393,12 @@ def _top_titles(searches: Sequence[Search]) -> list[str]:
 def _facts(item: MiniQuestion, titles: set[str]) -> tuple[list[str], list[Hop]]:
     """Return the facts of a question that documents with these titles state, as sentences, and the facts to look up next."""
     hops, plan = item.plan.hops, item.plan
-    length = len(hops) // (2 if plan.conclusion else 1)
+    length = len(hops) // (
+        2 if plan.conclusion else 1
+    )  # a conclusion compares two chains of facts of equal length
     stated, wanted = [], []
-    for at in range(0, len(hops), length):
-        for hop in hops[at : at + length]:
+    for start in range(0, len(hops), length):
+        for hop in hops[start : start + length]:
             if title_key(hop.title) not in titles:
                 wanted.append(hop)
                 break

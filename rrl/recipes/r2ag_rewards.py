@@ -104,10 +104,10 @@ def expansion_rewards(
       think segment, for a stop signal before all gold documents have been found, and for a truncated output.
     """
     gold_keys, known_keys = {title_key(t) for t in gold}, {title_key(t) for t in known}
-    seen: set[str] = set()
-    ranked: set[str] = set()
-    hits: list[list[bool]] = []
-    new: list[int] = []
+    seen: set[str] = set()  # documents of this expansion so far
+    ranked: set[str] = set()  # those within the top t of their kind of query
+    hits: list[list[bool]] = []  # per kind of query, for R_AP
+    new: list[int] = []  # newly found gold documents per kind of query, for R_MH
     for titles, top in ((base, weights.top_base), (predicted, weights.top_predicted)):
         row, new_hits = [], 0
         for rank, key in enumerate(map(title_key, titles)):
@@ -138,11 +138,12 @@ def expansion_rewards(
 
 
 def average_precision(hits: Sequence[bool], top: int, gold: int) -> float:
-    """Return R_AP of Eq. 5: the sum of the precision at each hit among the first `top` ranks, divided by the number of gold
+    """Return R_AP of Eq. 5: the precision at each hit in the first `top` ranks, summed and divided by the number of gold
     documents."""
     first = np.asarray(hits[:top], float)
     return float((np.cumsum(first) / np.arange(1, len(first) + 1) * first).sum() / gold)
 
 
 def _plain(text: str) -> str:
+    """Return a query in lower case, without quotes, end marks and repeated white space, to recognise signals."""
     return " ".join(text.strip(" \t\n\"'“”‘’.!").lower().split())

@@ -29,7 +29,9 @@ DOCUMENTS = "The retrieval documents:"
 """The heading of the documents that the environment adds to a step (released)."""
 
 OPENINGS = ("steps", "paper")
+"""Values of `R3RagEnvironment.opening`."""
 CUTS = ("document", "block")
+"""Values of `R3RagEnvironment.cut`."""
 
 _STEP = re.compile(r"\s*(?:Step \d+:\s*)?")
 _HEADINGS = re.compile("|".join(map(re.escape, (ANALYSIS, QUERY, ANSWER, DOCUMENTS))))

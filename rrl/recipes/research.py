@@ -34,6 +34,7 @@ INSTRUCTION = (
 turn."""
 
 OPENINGS = ("instruct", "base", "bare")
+"""Values of `ReSearch.opening`."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -74,7 +74,9 @@ BASE_PROMPT = "\n\n".join(
 """Figure 10: plain text; the question follows it (as released)."""
 
 PROMPTS = ("instruct", "base", "bare")
+"""Values of `TiresRag.opening`."""
 REFLECTIONS = ("paper", "released")
+"""Values of `TiresRag.reflect_table`."""
 ANSWER_RULE = RULES["tiresrag-r1"]
 """How Eq. 1 and the released reflection table compare answers. Eq. 4 and the metrics use the default rule."""
 
@@ -116,9 +118,9 @@ class TiresRag:
     use_filter: bool = True
     """Whether to exclude groups whose answers are all right or all wrong (4.4). False: "w/o Filter" (Table 7)."""
     filter_low: float = 0.1
-    """Algorithm 1, line 14: a group stays only if its largest answer F1 is above this value ..."""
+    """A group whose largest answer F1 is at most this is all wrong (Algorithm 1, line 14)."""
     filter_high: float = 0.9
-    """... and its smallest answer F1 is below this value."""
+    """A group whose smallest answer F1 is at least this is all right (Algorithm 1, line 14)."""
     use_difficulty: bool = True
     """Whether to multiply advantages by the difficulty weight of Eq. 6. False: "w/o Difficulty" (Table 7)."""
     difficulty_low: float = 0.4

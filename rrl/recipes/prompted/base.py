@@ -59,10 +59,7 @@ def merge_passages(passages: Sequence[Passage], new: Sequence[Passage] | None) -
 
 
 def extract_answer(output: Generated) -> str:
-    """Return the rest of the line after the last "The final answer:" (see `ANSWER_INSTRUCTION`).
-
-    Without that marker, return `final_answer` of the text.
-    """
+    """Return the rest of the line after the last "The final answer:", or the whole text without it (see `ANSWER_INSTRUCTION`)."""
     answer = final_answer(output.text)
     return first_line(answer) if FINAL_ANSWER in output.text else answer
 
@@ -126,9 +123,9 @@ def with_record(
             workflow.close()
             return PromptedResult("", tuple(generations), tuple(searches), "context_limit")
         single = isinstance(request, WorkflowRequest)
-        for ask, result in _pairs([request] if single else request, [reply] if single else reply):
-            if isinstance(ask, Retrieve):
-                searches.append((ask.query, None if result is None else tuple(result)))
+        for part, result in _pairs([request] if single else request, [reply] if single else reply):
+            if isinstance(part, Retrieve):
+                searches.append((part.query, None if result is None else tuple(result)))
             else:
                 generations.append(result)
         if any(output.stop == NOT_FINITE for output in generations):
