@@ -191,7 +191,7 @@ def packing(args: argparse.Namespace) -> list[Row]:
     recipe = make_recipe("rsearch", {"instruction": card.fields["instruction"]}, {"max_searches": 4})
     wiki = generate("train", 1, 1000, 5)
     retriever = make_retriever(wiki.passages, "bm25")
-    config = EngineConfig(rows=64, context=1024, feeds=16, feed_tokens=256, top_k=2, top_p=0.95)
+    config = EngineConfig(rows=64, context=1024, wake_threshold=16, prefill_tokens=256, top_k=2, top_p=0.95)
     engine = Engine(decoder, tokenizer, config, retriever=retriever)
     questions = [item.question for item in mixed_questions(wiki, 8, KINDS, 1)][:32]
     traces = run_questions(engine, nnx.state(decoder), recipe, questions, key=jax.random.key(0), samples=4)

@@ -97,15 +97,15 @@ def get_config(arg: str = "") -> ConfigDict:
     config.rollout = {
         "rows": 64,
         "context": card.context if card and card.context else 1024 if tiny else 8192,
-        "feeds": 16,
-        "feed_tokens": 256 if tiny else 2048,
+        "wake_threshold": 16,
+        "prefill_tokens": 256 if tiny else 2048,
         # Five is what the papers evaluate with; a policy of ours goes on with what it was trained with.
         "top_k": args.top_k if args.top_k is not None else card.top_k if card else 2 if tiny else 5,
     }
     config.reader_rollout = {
         "rows": 32 if tiny else 128,
         "context": 512 if tiny else 8192,
-        "feed_tokens": 512 if tiny else 2048,
+        "prefill_tokens": 512 if tiny else 2048,
     }
     config.mesh = {}
     config.compute = {}

@@ -53,8 +53,8 @@ def get_config(arg: str = "") -> ConfigDict:
         config.rollout = {
             "rows": 256,
             "context": 16384,
-            "feeds": 16,
-            "feed_tokens": 2048,
+            "wake_threshold": 16,
+            "prefill_tokens": 2048,
             "top_k": 3,
             "top_p": 1.0,
         }

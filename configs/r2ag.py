@@ -78,17 +78,17 @@ def get_config(arg: str = "") -> ConfigDict:
     config.rollout = {
         "rows": 64 if tiny else 256,
         "context": 640 if tiny else 16384,
-        "feeds": 16,
-        "feed_tokens": 256 if tiny else 2048,
-        "loops": 2 if tiny else 0,
+        "wake_threshold": 16,
+        "prefill_tokens": 256 if tiny else 2048,
+        "workers": 2 if tiny else 0,
         "top_k": args.top_k,
         "top_p": 1.0,
     }
     config.reader_rollout = {
         "rows": 32 if tiny else 128,
         "context": 512 if tiny else 8192,
-        "feed_tokens": 512 if tiny else 2048,
-        "loops": 2 if tiny else 0,
+        "prefill_tokens": 512 if tiny else 2048,
+        "workers": 2 if tiny else 0,
     }
     steps = args.steps if args.steps is not None else (46 if tiny else 80)
     config.train = {

@@ -92,7 +92,7 @@ def get_config(arg: str = "") -> ConfigDict:
     config.rollout = {
         "rows": 64,
         "context": 8192 if real else 1024,
-        "feed_tokens": 2048 if real else 512,
+        "prefill_tokens": 2048 if real else 512,
         "top_k": 5 if real else 2,
     }
     config.data = {"path": args.data, "seed": 0, "held_out_per_kind": 1, "held_out_worlds": 1}

@@ -85,11 +85,11 @@ def get_config(arg: str = "") -> ConfigDict:
     }
     config.rollout = {
         "rows": 128 if tiny else 64,
-        "spare_rows": 0,
+        "oversubscribed_slots": 0,
         "context": 1024 if tiny else 8192,
-        "feeds": 16,
-        "feed_tokens": 512 if tiny else 2048,
-        "loops": 2 if tiny else 0,
+        "wake_threshold": 16,
+        "prefill_tokens": 512 if tiny else 2048,
+        "workers": 2 if tiny else 0,
         "top_k": 2 if tiny else 5,
         "top_p": 0.95 if tiny else 1.0,
     }

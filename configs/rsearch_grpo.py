@@ -62,20 +62,20 @@ def get_config(arg: str = "") -> ConfigDict:
         config.recipe.environment.correction = ""
     config.rollout = {
         "rows": sized(64, 16, 256),
-        "spare_rows": sized(32, 0, 0),  # while some wait for passages
+        "oversubscribed_slots": sized(32, 0, 0),  # while some wait for passages
         "context": sized(1024, 4096, 8192),
-        "feeds": 16,
-        "feed_tokens": sized(256, 1024, 2048),
+        "wake_threshold": 16,
+        "prefill_tokens": sized(256, 1024, 2048),
         "draft_tokens": sized(1, 0, 0),  # its samples write much alike, and copy
-        "loops": 2 if ours else 0,  # not as many as there are cores: the same bits on one as on many
+        "workers": 2 if ours else 0,  # not as many as there are cores: the same bits on one as on many
         "top_k": 2 if ours else 3,
         "top_p": 0.95,
     }
     config.reader_rollout = {
         "rows": 32 if tiny else 128,
         "context": 384 if tiny else 4096,
-        "feed_tokens": 512 if tiny else 2048,
-        "loops": 2 if ours else 0,
+        "prefill_tokens": 512 if tiny else 2048,
+        "workers": 2 if ours else 0,
     }
     steps = args.steps if args.steps is not None else (66 if tiny else 195)
     config.train = {

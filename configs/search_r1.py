@@ -84,8 +84,8 @@ def publish(config: ConfigDict, args: types.SimpleNamespace, recipe: dict[str, A
     config.rollout = {
         "rows": 256,
         "context": 4096,
-        "feeds": 16,
-        "feed_tokens": 2048,
+        "wake_threshold": 16,
+        "prefill_tokens": 2048,
         "top_k": 3,
         "top_p": 1.0,
     }

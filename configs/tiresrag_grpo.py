@@ -80,12 +80,12 @@ def get_config(arg: str = "") -> ConfigDict:
     }
     config.rollout = {
         "rows": 64,
-        "spare_rows": 32 if tiny else 0,
+        "oversubscribed_slots": 32 if tiny else 0,
         "context": 1024 if tiny else 16384,
-        "feeds": 16,
-        "feed_tokens": 256 if tiny else 2048,
+        "wake_threshold": 16,
+        "prefill_tokens": 256 if tiny else 2048,
         "draft_tokens": 1 if tiny else 0,
-        "loops": 2 if tiny else 0,
+        "workers": 2 if tiny else 0,
         "top_k": 2 if tiny else 5,
         "top_p": 0.95,
     }

@@ -99,10 +99,10 @@ def learn_in_miniwiki(config: ConfigDict, args: types.SimpleNamespace, recipe: M
     config.recipe.environment.correction = ""  # the policy was never shown one
     config.rollout = {
         "rows": 64,
-        "spare_rows": 32,
+        "oversubscribed_slots": 32,
         "context": 1024,
-        "feeds": 16,
-        "feed_tokens": 256,
+        "wake_threshold": 16,
+        "prefill_tokens": 256,
         "draft_tokens": 1,
         "top_k": 2,
         "top_p": 0.95,

@@ -62,7 +62,7 @@ from rrl.retrieval.gold import hits_at
 from rrl.rewards.judge_settings import SECTIONS as JUDGE
 from rrl.rewards.judge_settings import JudgeSettings
 from rrl.rewards.reader import Reader
-from rrl.rollout.config import NO_NUMBERS, EngineConfig
+from rrl.rollout.config import RESULT_INVARIANT_FIELDS, EngineConfig
 from rrl.rollout.engine import Engine
 from rrl.runs.clock import Clock
 from rrl.runs.progress import Progress
@@ -274,7 +274,7 @@ def identity_of(settings: Settings, data: Dataset) -> dict[str, Any]:
         "rollout": {
             name: value
             for name, value in dataclasses.asdict(settings.rollout).items()
-            if name not in NO_NUMBERS
+            if name not in RESULT_INVARIANT_FIELDS
         },
         **({"reader_context": settings.reader_rollout.context} if settings.reader else {}),
         "compute": dataclasses.asdict(settings.compute),

@@ -80,7 +80,7 @@ def costs(
     held = cache_bytes(config, rows, workload.tokens / 2, BF16)
     weights = BF16 * (matrix_parameters(config) + config.hidden * config.vocab_size)
     shards = data_shards(mesh)
-    prefills = fed / (settings.rollout.feed_tokens * shards)
+    prefills = fed / (settings.rollout.prefill_tokens * shards)
     rate = {name: sum(kind.bytes for kind in kinds.values()) for name, kinds in traffic.items()}
     length = settings.train.objective.lengths[-1]
     objective = settings.train.objective
@@ -161,7 +161,7 @@ def temporaries(
     vocabulary = config.vocab_size / (tensor if config.vocab_size % tensor == 0 else 1)
     width = (config.hidden * 6 + (config.mlp * 6 + config.heads * config.head_dim * 4) / tensor) * F32
     rows = settings.rollout.rows / shards
-    fed = settings.rollout.feed_tokens
+    fed = settings.rollout.prefill_tokens
     layer = 2 * matrix_parameters(config) / config.layers / tensor * BF16
     in_rollout = BF16 * chip_parameters + 6 * rows * vocabulary * F32 + fed * width + layer
     length = settings.train.objective.lengths[-1]

@@ -120,7 +120,7 @@ def plan(
     except UserError as error:
         raise UserError(f"{error}; set --config.mesh.data, .fsdp and .tensor") from error
     shards = data_shards(devices)
-    for name in ("rows", "spare_rows"):
+    for name in ("rows", "oversubscribed_slots"):
         if (count := getattr(settings.rollout, name)) % shards:
             raise UserError(
                 f"rollout.{name}={count} must be a multiple of data x fsdp = {shards} of the mesh; "
@@ -172,7 +172,7 @@ def plan(
             own = temporaries(settings, body, devices, remat=remat, parameters=sum(counts), trained=counts[0])
             rest |= {"critic update": own["update"], "critic step": own["optimiser step"]}
     itemsize = jnp.dtype(dtype).itemsize
-    cache = cache_device_bytes(shape, settings.rollout.in_flight, settings.rollout.context, itemsize, devices)
+    cache = cache_device_bytes(shape, settings.rollout.slots, settings.rollout.context, itemsize, devices)
     if compiled and not compiled[0].too_large:
         rest["rollout"] -= cache
     gradients = {"gradients": device_bytes(model.params)}
@@ -248,18 +248,20 @@ def first_knob(plan: Plan) -> str:
         lora = "" if plan.settings.lora.rank else "--config.lora.rank=32 (adapters alone are trained), or "
         return f"{lora}more chips (about {need}): parameters and their state alone take {state / GIB:.1f} GiB of each"
     if phase == "rollout" and parts["KV cache"] >= parts["activations"]:
-        spare = plan.settings.rollout.spare_rows
+        spare = plan.settings.rollout.oversubscribed_slots
         why = "the KV cache is the largest part, and goes with the rows"
         fewer = int((rows + spare) * (1 - excess / parts["KV cache"])) // shards * shards
         if spare and fewer >= rows:
-            return f"--config.rollout.spare_rows={fewer - rows} (now {spare}): {why}"
+            return f"--config.rollout.oversubscribed_slots={fewer - rows} (now {spare}): {why}"
         if fewer >= shards:
-            flags = f"--config.rollout.rows={fewer}" + " --config.rollout.spare_rows=0" * (spare > 0)
+            flags = f"--config.rollout.rows={fewer}" + " --config.rollout.oversubscribed_slots=0" * (
+                spare > 0
+            )
             return f"{flags} (now {rows}{f' and {spare}' if spare else ''}): {why}"
         return f"--config.rollout.context (now {plan.settings.rollout.context}): one row a shard is too much already"
     if phase == "rollout":
-        fewer = max(plan.settings.rollout.feed_tokens // 2, 1)
-        return f"--config.rollout.feed_tokens={fewer}: what prefilling holds is the largest part, and goes with it"
+        fewer = max(plan.settings.rollout.prefill_tokens // 2, 1)
+        return f"--config.rollout.prefill_tokens={fewer}: what prefilling holds is the largest part, and goes with it"
     length = objective.lengths[-1]
     each = objective.rows(length, shards) // shards
     updates = phase.endswith("update")

@@ -34,7 +34,7 @@ from rrl.rl.objective import ObjectiveConfig
 from rrl.rl.optim import OptimConfig, make_optimizer, split_trained
 from rrl.rl.update import Updater
 from rrl.rollout.automaton import compile_stops
-from rrl.rollout.loop import DECODE, PREFILL, Programs
+from rrl.rollout.loop import DECODE_SCOPE, PREFILL_SCOPE, RolloutPrograms
 from rrl.train.experiment import Settings
 
 Body = TypeVar("Body", bound=Decoder)
@@ -128,13 +128,13 @@ def rollout(settings: Settings, model: Model, mesh: Mesh) -> Program:
     """The episode loop with its callback, without a query encoder."""
     environment = settings.recipe.environment
     automaton = compile_stops(environment.stops, [b""])
-    programs = Programs(
+    programs = RolloutPrograms(
         model.graph,
         model.config,
         settings.rollout,
         mesh,
         eos=np.zeros(1, np.int32),
-        answer=_no_host,
+        host_callback=_no_host,
     )
     loop = programs.episode_loop(environment.turn_tokens, automaton.first_accept)
     key = jax.eval_shape(lambda: jax.random.key(0))
@@ -147,7 +147,7 @@ def rollout(settings: Settings, model: Model, mesh: Mesh) -> Program:
         _whole(table, jnp.int32, mesh),
         _whole((), jnp.int32, mesh),
     )
-    return _compile("rollout", loop, shapes, mesh, scopes={"decode": DECODE, "prefill": PREFILL})
+    return _compile("rollout", loop, shapes, mesh, scopes={"decode": DECODE_SCOPE, "prefill": PREFILL_SCOPE})
 
 
 def accumulate(settings: Settings, model: Model, mesh: Mesh) -> Program:

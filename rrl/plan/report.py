@@ -27,7 +27,8 @@ def _head(plan: Plan) -> list[str]:
         f"numbers   {plan.computation} computation and reference, "
         f"{plan.settings.compute.param_dtype} trained parameters",
         f"kernels   remat={plan.remat}, attention={plan.attention}",
-        f"rollout   {rollout.rows} rows{f' and {rollout.spare_rows} spare ones' if rollout.spare_rows else ''} "
+        f"rollout   {rollout.rows} rows"
+        f"{f' and {rollout.oversubscribed_slots} oversubscribed slots' if rollout.oversubscribed_slots else ''} "
         f"of {rollout.context} tokens",
         f"update    microbatches of {rows} rows of {length} tokens",
     ]

@@ -14,7 +14,7 @@ from rrl.data.trajectory import Trajectory
 from rrl.errors import UserError
 from rrl.miniwiki.questions import MiniQuestion
 from rrl.rewards.judge import Answers, Judge
-from rrl.rollout.curriculum import Curriculum, Shuffled
+from rrl.rollout.curriculum import Curriculum, ShuffledQuestions
 from rrl.rollout.protocol import Append, Environment, Restart, Stream
 from rrl.text.chat import Prompt
 from rrl.text.encoding import special_name
@@ -119,7 +119,7 @@ def curriculum_of(recipe: Recipe, questions: Sequence[Question], size: int, seed
     """What a run of a recipe asks, `size` questions a step: its own curriculum, or the questions in random order."""
     if isinstance(recipe, Planting):
         return recipe.curriculum(questions, seed)
-    return Shuffled(questions, size, seed)
+    return ShuffledQuestions(questions, size, seed)
 
 
 def curves_of(recipe: Recipe) -> Curves:

@@ -13,7 +13,7 @@ from rrl.data.trajectory import Trajectory
 from rrl.recipes.base import ALONE, Recipe, Scoring
 from rrl.retrieval.retriever import Retriever
 from rrl.rollout.engine import Engine, RolloutStats
-from rrl.rollout.episodes import Live, Request
+from rrl.rollout.episodes import EpisodeState, Request
 from rrl.text.chat import chat_ids, chat_text, fitting_ids
 
 
@@ -71,9 +71,9 @@ def run_requests(
     for place, request in enumerate(requests):
         if not engine.fits(request.prompt):
             shown = request.prompt[: engine.config.context]
-            live = Live(dataclasses.replace(request, prompt=shown), engine.decode(shown))
-            live.met("room")
-            found[place] = live.trajectory("context_limit")
+            state = EpisodeState(dataclasses.replace(request, prompt=shown), engine.decode(shown))
+            state.hit_limit("room")
+            found[place] = state.trajectory("context_limit")
             if jax.process_index() == 0:
                 on_finish(place, found[place])
     if fitting:

@@ -148,7 +148,7 @@ class Expanding:
         return Finish(STOP if proposal.stop else "no_action")
 
     def observe(self, episode: Episode, *found: Sequence[Passage] | None) -> Action:
-        if read_proposal(episode.said[-1]).stop:
+        if read_proposal(episode.policy_texts[-1]).stop:
             return Finish(STOP)
         if isinstance(episode.question, Node):
             return Finish("expanded")

@@ -82,14 +82,14 @@ class Forest:
         self.next: dict[Any, Node] = {}
         """Those of the next level."""
 
-    def ask(self, step: int, number: int, count: int) -> list[Question]:
+    def select(self, step: int, number: int, count: int) -> list[Question]:
         """The next trees of the level, in a random order; where few are left, these."""
         if not self.now:
             self._advance()
         asked, self.now = self.now[:count], self.now[count:]
         return list(asked)
 
-    def learn(self, trajectories: Sequence[Trajectory]) -> None:
+    def update(self, trajectories: Sequence[Trajectory]) -> None:
         """Each trajectory is a copy of its tree, grown by one expansion: what is unfinished is pruned and carried over."""
         for trajectory in trajectories:
             node = trajectory.question

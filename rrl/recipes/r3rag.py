@@ -207,11 +207,11 @@ class R3Rag(OutcomeRecipe):
         segments: Shown = []
         analysis = f"To find : {plan.facts}"
         for hop in plan.hops:
-            episode.said.append(Step(analysis, query=hop.query).written(episode.turn + 1))
+            episode.policy_texts.append(Step(analysis, query=hop.query).written(episode.turn + 1))
             passages = tuple(retrieve(hop.query))
             titles = tuple(passage.title for passage in passages)
             episode.searches.append(Search(episode.turn, hop.query, titles, passages=passages))
-            segments += [episode.said[-1], self.environment.again(episode)]
+            segments += [episode.policy_texts[-1], self.environment.again(episode)]
             episode.turn += 1
             analysis = f"The {hop.query} is {hop.value}."
         if plan.conclusion:

@@ -124,7 +124,7 @@ class Steps:
 
     def again(self, episode: Episode) -> Restart:
         """The next step's context, after all that was said and found."""
-        steps = [step for step in map(parse_step, episode.said) if step is not None]
+        steps = [step for step in map(parse_step, episode.policy_texts) if step is not None]
         shown = [
             None if search.failed else passages
             for search, passages in zip(episode.searches, self.documents(episode.searches), strict=True)

@@ -151,5 +151,5 @@ def sections_of(judge: str, model: str = "", context: int = 0) -> dict[str, dict
     return {
         "judge": found,
         "judge_endpoint": {"url": judge if kind == "endpoint" else "", "model": model},
-        "judge_rollout": {"rows": 64, "context": context, "feed_tokens": 2048},
+        "judge_rollout": {"rows": 64, "context": context, "prefill_tokens": 2048},
     }

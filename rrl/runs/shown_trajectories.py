@@ -18,9 +18,9 @@ from jaxtyping import Bool
 
 from rrl.data.passages import Passage
 from rrl.data.questions import Question
+from rrl.data.trajectory import Search, Trajectory
 from rrl.errors import UserError
 from rrl.files import json_lines, replaced, saving
-from rrl.data.trajectory import Search, Trajectory
 
 EACH = 30
 """Trajectories of each source on the page. Of these the tokens are kept; of others the text, as in trajectories.jsonl."""

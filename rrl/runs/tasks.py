@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from rrl.data.folder import DataFolder, load_folder
-from rrl.miniwiki import KINDS, generate, mixed_questions
-from rrl.miniwiki.names import SPLITS
 from rrl.data.passages import Passage
 from rrl.data.questions import Question
 from rrl.data.records import OnFault, on_broken
 from rrl.errors import UserError, at_least, one_of
+from rrl.miniwiki import KINDS, generate, mixed_questions
+from rrl.miniwiki.names import SPLITS
 from rrl.models.weights import require_folder
 from rrl.retrieval.bm25 import Bm25Config
 from rrl.retrieval.encode import TextEncoder, load_text_encoder

@@ -96,7 +96,7 @@ class Agent:
         config = EngineConfig(
             rows=rows,
             context=min(context or card.context or CONTEXT, decoder.config.max_positions),
-            feeds=min(rows, 16),
+            wake_threshold=min(rows, 16),
             top_k=top_k or card.top_k,
         )
         check_tags(recipe, tokenizer)

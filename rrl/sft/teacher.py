@@ -107,7 +107,7 @@ class Service:
                         continue
                     text = reply.text
                     live.said += [(PROMPT, _words(live.prompt)), (POLICY, text)]
-                    live.episode.said.append(text)
+                    live.episode.policy_texts.append(text)
                     action = self.recipe.environment.react(
                         live.episode, text, TURN_TOKENS if reply.cut else EOS
                     )

@@ -47,7 +47,7 @@ from rrl.rl.advantages import WITHIN_GROUPS
 from rrl.rl.critic import CriticConfig
 from rrl.rl.objective import ObjectiveConfig
 from rrl.rl.optim import OptimConfig
-from rrl.rollout.config import NO_NUMBERS, EngineConfig
+from rrl.rollout.config import RESULT_INVARIANT_FIELDS, EngineConfig
 from rrl.rollout.engine import Engine
 from rrl.runs.clock import Clock
 from rrl.runs.metrics import read_metrics, refuse_damaged
@@ -406,7 +406,11 @@ def identity_of(settings: Settings) -> dict[str, Any]:
 
 def _sizes(rollout: EngineConfig) -> dict[str, Any]:
     """What of an engine's settings its numbers depend on."""
-    return {name: value for name, value in dataclasses.asdict(rollout).items() if name not in NO_NUMBERS}
+    return {
+        name: value
+        for name, value in dataclasses.asdict(rollout).items()
+        if name not in RESULT_INVARIANT_FIELDS
+    }
 
 
 def report(settings: Settings, loaded: Loaded, outcome: Outcome, workdir: pathlib.Path, say: Clock) -> None:

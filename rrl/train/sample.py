@@ -49,7 +49,7 @@ def sample_step(
     """What a step (counted from 0) samples: a pure function of its arguments and of the curriculum's state, which goes on."""
 
     def ask(number: int, count: int) -> list[Question]:
-        return curriculum.ask(step, number, count)
+        return curriculum.select(step, number, count)
 
     def shuffle(number: int) -> np.random.Generator:
         return np.random.default_rng((config.seed, step, number) if number else (config.seed, step))
@@ -64,7 +64,7 @@ def sample_step(
         samples=config.samples,
         temperature=config.temperatures or config.temperature,
         scoring=scoring.at(step, config.steps),
-        learn=curriculum.learn,
+        learn=curriculum.update,
         shuffle=shuffle if config.permute_rewards else None,
         overlong=config.overlong,
     )

@@ -46,7 +46,7 @@ def tiny_config(folder, make=get_config):
     (folder / "config.json").write_text(json.dumps(TINY))
     config = make(f"policy={folder}")
     with config.unlocked():
-        config.rollout.update(rows=8, context=64, feeds=2, feed_tokens=16)
+        config.rollout.update(rows=8, context=64, wake_threshold=2, prefill_tokens=16)
         config.objective.lengths = (64,)
         config.objective.microbatch_tokens = 64
     return config
@@ -178,11 +178,13 @@ def test_what_does_not_go_together_is_refused_before_anything_is_compiled(topolo
 
 def test_spare_rows_are_planned_for():
     config = get_config("size=7b")
-    config.rollout.spare_rows = 64
+    config.rollout.oversubscribed_slots = 64
     found = plan(config, "h100:8")
-    assert "256 rows and 64 spare ones of" in report(found)
-    config.rollout.spare_rows = 6
-    with pytest.raises(UserError, match=r"rollout.spare_rows=6 .* give --config.rollout.spare_rows=8"):
+    assert "256 rows and 64 oversubscribed slots of" in report(found)
+    config.rollout.oversubscribed_slots = 6
+    with pytest.raises(
+        UserError, match=r"rollout.oversubscribed_slots=6 .* give --config.rollout.oversubscribed_slots=8"
+    ):
         plan(with_mesh(config, fsdp=8), "h100:8")
 
 
@@ -243,7 +245,7 @@ def test_adapters_leave_the_gradients_and_state_of_all_else_away():
 def made(memory, sizes=(1, 4, 4), remat="full", spare=0, **objective):
     """A plan of the 7B run on v5e:4x4 whose memory, in GiB, is made up."""
     config = get_config("size=7b")
-    config.rollout.spare_rows = spare
+    config.rollout.oversubscribed_slots = spare
     settings = Settings.parse(config)
     train = dataclasses.replace(
         settings.train, objective=dataclasses.replace(settings.train.objective, **objective)
@@ -278,13 +280,16 @@ STATE = {"parameters": 1, "reference": 1, "optimiser state": 2}
         ),
         (
             made({"rollout": STATE | {"KV cache": 16, "activations": 1}}, spare=256),
-            r"--config.rollout.spare_rows=88 \(now 256\)",
+            r"--config.rollout.oversubscribed_slots=88 \(now 256\)",
         ),
         (
             made({"rollout": STATE | {"KV cache": 16, "activations": 1}}, spare=64),
-            r"--config.rollout.rows=212 --config.rollout.spare_rows=0 \(now 256 and 64\)",
+            r"--config.rollout.rows=212 --config.rollout.oversubscribed_slots=0 \(now 256 and 64\)",
         ),
-        (made({"rollout": STATE | {"KV cache": 2, "activations": 16}}), "--config.rollout.feed_tokens=1024"),
+        (
+            made({"rollout": STATE | {"KV cache": 2, "activations": 16}}),
+            "--config.rollout.prefill_tokens=1024",
+        ),
         (
             made({"update": STATE | {"gradients": 1, "activations": 16}}, microbatch_tokens=131072),
             r"--config.objective.microbatch_tokens=65536 \(now 131072\)",

@@ -18,7 +18,7 @@ from rrl.recipes.r2ag import INSTRUCTION, R2AG, Expanding, generator_prompt
 from rrl.recipes.r2ag_forest import Forest, Node
 from rrl.recipes.r2ag_rewards import Weights, read_proposal
 from rrl.recipes.rsearch import RSearch
-from rrl.rollout.curriculum import Shuffled
+from rrl.rollout.curriculum import ShuffledQuestions
 from rrl.rollout.protocol import CONTEXT, EOS, TURN_TOKENS, Episode, Finish, Restart, SearchFor
 
 A, B, NOISE = (Passage(name, name, f"text of {name}") for name in ("A", "B", "Noise"))
@@ -93,17 +93,17 @@ def test_an_expansion_ends_with_the_output_or_after_4096_tokens_and_there_are_at
 
 def test_in_training_every_query_is_searched_and_the_tree_is_expanded_once():
     environment, text = Expanding(base_queries=1, predicted_queries=0), asking("a", "b", predicted=("c",))
-    one = Episode(EMPTY, said=[text])
+    one = Episode(EMPTY, policy_texts=[text])
     assert environment.react(one, text, EOS) == SearchFor("a", ("b", "c"))
     assert environment.observe(one, [A], None, []) == Finish("expanded")
-    one.said.append(text + "<base-Q>stop retrieval</base-Q>")
+    one.policy_texts.append(text + "<base-Q>stop retrieval</base-Q>")
     assert environment.observe(one, [A]) == Finish("stop")
 
 
 def test_inference_searches_the_first_t_queries_and_goes_on_with_all_that_was_found():
     text = asking("a", "b", "c", predicted=("d", "e"))
     environment = Expanding(base_queries=2, predicted_queries=1, opening="bare")
-    one = Episode(QUESTION, said=[text])
+    one = Episode(QUESTION, policy_texts=[text])
     assert environment.react(one, text, EOS) == SearchFor("a", ("b", "d"))
     base_only = Expanding(base_queries=2, predicted_queries=0)
     assert base_only.react(one, text, EOS) == SearchFor("a", ("b",))
@@ -132,9 +132,9 @@ def test_wrong_fields_of_the_environment_are_refused(field, value):
 def test_a_run_asks_the_forest_and_other_recipes_ask_their_questions():
     forest = curriculum_of(R2AG(trees=1), [QUESTION] * 3, 2, 7)
     assert isinstance(forest, Forest) and (forest.expansions, forest.trees, forest.seed) == (5, 1, 7)
-    (node,) = forest.ask(0, 0, 2)
+    (node,) = forest.select(0, 0, 2)
     assert isinstance(node, Node) and not node.documents
-    assert isinstance(curriculum_of(RSearch(), [QUESTION], 1, 0), Shuffled)
+    assert isinstance(curriculum_of(RSearch(), [QUESTION], 1, 0), ShuffledQuestions)
 
 
 # -- rewards (Eq. 5; the terms themselves: tests/recipes/test_r2ag_rewards.py) --------------------------------------

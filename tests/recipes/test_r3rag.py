@@ -142,7 +142,7 @@ def after(*said_and_found, environment=None):
     episode = Episode(QUESTION)
     for turn, (said, passages) in enumerate(said_and_found):
         episode.turn = turn
-        episode.said.append(said)
+        episode.policy_texts.append(said)
         titles = tuple(p.title for p in passages or ())
         episode.searches.append(Search(turn, "q", titles, passages is None, tuple(passages or ())))
         action = environment.observe(episode, passages)

@@ -17,7 +17,7 @@ QUESTION = Question("q", "Who directed Silver Harbour?", ("Marta Velikov",))
 @pytest.fixture(scope="module")
 def reader():
     decoder, tokenizer, *_ = make_world()
-    sizes = EngineConfig(rows=4, context=128, feeds=2, feed_tokens=32)
+    sizes = EngineConfig(rows=4, context=128, wake_threshold=2, prefill_tokens=32)
     return Reader(decoder, tokenizer, sizes, answer_tokens=8)
 
 

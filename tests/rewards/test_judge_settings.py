@@ -81,7 +81,7 @@ def test_an_oracle_needs_gold_passages_of_every_question():
 def test_a_model_is_loaded_from_its_folder_and_answers(folder):
     values = {
         "judge": {"kind": "model", "folder": folder, "answer_tokens": 4},
-        "judge_rollout": {"rows": 2, "context": 64, "feeds": 2, "feed_tokens": 32},
+        "judge_rollout": {"rows": 2, "context": 64, "wake_threshold": 2, "prefill_tokens": 32},
     }
     judge = load(values, (UNKNOWN,))
     assert isinstance(judge, ModelJudge)

@@ -21,7 +21,7 @@ from tests.tiny import tiny_shape
 def reader():
     tokenizer = train_tokenizer(["the reader answers from evidence alone " * 3], 300)
     config = tiny_shape(300, 128, model_type="llama")
-    settings = EngineConfig(rows=4, context=64, feeds=2, feed_tokens=16)
+    settings = EngineConfig(rows=4, context=64, wake_threshold=2, prefill_tokens=16)
     return Reader(Decoder(config, rngs=nnx.Rngs(0)), tokenizer, settings, answer_tokens=6)
 
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from rrl.data.passages import Passage
-from rrl.errors import UserError
 from rrl.data.trajectory import Search
+from rrl.errors import UserError
 from rrl.runs.shown_trajectories import EACH, Shown, as_json, from_json
 from tests.eval.fakes import many
 

@@ -6,16 +6,16 @@ import threading
 
 import pytest
 
-from rrl.miniwiki import KINDS
 from rrl.data.passages import Passage
 from rrl.data.questions import Question
 from rrl.errors import UserError
+from rrl.miniwiki import KINDS
 from rrl.retrieval.build import build_index
 from rrl.retrieval.serve import make_server
-from rrl.train import rl_config
-from rrl.sft import loop as sft
 from rrl.runs.tasks import DataConfig, RetrieverConfig, data_files, hold_out, load_corpora
 from rrl.runs.workdir import refuse_other_config
+from rrl.sft import loop as sft
+from rrl.train import rl_config
 from tests.retrieval.fakes import WordEncoder
 
 BM25 = RetrieverConfig(kind="bm25")

@@ -239,7 +239,7 @@ def test_a_damaged_line_of_a_block_is_named(strong, tmp_path, line):
 def test_a_workdir_whose_prompts_were_too_long_takes_a_longer_context(tmp_path):
     made = config("model=assets/miniwiki-policy,retriever=bm25,questions=1")
     made.data.update({"train_worlds": 1, "train_per_kind": 1, "on_error": "stop"})
-    made.rollout.update({"rows": 4, "context": 64, "feeds": 4})
+    made.rollout.update({"rows": 4, "context": 64, "wake_threshold": 4})
     with pytest.raises(UserError, match=r"rollout\.context"):
         cold_start.run(made, tmp_path / "run")
     made.rollout.context = 2048
@@ -481,7 +481,7 @@ def test_from_the_experts_demonstrations_to_pairs_of_a_policys_own_and_a_step_of
 
     data = config(f"model={tmp_path}/cold/model,retriever=bm25,questions=3")
     data.data.update({"train_worlds": 1, "train_per_kind": 1})
-    data.rollout.update({"rows": 4, "context": 256, "feeds": 4})
+    data.rollout.update({"rows": 4, "context": 256, "wake_threshold": 4})
     data.recipe.environment.turn_tokens = 8
     report = cold_start.run(data, tmp_path / "data")  # it can only babble
     assert report.trajectories == 12 and report.fell == {"malformed": 12}
@@ -499,7 +499,7 @@ def test_from_the_experts_demonstrations_to_pairs_of_a_policys_own_and_a_step_of
     run = config(f"policy={tmp_path}/taught/model,retriever=bm25,steps=1", "r3rag_ppo")
     run.data.update({"train_worlds": 1, "held_out_worlds": 1, "held_out_per_kind": 1, "train_per_kind": 4})
     run.train.update({"questions": 2, "eval_every": 0})
-    run.rollout.update({"rows": 8, "context": 512, "feeds": 4})
+    run.rollout.update({"rows": 8, "context": 512, "wake_threshold": 4})
     run.objective.lengths = (512,)
     run.critic.layers = 1  # the policy has no more
     run.recipe.environment.turn_tokens = 8

@@ -170,7 +170,7 @@ def test_a_policy_without_our_card_is_trained_as_in_the_paper(folders):
     optim, objective, rollout = settings.train.optim, settings.train.objective, settings.rollout
     assert (optim.lr, optim.warmup_ratio, optim.schedule, optim.frozen) == (1e-6, 0.95, "constant", ())
     assert (objective.kl_coef, objective.clip_high, objective.drop_spread) == (0.001, 0.2, None)
-    assert (rollout.rows, rollout.context, rollout.feed_tokens, objective.lengths[-1]) == (
+    assert (rollout.rows, rollout.context, rollout.prefill_tokens, objective.lengths[-1]) == (
         16,
         4096,
         1024,
@@ -251,12 +251,12 @@ def test_an_unknown_section_is_refused(folders):
         ("rollout", "rows", 0, r"^rollout\.rows=0 must be at least 1"),
         ("rollout", "context", -5, r"rollout\.context=-5"),
         ("rollout", "top_k", 0, r"rollout\.top_k=0"),
-        ("rollout", "feeds", 0, r"rollout\.feeds=0"),
-        ("rollout", "feed_tokens", 0, r"rollout\.feed_tokens=0"),
+        ("rollout", "wake_threshold", 0, r"rollout\.wake_threshold=0"),
+        ("rollout", "prefill_tokens", 0, r"rollout\.prefill_tokens=0"),
         ("rollout", "top_p", 0.0, r"rollout\.top_p=0\.0 must lie"),
         ("rollout", "top_p", 1.5, r"rollout\.top_p=1\.5 must lie"),
         ("rollout", "sample_top_k", -1, r"rollout\.sample_top_k=-1"),
-        ("reader_rollout", "patience", 0, r"^reader_rollout\.patience=0"),
+        ("reader_rollout", "max_wait_steps", 0, r"^reader_rollout\.max_wait_steps=0"),
         ("objective", "clip_low", -0.1, r"^objective\.clip_low=-0\.1 must be at least 0"),
         ("objective", "clip_high", -0.1, r"objective\.clip_high"),
         ("objective", "kl_coef", float("nan"), r"objective\.kl_coef=nan"),

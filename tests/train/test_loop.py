@@ -277,7 +277,7 @@ def test_a_policy_of_nan_is_counted_named_and_seen_by_the_guard(parts, tmp_path,
 @pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean"])
 def test_what_is_not_finite_brings_no_nan_into_the_update(parts, tmp_path, monkeypatch, aggregation):
     """Of each question one sample breaks off at once, one after three tokens."""
-    draw = device.draw
+    draw = device.sample_tokens
 
     def breaking(model, rows, *rest):
         ends = jnp.where(rows.request % 3 == 2, 99, 3 * (rows.request % 3))
@@ -286,7 +286,7 @@ def test_what_is_not_finite_brings_no_nan_into_the_update(parts, tmp_path, monke
             for d in draw(model, rows, *rest)
         ]
 
-    monkeypatch.setattr(device, "draw", breaking)
+    monkeypatch.setattr(device, "sample_tokens", breaking)
     questions, engine, recipe = parts
     again = Engine(fresh(), engine.tokenizer, engine.config, retriever=engine.retriever)
     objective = dataclasses.replace(

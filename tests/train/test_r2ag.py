@@ -83,7 +83,7 @@ def test_a_run_from_cold_start_to_trees_that_died_grows_the_same_forest(tmp_path
             {"train_worlds": 1, "held_out_worlds": 1, "held_out_per_kind": 1, "train_per_kind": 4}
         )
         run.train.update({"questions": 2, "samples": 2, "checkpoint_every": 2, "eval_every": 0})
-        run.rollout.update({"rows": 4, "context": 256, "feeds": 4})
+        run.rollout.update({"rows": 4, "context": 256, "wake_threshold": 4})
         run.objective.lengths = (256,)
         run.recipe.trees = 3
         run.recipe.environment.turn_tokens = 8

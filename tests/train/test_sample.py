@@ -24,9 +24,9 @@ from rrl.rl.dynamic_sampling import Refill
 from rrl.rl.objective import ObjectiveConfig
 from rrl.rl.optim import OptimConfig
 from rrl.rollout.config import EngineConfig
-from rrl.rollout.curriculum import Shuffled
+from rrl.rollout.curriculum import ShuffledQuestions
 from rrl.rollout.engine import Engine, RolloutStats
-from rrl.rollout.episodes import Live, Request
+from rrl.rollout.episodes import EpisodeState, Request
 from rrl.train import sample as rollouts
 from rrl.train.rl_config import RLConfig
 from rrl.train.sample import evaluate, sample_rounds, sample_step
@@ -125,7 +125,7 @@ def test_a_step_asks_for_the_rule_for_long_outputs(monkeypatch):
     found = []
     monkeypatch.setattr(rollouts, "sample_rounds", lambda *_, overlong, **__: found.append(overlong))
     config = RLConfig(2, OptimConfig(), ObjectiveConfig(), overlong=(400, 100))
-    sample_step(config, 0, None, None, None, Shuffled([], 1, 0), Scoring())
+    sample_step(config, 0, None, None, None, ShuffledQuestions([], 1, 0), Scoring())
     assert found == [(400, 100)]
 
 
@@ -150,11 +150,17 @@ def test_the_controls_rewards_are_dealt_out_anew_in_each_step_and_round(monkeypa
     )
     config = RLConfig(2, OptimConfig(), ObjectiveConfig(), permute_rewards=True, rounds=2, seed=3)
     for step in (0, 1):
-        sample_step(config, step, None, None, None, Shuffled([], 1, 0), Scoring())
+        sample_step(config, step, None, None, None, ShuffledQuestions([], 1, 0), Scoring())
     draws = [shuffle(number).permutation(100).tolist() for shuffle, _ in found for number in (0, 1)]
     assert len({tuple(draw) for draw in draws}) == 4
     sample_step(
-        dataclasses.replace(config, permute_rewards=False), 0, None, None, None, Shuffled([], 1, 0), Scoring()
+        dataclasses.replace(config, permute_rewards=False),
+        0,
+        None,
+        None,
+        None,
+        ShuffledQuestions([], 1, 0),
+        Scoring(),
     )
     assert found[-1][0] is None
 
@@ -253,9 +259,9 @@ def test_a_step_samples_at_its_temperatures(monkeypatch):
     found = []
     monkeypatch.setattr(rollouts, "sample_rounds", lambda *_, temperature, **__: found.append(temperature))
     config = RLConfig(2, OptimConfig(), ObjectiveConfig(), samples=2, temperature=0.5)
-    sample_step(config, 0, None, None, None, Shuffled([], 1, 0), Scoring())
+    sample_step(config, 0, None, None, None, ShuffledQuestions([], 1, 0), Scoring())
     varied = dataclasses.replace(config, temperatures=(0.1, 0.4))
-    sample_step(varied, 0, None, None, None, Shuffled([], 1, 0), Scoring())
+    sample_step(varied, 0, None, None, None, ShuffledQuestions([], 1, 0), Scoring())
     assert found == [0.5, (0.1, 0.4)]
 
 
@@ -269,7 +275,7 @@ def test_temperatures_that_do_not_fit_the_samples_are_refused(temperatures):
 def small():
     tokenizer = load_tokenizer("assets/miniwiki-tokenizer")
     decoder = Decoder(tiny_shape(len(tokenizer), 128, eos_token_id=tokenizer.eos_token_id), rngs=nnx.Rngs(0))
-    config = EngineConfig(rows=4, context=96, feeds=2, feed_tokens=16)
+    config = EngineConfig(rows=4, context=96, wake_threshold=2, prefill_tokens=16)
     return Engine(decoder, tokenizer, config), nnx.state(decoder)
 
 
@@ -303,8 +309,8 @@ def test_a_question_too_long_for_the_context_ends_alone_and_counts_as_wrong(smal
 def test_every_recipe_scores_an_episode_that_ended_before_a_turn(name):
     question = Question("q", "Who?", ("A",), gold=("T",))
     for asked in (question, Node.of(question)):
-        live = Live(Request(asked, np.arange(5, dtype=np.int32), 0), "prompt")
-        live.met("room")
-        trajectory = live.trajectory("context_limit")
+        state = EpisodeState(Request(asked, np.arange(5, dtype=np.int32), 0), "prompt")
+        state.hit_limit("room")
+        trajectory = state.trajectory("context_limit")
         make_recipe(name).score([trajectory], Scoring(reader=lambda prompts: [""] * len(prompts)))
         assert not trajectory.token_rewards.any() and trajectory.metrics.get("em", 0) == 0

@@ -8,10 +8,10 @@ from typing import Any
 from rrl.data.passages import Passage, render
 from rrl.data.trajectory import NOT_FINITE
 from rrl.errors import at_least
-from rrl.rollout.workflow import Ask, Generate, Generated, PromptTooLong, Retrieve
+from rrl.rollout.workflow import Generate, Generated, PromptTooLong, Retrieve, WorkflowRequest
 from rrl.text.short_answers import FINAL_ANSWER, final_answer
 
-Flow = Generator[Ask | Sequence[Ask], Any, str]
+Flow = Generator[WorkflowRequest | Sequence[WorkflowRequest], Any, str]
 """A method at work on one question; it returns the answer."""
 
 FINISH = (
@@ -102,7 +102,7 @@ class Outcome:
         return sum(len(said.trajectory.tokens) for said in self.written) - self.tokens
 
 
-def recorded(flow: Flow) -> Generator[Ask | Sequence[Ask], Any, Outcome]:
+def recorded(flow: Flow) -> Generator[WorkflowRequest | Sequence[WorkflowRequest], Any, Outcome]:
     """The same flow, which returns an `Outcome`: the answer and all that was written and found on the way."""
     written: list[Generated] = []
     searches: list[tuple[str, tuple[Passage, ...] | None]] = []
@@ -117,7 +117,7 @@ def recorded(flow: Flow) -> Generator[Ask | Sequence[Ask], Any, Outcome]:
         except PromptTooLong:
             flow.close()
             return Outcome("", tuple(written), tuple(searches), "context_limit")
-        single = isinstance(wanted, Ask)
+        single = isinstance(wanted, WorkflowRequest)
         for ask, result in _pairs([wanted] if single else wanted, [reply] if single else reply):
             if isinstance(ask, Retrieve):
                 searches.append((ask.query, None if result is None else tuple(result)))
@@ -136,5 +136,5 @@ def _heard(result: Any) -> Any:
     return result
 
 
-def _pairs(asks: Any, results: Any) -> Iterable[tuple[Ask, Any]]:
+def _pairs(asks: Any, results: Any) -> Iterable[tuple[WorkflowRequest, Any]]:
     return zip(asks, results, strict=True)

@@ -9,7 +9,7 @@ from rrl.data.questions import Question
 from rrl.errors import UserError
 from rrl.recipes.prompted import iterative, single
 from rrl.recipes.prompted.base import Flow, Outcome, Settings, recorded
-from rrl.rollout.workflow import Ask, Completion
+from rrl.rollout.workflow import Completion, WorkflowRequest
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,7 +25,9 @@ class Method:
     options: Mapping[str, int | float] = dataclasses.field(default_factory=dict)
     """What differs from the defaults of `run`."""
 
-    def flow(self, question: Question, settings: Settings) -> Generator[Ask | Sequence[Ask], Any, Outcome]:
+    def flow(
+        self, question: Question, settings: Settings
+    ) -> Generator[WorkflowRequest | Sequence[WorkflowRequest], Any, Outcome]:
         """The method at work on one question, for `Engine.run_workflows`."""
         return recorded(self.run(question, settings, **self.options))
 

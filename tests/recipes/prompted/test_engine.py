@@ -16,7 +16,9 @@ pytestmark = pytest.mark.slow
 
 def test_all_methods_share_one_batch_and_do_not_depend_on_it() -> None:
     decoder, tokenizer, retriever, requests = make_world()
-    config = EngineConfig(rows=4, context=2048, feeds=2, feed_tokens=256, patience=4, top_k=2)
+    config = EngineConfig(
+        rows=4, context=2048, wake_threshold=2, prefill_tokens=256, max_wait_steps=4, top_k=2
+    )
     engine, params = Engine(decoder, tokenizer, config, retriever=retriever), nnx.state(decoder)
     settings = Settings(
         tokens=12, passage_chars=40, most_passages=2, temperature=1.0, token_bytes=engine.bytes
