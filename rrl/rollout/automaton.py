@@ -88,7 +88,9 @@ def compile_stops(strings: Sequence[str], token_bytes: Sequence[bytes]) -> StopA
         raise UserError(f"stop strings must be non-empty and distinct, found {list(strings)}")
     delta, first_accept = _byte_automaton(patterns)
     lengths = np.array([len(data) for data in token_bytes], np.int64)
-    order = np.argsort(-lengths, kind="stable")  # long tokens first: those with a byte at `place` are a prefix
+    order = np.argsort(
+        -lengths, kind="stable"
+    )  # long tokens first: those with a byte at `place` are a prefix
     text = np.frombuffer(b"".join(token_bytes[token] for token in order), np.uint8)
     starts = np.cumsum(lengths[order]) - lengths[order]
     states = delta.shape[0]

@@ -144,7 +144,9 @@ class EpisodeState:
         self._logps.append(zeros if logps is None else logps)
         self._sampled.append(zeros if sampled is None else sampled)
         self._turns.append(np.full(len(ids), self.episode.turn, np.int16))
-        if len(ids) or text:  # a turn of special tokens has no text, but still separates two messages of the environment
+        if (
+            len(ids) or text
+        ):  # a turn of special tokens has no text, but still separates two messages of the environment
             self._segments.append((role, text))
         self.length += len(ids)
 
