@@ -16,7 +16,7 @@ def soak(mesh, loops: int = 0) -> int:
     from rrl.parallel.rules import shard
     from rrl.rollout.config import EngineConfig
     from rrl.rollout.engine import Engine
-    from tests.rollout.test_engine import ENVIRONMENT_
+    from tests.rollout.test_engine import SCRIPTED
     from tests.rollout.world import make_world
 
     decoder, tokenizer, retriever, requests = make_world()
@@ -33,10 +33,10 @@ def soak(mesh, loops: int = 0) -> int:
     engine = Engine(decoder, tokenizer, config, retriever=retriever, mesh=mesh)
     turns = number = 0
     while turns < TURNS:
-        found = engine.run(params, requests, ENVIRONMENT_, jax.random.key(number))
+        found = engine.run(params, requests, SCRIPTED, jax.random.key(number))
         assert len(found) == len(requests)
         # Every host of a mesh is asked equally often, another process's too.
-        turns += max(host.exchanges for host in engine._schedulers)
+        turns += max(scheduler.exchanges for scheduler in engine._schedulers)
         number += 1
     return turns
 

@@ -16,7 +16,7 @@ from rrl.rollout import loop
 from rrl.rollout.engine import Engine
 from rrl.rollout.protocol import SingleTurn
 from rrl.rollout.workflow import Completion, Generate
-from tests.rollout.test_engine import CONFIG, ENVIRONMENT_, KEY, TEMPERATURES, same
+from tests.rollout.test_engine import CONFIG, SCRIPTED, KEY, TEMPERATURES, assert_same
 from tests.rollout.world import make_world
 
 
@@ -80,7 +80,7 @@ def test_a_row_ends_before_its_first_draw_from_nan_and_others_keep_their_bits(wo
 
     def run(params):
         placed = params if mesh is None else shard(params, mesh)
-        return engine.run(placed, requests, ENVIRONMENT_, KEY, reference=variant == "reference")
+        return engine.run(placed, requests, SCRIPTED, KEY, reference=variant == "reference")
 
     healthy = run(params)
     assert engine.stats.not_finite == 0
@@ -94,7 +94,7 @@ def test_a_row_ends_before_its_first_draw_from_nan_and_others_keep_their_bits(wo
         for name in ("tokens", "roles", "turns", "logps", "sampled_logps"):
             np.testing.assert_array_equal(getattr(one, name), getattr(other, name)[:length])
     whole = [pair for pair, ended in zip(zip(found, healthy, strict=True), ends, strict=True) if not ended]
-    same(*zip(*whole, strict=True), tolerance=0)
+    assert_same(*zip(*whole, strict=True), tolerance=0)
 
 
 @pytest.mark.parametrize(

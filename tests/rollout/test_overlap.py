@@ -71,13 +71,13 @@ def test_a_row_writes_on_while_another_waits_for_its_search(world, sizes, monkey
         ),
         dataclasses.replace(requests[1], turn_tokens=100),
     ]
-    waited, done = [], SearchRunner.done
+    waited, done = [], SearchRunner.poll
 
     def watched(searches, *, wait=0.0):
         waited.append(0.0 if library.go.is_set() or not len(searches) else wait)
         return done(searches, wait=wait)
 
-    monkeypatch.setattr(SearchRunner, "done", watched)
+    monkeypatch.setattr(SearchRunner, "poll", watched)
     first, _ = engine.run(
         params,
         asked,
@@ -166,7 +166,7 @@ def test_a_rollout_that_stands_still_names_the_host_and_its_stage(world, caplog)
     decoder, tokenizer, _, requests = world
     engine = Engine(decoder, tokenizer, dataclasses.replace(CONFIG, workers=1, stall_seconds=0.3))
     engine.run(nnx.state(decoder), requests[:1], Stuck(turn_tokens=4), KEY)
-    assert "has not moved for 0.3 s: host 0 reading what the policy wrote, after" in caplog.text
+    assert "made no progress for 0.3 s: scheduler 0 reading what the policy wrote, after" in caplog.text
 
 
 def test_loops_run_side_by_side_the_first_time_too(world):
@@ -203,7 +203,7 @@ def test_loops_and_data_shards_that_ask_the_same_share_one_search(world, sizes):
         def search(self, queries, k, vectors=None):
             self.asked.append(list(queries))
             until = time.perf_counter() + 120
-            while sum(host.written for host in engine._schedulers) < 8 and time.perf_counter() < until:
+            while sum(scheduler.policy_tokens for scheduler in engine._schedulers) < 8 and time.perf_counter() < until:
                 time.sleep(0.01)
             time.sleep(0.1)
             return [[] for _ in queries]
@@ -214,5 +214,5 @@ def test_loops_and_data_shards_that_ask_the_same_share_one_search(world, sizes):
     engine = Engine(decoder, tokenizer, config, retriever=(library := UntilAllHaveAsked()), mesh=mesh)
     params = nnx.state(decoder) if mesh is None else shard(nnx.state(decoder), mesh)
     found = engine.run(params, requests[:8], AllSearch(turn_tokens=1), KEY)
-    assert len(engine._schedulers) == 2 and all(host.written for host in engine._schedulers)
+    assert len(engine._schedulers) == 2 and all(scheduler.policy_tokens for scheduler in engine._schedulers)
     assert library.asked == [["the same"]] and all(len(t.searches) == 1 for t in found)

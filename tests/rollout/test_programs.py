@@ -52,7 +52,7 @@ def test_with_closes_an_engine(world):
     decoder, tokenizer, requests = world
     with Engine(decoder, tokenizer, EngineConfig(rows=1, context=64)) as engine:
         pass
-    with pytest.raises(UserError, match="this engine is closed; make another"):
+    with pytest.raises(UserError, match="this engine is closed; create another"):
         engine.run(nnx.state(decoder), requests, SingleTurn(turn_tokens=4), KEY)
 
 

@@ -41,7 +41,7 @@ def group(requests, samples=6):
     ]
 
 
-def same(first, second, tolerance=0.0):
+def assert_same(first, second, tolerance=0.0):
     for one, other in zip(first, second, strict=True):
         np.testing.assert_array_equal(one.tokens, other.tokens)
         for name in ("logps", "sampled_logps"):
@@ -70,17 +70,17 @@ def test_a_sample_of_a_group_has_the_bits_of_one_alone(world, grouped):
     engine = Engine(decoder, tokenizer, CONFIG)
     asked = group(requests)
     for index in (0, 3, 9):
-        same(engine.run(nnx.state(decoder), [asked[index]], ONE_TURN, KEY), [grouped[0][index]])
+        assert_same(engine.run(nnx.state(decoder), [asked[index]], ONE_TURN, KEY), [grouped[0][index]])
 
 
 def test_the_reference_loop_and_a_mesh_share_prompts_too(world, grouped):
     decoder, tokenizer, _, requests = world
     engine = Engine(decoder, tokenizer, CONFIG)
-    same(engine.run(nnx.state(decoder), group(requests), ONE_TURN, KEY, reference=True), grouped[0])
+    assert_same(engine.run(nnx.state(decoder), group(requests), ONE_TURN, KEY, reference=True), grouped[0])
     for sizes in ((2, 2, 2), (1, 2, 4)):
         mesh = make_mesh(*sizes)
         spread = Engine(decoder, tokenizer, CONFIG, mesh=mesh)
-        same(spread.run(shard(nnx.state(decoder), mesh), group(requests), ONE_TURN, KEY), grouped[0], 1e-5)
+        assert_same(spread.run(shard(nnx.state(decoder), mesh), group(requests), ONE_TURN, KEY), grouped[0], 1e-5)
 
 
 def test_long_prompts_that_begin_alike_are_shared_to_the_bit(world):
@@ -101,7 +101,7 @@ def test_long_prompts_that_begin_alike_are_shared_to_the_bit(world):
         engine = Engine(decoder, tokenizer, config)
         found.append(engine.run(nnx.state(decoder), asked, ONE_TURN, KEY))
         prefilled.append(engine.stats.prefilled_tokens)
-    same(*found)
+    assert_same(*found)
     assert prefilled[0] < 0.7 * prefilled[1]
 
 
@@ -161,7 +161,7 @@ def parting(world):
 @pytest.mark.parametrize("rows", [pytest.param(6, marks=pytest.mark.slow), 32])
 def test_who_came_the_same_way_to_the_same_text_shares_it_to_the_bit(world, parting, rows, monkeypatch):
     decoder, tokenizer = world[:2]
-    find, found, prefilled = PrefixIndex.find, [], []
+    find, found, prefilled = PrefixIndex.find_source, [], []
     for prompts, answers in ((True, True), (True, False), (False, False)):
         config = dataclasses.replace(CONFIG, rows=rows, context=400, prefill_tokens=32, share_prompts=prompts)
         engine = Engine(decoder, tokenizer, config)
@@ -169,11 +169,11 @@ def test_who_came_the_same_way_to_the_same_text_shares_it_to_the_bit(world, part
         def without(self, row, tokens, own=0):
             return (row, own, True) if own else find(self, row, tokens)
 
-        monkeypatch.setattr(PrefixIndex, "find", find if answers else without)
+        monkeypatch.setattr(PrefixIndex, "find_source", find if answers else without)
         found.append(engine.run(nnx.state(decoder), parting, Reads(engine.encode), KEY))
         prefilled.append(engine.stats.prefilled_tokens)
-    same(found[0], found[1])
-    same(found[0], found[2])
+    assert_same(found[0], found[1])
+    assert_same(found[0], found[2])
     assert all(len(t.contexts) == 2 for t in found[0])
     assert [t.tokens.tolist() for t in found[0][:3]] == [found[0][0].tokens.tolist()] * 3
     assert prefilled[0] < 0.85 * prefilled[1] < 0.7 * prefilled[2]
@@ -186,10 +186,10 @@ def test_the_reference_loop_and_a_mesh_share_answers_too(world, parting):
     engine = Engine(decoder, tokenizer, config)
     reads = Reads(engine.encode)
     found = engine.run(nnx.state(decoder), parting, reads, KEY)
-    same(engine.run(nnx.state(decoder), parting, reads, KEY, reference=True), found)
+    assert_same(engine.run(nnx.state(decoder), parting, reads, KEY, reference=True), found)
     mesh = make_mesh(2, 2, 2)
     spread = Engine(decoder, tokenizer, config, mesh=mesh)
-    same(spread.run(shard(nnx.state(decoder), mesh), parting, reads, KEY), found, 1e-5)
+    assert_same(spread.run(shard(nnx.state(decoder), mesh), parting, reads, KEY), found, 1e-5)
 
 
 @pytest.mark.slow
@@ -203,11 +203,11 @@ def test_rows_that_wait_leave_their_place_to_others(world, parting):
     config = dataclasses.replace(config, oversubscribed_slots=8)
     engine = Engine(decoder, tokenizer, config)
     for reference in (False, True):
-        same(engine.run(nnx.state(decoder), parting, reads, KEY, reference=reference), found)
+        assert_same(engine.run(nnx.state(decoder), parting, reads, KEY, reference=reference), found)
     assert busy < engine.stats.busy <= 1
     mesh = make_mesh(2, 2, 2)
     spread = Engine(decoder, tokenizer, config, mesh=mesh)
-    same(spread.run(shard(nnx.state(decoder), mesh), parting, reads, KEY), found, 1e-5)
+    assert_same(spread.run(shard(nnx.state(decoder), mesh), parting, reads, KEY), found, 1e-5)
 
 
 def test_spare_rows_are_dealt_to_shards_and_loops(world):
@@ -220,7 +220,7 @@ def test_spare_rows_are_dealt_to_shards_and_loops(world):
     split = Engine(
         decoder, tokenizer, dataclasses.replace(CONFIG, oversubscribed_slots=5, workers=2)
     ).programs
-    assert (split.workers, split.decode_rows, split.rows) == (2, 4, 7)
+    assert (split.workers, split.decode_rows, split.slots) == (2, 4, 7)
     with pytest.raises(UserError, match=r"oversubscribed_slots=-1 must be at least 0"):
         dataclasses.replace(CONFIG, oversubscribed_slots=-1)
 
@@ -309,7 +309,7 @@ def test_slow_searches_change_nothing_but_the_time(world, stepped, spare):
     engine = Engine(
         decoder, tokenizer, dataclasses.replace(CONFIG, oversubscribed_slots=spare), retriever=Slow()
     )
-    same(engine.run(nnx.state(decoder), requests[:10], STEPS, KEY), stepped)
+    assert_same(engine.run(nnx.state(decoder), requests[:10], STEPS, KEY), stepped)
 
 
 def test_a_request_may_be_shorter_than_the_environment_allows_but_not_longer(world):

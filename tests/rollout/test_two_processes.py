@@ -7,9 +7,9 @@ from flax import nnx
 
 from rrl.rollout.engine import Engine
 from rrl.rollout.workflow import Completion
-from tests.rollout.test_engine import CONFIG, ENVIRONMENT_, KEY
+from tests.rollout.test_engine import CONFIG, SCRIPTED, KEY
 from tests.rollout.test_workflow import hops
-from tests.rollout.world import alike, make_world
+from tests.rollout.world import greedy_groups, make_world
 from tests.two_processes import ROOT, run_twice
 
 
@@ -17,8 +17,8 @@ from tests.two_processes import ROOT, run_twice
 def test_two_processes_give_the_trajectories_of_one_and_leave_together_where_one_fails():
     decoder, tokenizer, retriever, requests = make_world()
     engine = Engine(decoder, tokenizer, CONFIG, retriever=retriever)
-    alone = engine.run(nnx.state(decoder), requests, ENVIRONMENT_, KEY)
-    greedy = engine.run(nnx.state(decoder), alike(requests), ENVIRONMENT_, KEY)
+    alone = engine.run(nnx.state(decoder), requests, SCRIPTED, KEY)
+    greedy = engine.run(nnx.state(decoder), greedy_groups(requests), SCRIPTED, KEY)
     flows = [hops(request.question.text) for request in requests[:3]]
     thoughts = engine.run_workflows(nnx.state(decoder), flows, Completion((("e",), ("e", "o")), 10), KEY)
     jax.clear_caches()

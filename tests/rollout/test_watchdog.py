@@ -12,7 +12,7 @@ class Rollout:
 
     def __init__(self):
         self.exchanges, self.preparing, self.computing, self.now, self.used = 0, "", True, 0.0, 0.0
-        stage = "host 0 waiting for the device"
+        stage = "scheduler 0 waiting for the device"
         self.watchdog = Watchdog(
             300, lambda: self.exchanges, lambda: stage, lambda: self.preparing, lambda: self.computing
         )
@@ -35,9 +35,9 @@ def levels(caplog):
 
 
 def test_a_standstill_is_told_with_its_stage(caplog):
-    with Watchdog(0.05, lambda: 3, lambda: "host 0 waits for searches"):
+    with Watchdog(0.05, lambda: 3, lambda: "scheduler 0 waits for searches"):
         time.sleep(0.2)
-    assert "has not moved for 0.05 s: host 0 waits for searches" in caplog.text
+    assert "made no progress for 0.05 s: scheduler 0 waits for searches" in caplog.text
 
 
 def test_what_moves_is_left_alone(caplog):
@@ -52,7 +52,7 @@ def test_a_device_that_uses_no_processor_time_has_stalled(rollout, caplog):
     rollout.wait(270)
     assert not caplog.records
     rollout.wait(330)
-    message = "the rollout has not moved for 300 s: host 0 waiting for the device"
+    message = "the rollout made no progress for 300 s: scheduler 0 waiting for the device"
     assert caplog.messages == [message, message] and levels(caplog) == ["ERROR", "ERROR"]
 
 
@@ -61,7 +61,7 @@ def test_compiling_is_no_stall_however_long_it_takes(rollout, caplog):
     rollout.wait(30)
     rollout.wait(3000)
     assert levels(caplog) == ["INFO"] * 10
-    assert caplog.messages[-1] == "the rollout has not begun yet; for 3000 s: compiling 1 rollout loops"
+    assert caplog.messages[-1] == "the rollout has not begun; for 3000 s: compiling 1 rollout loops"
 
 
 def test_the_clock_of_a_stall_begins_when_compiling_has_ended(rollout, caplog):
@@ -78,7 +78,7 @@ def test_a_step_that_is_still_computed_is_no_stall(rollout, caplog):
     rollout.wait(600, cores=0.2)
     assert levels(caplog) == ["INFO", "INFO"]
     assert caplog.messages[0] == (
-        "the device has been computing for 300 s, on 0.2 cores: host 0 waiting for the device"
+        "the device has been computing for 300 s, on 0.2 cores: scheduler 0 waiting for the device"
     )
     rollout.exchanges += 1
     rollout.wait(300, cores=0.2)

@@ -157,8 +157,8 @@ def test_workflows_without_a_number_of_their_own_are_refused(engine):
         ({"observation_tokens": float("nan")}, r"observation_tokens=nan must be a whole number"),
         ({"stop_sets": None}, r"stop_sets: None must be a tuple of tuples"),
         ({"stop_sets": (["e"],)}, r"stop_sets: \['e'\] must be a tuple"),
-        ({"stop_sets": ((".", "<eos>"),)}, r"stop_sets: '<eos>' stands for a pause at no stop string"),
-        ({"stop_sets": (("length",),)}, r"stop_sets: 'length' stands for an end at no stop string"),
+        ({"stop_sets": ((".", "<eos>"),)}, r"stop_sets: '<eos>' is reserved"),
+        ({"stop_sets": (("length",),)}, r"stop_sets: 'length' is reserved"),
     ],
 )
 def test_a_completion_that_cannot_be_is_refused(fields, words):
@@ -177,8 +177,8 @@ def test_ends_are_what_a_generation_says_that_ended_at_no_stop_string():
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"stops": "e"}, r"generate\.stops: 'e' must be a tuple of texts"),
-        ({"stops": ["e"]}, r"generate\.stops: \['e'\] must be a tuple of texts"),
+        ({"stops": "e"}, r"generate\.stops: 'e' must be a tuple of strings"),
+        ({"stops": ["e"]}, r"generate\.stops: \['e'\] must be a tuple of strings"),
         ({"tokens": 1.5}, r"generate\.tokens=1\.5 must be a whole number"),
         ({"tokens": -1}, r"generate\.tokens=-1 must be at least 0"),
         ({"temperature": "1"}, r"generate\.temperature='1' must be a number"),
@@ -256,15 +256,15 @@ def test_what_a_workflow_raises_comes_out(engine):
         (Retrieve(None), r"workflow 0 searches for None; a query is a text"),
         (
             Generate(np.array([1, 9999])),
-            r"the prompt of workflow 0 has token 9999; the model's tokens are 0 to 415",
+            r"the prompt of workflow 0 has token 9999; the model's token ids are 0 to 415",
         ),
         (Generate(np.array([-5, 2])), r"the prompt of workflow 0 has token -5"),
         (Generate(np.zeros(0, np.int32)), r"the prompt of workflow 0 is empty: give at least one token"),
         (Generate(Prompt(chat=False)), r"the prompt of workflow 0 is empty"),
-        (Generate(np.ones((1, 3), np.int32)), r"must be one row of token ids, found int32 of shape \(1, 3\)"),
-        (Generate([1.0, 2.0]), r"must be one row of token ids, found float64 of shape \(2,\)"),
-        (Generate([[1, 2], [3]]), r"must be one row of token ids, found rows of several lengths"),
-        (Generate(7), r"must be one row of token ids, found int"),
+        (Generate(np.ones((1, 3), np.int32)), r"must be a 1-D array of token ids, found int32 of shape \(1, 3\)"),
+        (Generate([1.0, 2.0]), r"must be a 1-D array of token ids, found float64 of shape \(2,\)"),
+        (Generate([[1, 2], [3]]), r"must be a 1-D array of token ids, found sequences of several lengths"),
+        (Generate(7), r"must be a 1-D array of token ids, found int"),
     ],
 )
 def test_what_cannot_be_done_is_refused_by_name(engine, asked, words):

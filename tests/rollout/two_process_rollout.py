@@ -18,9 +18,9 @@ if __name__ == "__main__":
     from rrl.parallel.rules import shard
     from rrl.rollout.engine import Engine
     from rrl.rollout.workflow import Completion, Generate, PromptTooLong
-    from tests.rollout.test_engine import CONFIG, ENVIRONMENT_, KEY, Scripted
+    from tests.rollout.test_engine import CONFIG, SCRIPTED, KEY, Scripted
     from tests.rollout.test_workflow import hops
-    from tests.rollout.world import alike, make_world
+    from tests.rollout.world import greedy_groups, make_world
 
     class Faulty(Scripted):
         """Fails in one of the processes."""
@@ -34,22 +34,22 @@ if __name__ == "__main__":
     mesh = make_mesh(data=2, fsdp=2, tensor=2)
     params = shard(jax.tree.map(np.asarray, nnx.state(decoder)), mesh)
     engine = Engine(decoder, tokenizer, CONFIG, retriever=retriever, mesh=mesh)
-    found = engine.run(params, requests, ENVIRONMENT_, KEY)
+    found = engine.run(params, requests, SCRIPTED, KEY)
     said = {"tokens": [t.tokens.tolist() for t in found], "logps": [t.logps.tolist() for t in found]}
-    said["exchanges"] = [max(host.exchanges for host in engine._schedulers)]
+    said["exchanges"] = [max(scheduler.exchanges for scheduler in engine._schedulers)]
     said["stages"] = engine._stages()
     guesses = dataclasses.replace(CONFIG, draft_tokens=2)
     guessing = Engine(decoder, tokenizer, guesses, retriever=retriever, mesh=mesh)
-    greedy = guessing.run(params, alike(requests), ENVIRONMENT_, KEY)
+    greedy = guessing.run(params, greedy_groups(requests), SCRIPTED, KEY)
     said["guessed"] = [t.tokens.tolist() for t in greedy]
     said["tokens per step"] = guessing.stats.tokens_per_step
     try:
         engine.run(params, requests, Faulty(turn_tokens=12, observation_tokens=60), KEY)
     except (LookupError, RuntimeError) as error:
         said["failed"] = repr(error)
-    said["exchanges"].append(max(host.exchanges for host in engine._schedulers))
+    said["exchanges"].append(max(scheduler.exchanges for scheduler in engine._schedulers))
     try:
-        engine.run(params, requests, ENVIRONMENT_, KEY, reference=True)
+        engine.run(params, requests, SCRIPTED, KEY, reference=True)
     except ValueError as error:
         said["refused"] = str(error)
     small = dataclasses.replace(CONFIG, rows=4, context=160, wake_threshold=1, max_wait_steps=4)
@@ -78,7 +78,7 @@ if __name__ == "__main__":
             again.run_workflows(params, [flow(place) for place in range(3)], Completion(turn_tokens=2), KEY)
         except (LookupError, PromptTooLong, RuntimeError) as error:
             said["never begun"].append(type(error).__name__ + " " + str(error))
-    said["never begun"].append(max(host.exchanges for host in again._schedulers))
+    said["never begun"].append(max(scheduler.exchanges for scheduler in again._schedulers))
 
     def unpicklable(place):
         yield []

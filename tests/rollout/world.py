@@ -13,7 +13,7 @@ from rrl.rollout.episodes import Request
 from rrl.text.chat import chat_ids
 
 
-def alike(requests):
+def greedy_groups(requests):
     """Greedy samples, four of each of the first four questions: what one has written, the next is guessed to write."""
     return [
         dataclasses.replace(request, seed=4 * group + sample, group=group, temperature=0.0)

@@ -19,7 +19,7 @@ from rrl.rollout.engine import Engine
 from tests.rollout.world import make_world
 
 CONFIG = EngineConfig(rows=32, context=192, wake_threshold=8, prefill_tokens=128, workers=1, draft_tokens=1)
-FOUND = {"widths": [32, 8], "readers": [], "together": [4], "step_tokens": 64}
+FOUND = {"widths": [32, 8], "readers": [], "chunk_counts": [4], "step_tokens": 64}
 KEY = "0" * 32
 
 
@@ -135,8 +135,8 @@ def test_other_machines_and_libraries_try_for_themselves(world, monkeypatch):
         {"widths": [32, "8"]},
         {"readers": [5]},
         {"readers": None},
-        {"together": []},
-        {"together": [2]},
+        {"chunk_counts": []},
+        {"chunk_counts": [2]},
         {"step_tokens": 32},
         {"step_tokens": []},
         {"more": 1},

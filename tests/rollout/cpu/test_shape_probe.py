@@ -16,7 +16,7 @@ from rrl.rollout import device, loop
 from rrl.rollout.config import EngineConfig
 from rrl.rollout.cpu import shape_probe as sizes
 from rrl.rollout.cpu import workers
-from rrl.rollout.cpu.shape_probe import _adapted, configure_shapes
+from rrl.rollout.cpu.shape_probe import _with_random_adapters, configure_shapes
 from rrl.rollout.engine import Engine
 from rrl.rollout.protocol import SingleTurn
 from tests.rollout.world import make_world
@@ -46,8 +46,8 @@ def test_a_row_has_the_same_bits_among_few_as_among_all(world, oversubscribed_sl
     )
     params, environment = nnx.state(decoder), SingleTurn(turn_tokens=48)
     found, whole = (engine.run(params, requests, environment, KEY) for engine in (narrowed, wide))
-    assert (wide.programs.widths, wide.programs.readers, wide.programs.prefill_chunks) == ((32,), (), (4,))
-    found_sizes = narrowed.programs.widths, narrowed.programs.readers, narrowed.programs.prefill_chunks
+    assert (wide.programs.widths, wide.programs.readers, wide.programs.chunk_counts) == ((32,), (), (4,))
+    found_sizes = narrowed.programs.widths, narrowed.programs.readers, narrowed.programs.chunk_counts
     if found_sizes == ((32,), (), (4,)):
         pytest.skip("on this processor no smaller sizes have the same bits")
     assert narrowed.stats.row_steps == wide.stats.row_steps
@@ -80,7 +80,7 @@ def test_sizes_on_which_bits_depend_are_not_taken(world, monkeypatch, place, siz
     monkeypatch.setattr(owner, place, attention if place == "cache_attention" else depends)
     engine = Engine(decoder, tokenizer, CONFIG)
     configure_shapes(engine.programs, nnx.state(decoder))
-    found = engine.programs.widths, engine.programs.readers, engine.programs.prefill_chunks
+    found = engine.programs.widths, engine.programs.readers, engine.programs.chunk_counts
     for some, most in zip(found, kept, strict=True):  # a processor may leave out others of its own
         assert set(some) <= set(most)
     assert found[0][0] == 32 and found[2][0] == 4
@@ -130,7 +130,7 @@ def test_where_the_weights_dominate_only_guesses_are_tried(world, monkeypatch):
         programs = Engine(decoder, tokenizer, config).programs
         configure_shapes(programs, nnx.state(decoder))
         assert programs.workers == 1 and shapes == tried
-        found = programs.widths, programs.readers, programs.prefill_chunks, programs.step_tokens
+        found = programs.widths, programs.readers, programs.chunk_counts, programs.step_tokens
         assert found == ((32,), (), (4,), 64 * draft_tokens)
 
 
@@ -167,7 +167,7 @@ def test_few_rows_and_several_devices_have_one_width(world):
 def test_adapters_that_are_zero_are_tried_as_if_they_were_not(world):
     decoder = nnx.clone(world[0])
     add_lora(decoder, LoraConfig(rank=2), rngs=nnx.Rngs(0))
-    adapted = dict(nnx.to_flat_state(_adapted(nnx.state(decoder))))
+    adapted = dict(nnx.to_flat_state(_with_random_adapters(nnx.state(decoder))))
     for path, leaf in nnx.to_flat_state(nnx.state(decoder)):
         if path[-1].endswith("_lora_b"):
             assert not leaf[...].any() and adapted[path][...].all()
