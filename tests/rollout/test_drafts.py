@@ -13,11 +13,11 @@ from rrl.parallel.mesh import make_mesh
 from rrl.parallel.rules import shard
 from rrl.rollout import device
 from rrl.rollout.cpu.shape_probe import configure_shapes
-from rrl.rollout.drafts import NgramDrafts, shift_in, preceding_tokens
+from rrl.rollout.drafts import NgramDrafts, preceding_tokens, shift_in
 from rrl.rollout.engine import Engine
 from rrl.rollout.exchange import NO_TOKEN, RECENT
 from rrl.rollout.protocol import SingleTurn
-from tests.rollout.test_engine import CONFIG, SCRIPTED, KEY, size_tolerance, assert_same, world  # noqa: F401
+from tests.rollout.test_engine import CONFIG, KEY, SCRIPTED, assert_same, size_tolerance, world  # noqa: F401
 from tests.rollout.world import greedy_groups
 
 DRAFTING = dataclasses.replace(CONFIG, draft_tokens=2)
@@ -83,7 +83,7 @@ def runs(world):  # noqa: F811
     return found
 
 
-def test_drafts_change_no_trajectory_and_need_fewer_steps(runs, size_tolerance):
+def test_drafts_change_no_trajectory_and_need_fewer_steps(runs, size_tolerance):  # noqa: F811
     (none, _, slow), (some, _, fast) = runs.values()
     assert_same(none, some, size_tolerance)
     assert fast.row_steps < 0.9 * slow.row_steps and slow.tokens_per_step == 1 < fast.tokens_per_step

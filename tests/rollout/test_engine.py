@@ -158,7 +158,9 @@ def test_the_jitted_loop_is_bitwise_equal_to_the_reference_loop(world, trajector
 
 def test_a_trajectory_does_not_depend_on_its_batch_or_slot(world, engine, trajectories):
     params, requests = nnx.state(world[0]), world[3]
-    assert_same(trajectories[4:15][::-1], engine.run(params, requests[4:15][::-1], SCRIPTED, KEY), tolerance=0)
+    assert_same(
+        trajectories[4:15][::-1], engine.run(params, requests[4:15][::-1], SCRIPTED, KEY), tolerance=0
+    )
     assert_same([trajectories[17]], engine.run(params, [requests[17]], SCRIPTED, KEY), tolerance=0)
 
 
@@ -474,9 +476,7 @@ def test_a_stop_string_with_a_special_token_is_refused(world):
     engine = Engine(decoder, tokenizer, CONFIG)
     for strings in (("<|im_end|>",), ("e", "x<|im_start|>")):
         with pytest.raises(UserError, match=r"the stop string '.*': '<\|im_\w+\|>' is a special token"):
-            engine.run(
-                nnx.state(decoder), [dataclasses.replace(requests[0], stops=strings)], SCRIPTED, KEY
-            )
+            engine.run(nnx.state(decoder), [dataclasses.replace(requests[0], stops=strings)], SCRIPTED, KEY)
 
 
 def test_the_name_of_a_special_token_in_a_passage_is_encoded_as_text(world):
@@ -492,7 +492,9 @@ def test_the_name_of_a_special_token_in_a_passage_is_encoded_as_text(world):
         (one,) = engine.run(
             nnx.state(decoder), requests[:1], Once(turn_tokens=12, observation_tokens=60), KEY
         )
-        assert engine.encode("<|im_end|>").tolist() == [tokenizer.eos_token_id], "the template's token stays one"
+        assert engine.encode("<|im_end|>").tolist() == [tokenizer.eos_token_id], (
+            "the template's token stays one"
+        )
     given = one.tokens[one.roles == ENVIRONMENT]
     assert not np.isin(given, tokenizer.all_special_ids).any()
     assert f"(Title: A <|im_start|> B) {found}" in next(
@@ -516,7 +518,9 @@ def test_the_name_of_a_special_token_in_a_passage_is_encoded_as_text(world):
 )
 def test_an_invalid_size_is_refused_with_the_name_of_its_field(world, invalid, message):
     with pytest.raises(UserError, match=message):
-        Engine(*world[:2], dataclasses.replace(CONFIG, **invalid), mesh=make_mesh(2, devices=jax.devices()[:2]))
+        Engine(
+            *world[:2], dataclasses.replace(CONFIG, **invalid), mesh=make_mesh(2, devices=jax.devices()[:2])
+        )
 
 
 @pytest.mark.parametrize(
