@@ -48,8 +48,8 @@ def get_config(arg: str = "") -> ConfigDict:
     from rrl.eval.evaluate import with_defaults
     from rrl.recipes.card import read_card
     from rrl.recipes.catalogue import is_recipe
-    from rrl.recipes.prompted.base import Settings
-    from rrl.rewards.judge_settings import sections_of
+    from rrl.recipes.prompted.base import PromptedSettings
+    from rrl.rewards.judge_settings import judge_sections
 
     real = args.dataset != "miniwiki"
     if real and not args.policy:
@@ -73,7 +73,7 @@ def get_config(arg: str = "") -> ConfigDict:
             config.recipe.environment = {**config.recipe.get("environment", {}), "document_characters": 0}
     else:
         config.prompted = {"tokens": 128 if tiny else 256}
-        if args.method in ONE_SHOT and (args.top_k or 0) > Settings.most_passages:
+        if args.method in ONE_SHOT and (args.top_k or 0) > PromptedSettings.most_passages:
             config.prompted.most_passages = args.top_k  # all that the one search returned
     config.eval = {
         "temperature": args.temperature,
@@ -110,5 +110,5 @@ def get_config(arg: str = "") -> ConfigDict:
     config.mesh = {}
     config.compute = {}
     if args.judge or args.judge_model:
-        config.update(sections_of(args.judge, args.judge_model))
+        config.update(judge_sections(args.judge, args.judge_model))
     return with_defaults(config)

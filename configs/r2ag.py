@@ -28,7 +28,7 @@ as in training.
 
 from ml_collections import ConfigDict
 
-from rrl.config.shared import begin, is_smoke, parse_run, shorten
+from rrl.config.shared import base_config, is_smoke, parse_run_arguments, shrink_to_smoke
 from rrl.errors import UserError
 
 POLICIES = {
@@ -40,7 +40,7 @@ POLICIES = {
 
 def get_config(arg: str = "") -> ConfigDict:
     """The config of `--config=configs/r2ag.py:ARG`."""
-    args = parse_run(
+    args = parse_run_arguments(
         arg,
         reader="",
         prompt=("auto", "instruct", "bare"),
@@ -56,7 +56,7 @@ def get_config(arg: str = "") -> ConfigDict:
     from rrl.train.experiment import with_defaults  # imports jax: after the arguments were found right
 
     tiny = args.size == "tiny"
-    config = begin("r2ag", arg, args)
+    config = base_config("r2ag", arg, args)
     config.policy = args.policy or POLICIES[args.size]
     config.reader = args.reader or ("assets/miniwiki-reader" if tiny else POLICIES["7b"])
     queries = args.hops if args.t == "most" else max(1, args.hops // 2)
@@ -111,10 +111,10 @@ def get_config(arg: str = "") -> ConfigDict:
         "aggregation": "group_token_mean",
         "drop_spread": 0.0,
         # Two or three groups' outputs after their prompts, each once. Rows of one would often have no room for a second.
-        "lengths": (1792,) if tiny else (2048, 4096, 8192, 16384),
+        "row_lengths": (1792,) if tiny else (2048, 4096, 8192, 16384),
         "microbatch_tokens": 3584 if tiny else 32768,
         "share_prefixes": tiny,
-        "streams": 2 if tiny else 1,
+        "parallel_microbatches": 2 if tiny else 1,
     }
     config.optim = {
         "name": "adamw",
@@ -127,6 +127,6 @@ def get_config(arg: str = "") -> ConfigDict:
         "frozen": ("^embedding$",) if tiny else (),
     }
     if is_smoke(args):
-        shorten(config)
+        shrink_to_smoke(config)
         config.recipe.trees = 16
     return with_defaults(config)

@@ -36,7 +36,13 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from rrl.config.shared import begin, is_smoke, parse_run, refuse_void, shorten
+from rrl.config.shared import (
+    base_config,
+    is_smoke,
+    parse_run_arguments,
+    refuse_unused_with_ablation,
+    shrink_to_smoke,
+)
 
 ABLATIONS: dict[str, dict[str, Any]] = {
     "none": {},
@@ -48,7 +54,7 @@ ABLATIONS: dict[str, dict[str, Any]] = {
 
 def get_config(arg: str = "") -> ConfigDict:
     """The config of `--config=configs/r3rag_ppo.py:ARG`."""
-    args = parse_run(
+    args = parse_run_arguments(
         arg,
         judge="",
         judge_model="",
@@ -57,15 +63,15 @@ def get_config(arg: str = "") -> ConfigDict:
         malformed=("paper", "released"),
         cut=("document", "block"),
     )
-    refuse_void(args, "outcome", last_step="figure")
+    refuse_unused_with_ablation(args, "outcome", last_step="figure")
     if args.size == "tiny" and args.data == "miniwiki":  # where it is asked about documents alone
-        refuse_void(args, "process", judge="")
+        refuse_unused_with_ablation(args, "process", judge="")
     # They import jax: after the arguments were found right.
-    from rrl.rewards.judge_settings import sections_of
+    from rrl.rewards.judge_settings import judge_sections
     from rrl.train.experiment import with_defaults
 
     tiny, real = args.size == "tiny", args.data != "miniwiki"
-    config = begin("r3rag_ppo", arg, args)
+    config = base_config("r3rag_ppo", arg, args)
     config.policy = args.policy or (
         "runs/r3rag_cold_start/model" if tiny else f"models/R3-RAG-CS-Qwen2.5-{args.size.upper()}"
     )
@@ -94,7 +100,7 @@ def get_config(arg: str = "") -> ConfigDict:
         "top_p": 0.95 if tiny else 1.0,
     }
     judge = args.judge or ("oracle" if not real else "models/Qwen2.5-14B-Instruct")
-    config.update(sections_of(judge, args.judge_model))
+    config.update(judge_sections(judge, args.judge_model))
     steps = args.steps if args.steps is not None else (20 if tiny else 512)
     config.train = {
         "steps": steps,
@@ -118,14 +124,14 @@ def get_config(arg: str = "") -> ConfigDict:
         "clip_high": 0.2,
         # Short rows: of long ones a critic's share would take two or four, the latter half empty. One length compiles one
         # update; the steps of a trajectory that are longer together are parted (`rrl.rl.prefix_tree`).
-        "lengths": (2048,) if tiny else (1024, 2048, 4096, 8192),
+        "row_lengths": (2048,) if tiny else (1024, 2048, 4096, 8192),
         "microbatch_tokens": 2048 if tiny else 32768,
         "share_prefixes": tiny,
-        "streams": 2 if tiny else 1,
+        "parallel_microbatches": 2 if tiny else 1,
     }
     config.critic = {
         "discount": 1.0,
-        "trace": 1.0,
+        "gae_lambda": 1.0,
         # Paid for its own step alone, a small policy learns to answer at once, which is often right by luck.
         "across_contexts": tiny,
         # Half of the layers take 6 s of an update instead of 11 (docs/recipes.md). Of six shares each fills an even number of
@@ -152,5 +158,5 @@ def get_config(arg: str = "") -> ConfigDict:
         "frozen": ("^embedding$",) if tiny else (),
     }
     if is_smoke(args):
-        shorten(config)
+        shrink_to_smoke(config)
     return with_defaults(config)

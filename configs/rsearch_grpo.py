@@ -17,7 +17,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from rrl.config.shared import begin, is_smoke, parse_run, shorten
+from rrl.config.shared import base_config, is_smoke, parse_run_arguments, shrink_to_smoke
 
 ARGUMENTS: dict[str, Any] = {"reader": "", "prompt": ("auto", "bare", "paper")}
 """Those beside the arguments of every run."""
@@ -25,7 +25,7 @@ ARGUMENTS: dict[str, Any] = {"reader": "", "prompt": ("auto", "bare", "paper")}
 
 def get_config(arg: str = "") -> ConfigDict:
     """The config of `--config=configs/rsearch_grpo.py:ARG`."""
-    args = parse_run(arg, **ARGUMENTS)
+    args = parse_run_arguments(arg, **ARGUMENTS)
     # They import jax: after the arguments were found right.
     from rrl.recipes.card import read_card
     from rrl.train.experiment import with_defaults
@@ -41,7 +41,7 @@ def get_config(arg: str = "") -> ConfigDict:
     def sized(cold_started: Any, ordinary: Any, paper: Any) -> Any:
         return cold_started if ours else ordinary if tiny else paper
 
-    config = begin("rsearch_grpo", arg, args)
+    config = base_config("rsearch_grpo", arg, args)
     config.policy = policy
     config.reader = args.reader or ("assets/miniwiki-reader" if tiny else "models/Llama-3.2-3B-Instruct")
 
@@ -97,9 +97,9 @@ def get_config(arg: str = "") -> ConfigDict:
         # Groups whose answers are all right or all wrong differ by format and reader alone, at most by 0.7: a third of the
         # update's time and of its noise.
         "drop_spread": 0.7 if ours and not real else None,
-        "lengths": sized((1024,), (1024, 2048, 4096), (1024, 2048, 4096, 8192)),
+        "row_lengths": sized((1024,), (1024, 2048, 4096), (1024, 2048, 4096, 8192)),
         "microbatch_tokens": sized(2048, 8192, 32768),
-        "streams": sized(2, 1, 1),
+        "parallel_microbatches": sized(2, 1, 1),
     }
     config.optim = {
         "name": "adamw",
@@ -113,7 +113,7 @@ def get_config(arg: str = "") -> ConfigDict:
         "frozen": ("^embedding$",) if ours else (),
     }
     if is_smoke(args):
-        shorten(config)
+        shrink_to_smoke(config)
     elif tiny and not args.policy and not real and args.control == "none":
         # What the same policy reaches when it is shown 4,000 demonstrations: docs/recipes.md, "R-Search".
         config.reference = ("SFT on 4,000 clean demonstrations", 0.733)

@@ -21,12 +21,18 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from rrl.config.shared import begin, is_smoke, learn_in_miniwiki, parse_run, shorten
+from rrl.config.shared import (
+    base_config,
+    is_smoke,
+    parse_run_arguments,
+    set_miniwiki_training,
+    shrink_to_smoke,
+)
 
 
 def get_config(arg: str = "") -> ConfigDict:
     """The config of `--config=configs/search_r1.py:ARG`."""
-    args = parse_run(
+    args = parse_run_arguments(
         arg, algorithm=("grpo", "ppo"), reward=("format", "em"), prompt=("auto", "bare", "instruct")
     )
     # They import jax: after the arguments were found right.
@@ -34,7 +40,7 @@ def get_config(arg: str = "") -> ConfigDict:
     from rrl.train.experiment import with_defaults
 
     tiny, ppo = args.size == "tiny", args.algorithm == "ppo"
-    config = begin("search_r1", arg, args)
+    config = base_config("search_r1", arg, args)
     config.policy = args.policy or (
         "runs/search_r1_cold_start/model" if tiny else f"models/Qwen2.5-{args.size.upper()}-Instruct"
     )
@@ -45,13 +51,13 @@ def get_config(arg: str = "") -> ConfigDict:
         "use_format": args.reward == "format",
     }
     if tiny:
-        learn_in_miniwiki(config, args, recipe)
+        set_miniwiki_training(config, args, recipe)
         if not ppo:
             # Rewards of right and wrong answers lie 0.6 apart at least, those of one kind 0.2 at most: groups that are all
             # right or all wrong differ by form alone.
             config.objective.drop_spread = 0.3
     else:
-        publish(config, args, recipe)
+        set_published(config, args, recipe)
     if ppo:
         config.objective.update({"kl_estimator": "k1", "kl_in": "reward", "whiten": True})
         config.critic = {
@@ -72,11 +78,11 @@ def get_config(arg: str = "") -> ConfigDict:
             "frozen": ("^embedding$",) if tiny else (),
         }
     if is_smoke(args):
-        shorten(config)
+        shrink_to_smoke(config)
     return with_defaults(config)
 
 
-def publish(config: ConfigDict, args: types.SimpleNamespace, recipe: dict[str, Any]) -> None:
+def set_published(config: ConfigDict, args: types.SimpleNamespace, recipe: dict[str, Any]) -> None:
     """The published settings."""
     ppo = args.algorithm == "ppo"
     config.recipe = recipe
@@ -103,7 +109,7 @@ def publish(config: ConfigDict, args: types.SimpleNamespace, recipe: dict[str, A
         "clip_low": 0.2,
         "clip_high": 0.2,
         "minibatches": 2 if ppo else 10,
-        "lengths": (1024, 2048, 4096),
+        "row_lengths": (1024, 2048, 4096),
         "microbatch_tokens": 32768,
     }
     config.optim = {"name": "adamw", "lr": 1e-6, "warmup_ratio": 0.285, "clip_norm": 1.0, "b2": 0.999}

@@ -4,16 +4,26 @@ import errno
 import os
 import re
 import stat
+from pathlib import Path
 
 import pytest
 
 from rrl.errors import UserError
-from rrl.files import SaveError, append, json_lines, replaced, saving, write_whole
+from rrl.files import (
+    SaveError,
+    append_bytes,
+    atomic_stream,
+    looked_in,
+    read_json_lines,
+    saving,
+    shipped,
+    write_atomically,
+)
 
 
 def test_a_file_is_replaced_whole_and_others_may_read_it(tmp_path):
-    write_whole(tmp_path / "a.json", "old")
-    write_whole(tmp_path / "a.json", "näu\n")
+    write_atomically(tmp_path / "a.json", "old")
+    write_atomically(tmp_path / "a.json", "näu\n")
     assert (tmp_path / "a.json").read_text(encoding="utf-8") == "näu\n"
     mask = os.umask(0)
     os.umask(mask)
@@ -21,23 +31,23 @@ def test_a_file_is_replaced_whole_and_others_may_read_it(tmp_path):
 
 
 def test_what_cannot_be_written_leaves_the_old_file_and_nothing_beside(tmp_path):
-    write_whole(tmp_path / "a.json", "old")
+    write_atomically(tmp_path / "a.json", "old")
     with pytest.raises(UnicodeEncodeError):
-        write_whole(tmp_path / "a.json", "half \udc80")
+        write_atomically(tmp_path / "a.json", "half \udc80")
     assert [file.name for file in tmp_path.iterdir()] == ["a.json"]
     assert (tmp_path / "a.json").read_text(encoding="utf-8") == "old"
 
 
 def test_a_full_disk_while_a_stream_is_written_names_the_file(tmp_path):
-    with pytest.raises(OSError, match=r"No space left.*a\.html"), replaced(tmp_path / "a.html"):
+    with pytest.raises(OSError, match=r"No space left.*a\.html"), atomic_stream(tmp_path / "a.html"):
         raise OSError(errno.ENOSPC, "No space left on device")
 
 
 def test_a_file_that_says_the_same_already_is_left(tmp_path):
     file = tmp_path / "a.json"
-    write_whole(file, "old")
+    write_atomically(file, "old")
     before = file.stat()
-    write_whole(file, "old")
+    write_atomically(file, "old")
     assert (file.stat().st_ino, file.stat().st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
 
 
@@ -48,7 +58,7 @@ def test_json_lines_come_with_their_numbers_and_a_cut_one_is_ignored(tmp_path):
         file.write_bytes(whole[:cut])
         # A line that is whole but for its newline counts.
         expected = [(1, {"a": "é"})] * (cut >= 11) + [(3, {"b": 1})] * (cut >= len(whole) - 1)
-        assert list(json_lines(file, "")) == expected
+        assert list(read_json_lines(file, "")) == expected
 
 
 @pytest.mark.parametrize("line", [b'"\xff"', b"[1]", b"null", b"7", b"{", b"nonsense"])
@@ -56,14 +66,14 @@ def test_a_line_that_is_no_json_object_is_named(tmp_path, line):
     file = tmp_path / "a.jsonl"
     file.write_bytes(b"{}\n" + line + b"\n")
     with pytest.raises(UserError, match=rf"^{re.escape(str(file))}, line 2: .*; mend it$"):
-        list(json_lines(file, "mend it"))
+        list(read_json_lines(file, "mend it"))
 
 
 def test_a_file_of_lines_that_cannot_be_read_is_named(tmp_path):
     with pytest.raises(UserError, match=r"metrics.jsonl cannot be read \(.*\); move it away"):
-        list(json_lines(tmp_path / "metrics.jsonl", "move it away"))
+        list(read_json_lines(tmp_path / "metrics.jsonl", "move it away"))
     with pytest.raises(UserError, match=r"cannot be read \(Is a directory\); move it away"):
-        list(json_lines(tmp_path, "move it away"))
+        list(read_json_lines(tmp_path, "move it away"))
 
 
 @pytest.mark.parametrize(
@@ -116,9 +126,9 @@ def test_errors_of_programs_and_users_pass_a_save(tmp_path):
 def test_an_append_that_fails_leaves_the_file_as_it_was(tmp_path, monkeypatch):
     file = tmp_path / "lines"
     with pytest.raises(FileNotFoundError):
-        append(file, b"never begun\n")
+        append_bytes(file, b"never begun\n")
     file.write_bytes(b"first\n")
-    append(file, b"second\n")
+    append_bytes(file, b"second\n")
     assert file.read_bytes() == b"first\nsecond\n"
     opened = type(file).open
 
@@ -146,6 +156,37 @@ def test_an_append_that_fails_leaves_the_file_as_it_was(tmp_path, monkeypatch):
 
     monkeypatch.setattr(type(file), "open", Full)
     with pytest.raises(OSError, match="No space left"):
-        append(file, b"third\n")
+        append_bytes(file, b"third\n")
     monkeypatch.undo()
     assert file.read_bytes() == b"first\nsecond\n"
+
+
+@pytest.fixture
+def checkout(tmp_path, monkeypatch):
+    """A checkout with one model, and an empty current folder."""
+    (tmp_path / "checkout/assets/policy").mkdir(parents=True)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.setattr("rrl.files.CHECKOUT", tmp_path / "checkout")
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    return tmp_path / "checkout"
+
+
+def test_what_comes_with_rrl_is_found_from_another_folder_and_the_log_says_so_once(checkout, caplog):
+    assert shipped("assets/policy") == shipped("assets/policy") == checkout / "assets/policy"
+    assert len(caplog.messages) == 1
+    assert "assets/policy" in caplog.text and str(checkout) in caplog.text
+
+
+def test_what_is_in_the_current_folder_wins(checkout):
+    Path("assets/policy").mkdir(parents=True)
+    assert shipped("assets/policy") == Path("assets/policy")
+
+
+@pytest.mark.parametrize("path", ["models/policy", "assets/nothing", "/assets/policy", ""])
+def test_other_paths_stay_as_they_are(checkout, path):
+    assert shipped(path) == Path(path)
+
+
+def test_an_error_names_the_places_that_were_looked_in(checkout):
+    assert looked_in("assets/x") == f"in {Path('assets/x').absolute()} or {checkout / 'assets/x'}"
+    assert looked_in("models/x") == "there"

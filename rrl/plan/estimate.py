@@ -11,7 +11,7 @@ from rrl.parallel.mesh import data_shards
 from rrl.parallel.topology import Chip
 from rrl.plan.hlo import Traffic
 from rrl.rl.logprobs import chunk_positions
-from rrl.train.experiment import Settings
+from rrl.train.experiment import TrainSettings
 
 BF16, F32 = 2, 4
 
@@ -26,28 +26,28 @@ class Workload:
     """Those that the policy samples, one at a time."""
 
     @classmethod
-    def of(cls, settings: Settings, tokens: int = 0, policy_tokens: int = 0) -> "Workload":
+    def of(cls, settings: TrainSettings, tokens: int = 0, policy_tokens: int = 0) -> "Workload":
         """0: half the context, and a quarter of the trajectory."""
         tokens = tokens or settings.rollout.context // 2
         return cls(tokens, policy_tokens or tokens // 4)
 
 
 @dataclasses.dataclass(frozen=True)
-class Cost:
+class StepCost:
     """One part of a training step, over all chips."""
 
     flops: float
-    bytes: float
+    memory_bytes: float
     """Read from the chips' memories, at least."""
-    sent: float = 0.0
+    collective_bytes: float = 0.0
     """Bytes a chip receives in collectives."""
 
     def seconds(self, chip: Chip, chips: int) -> float:
         """The least time it takes: arithmetic, memory and links at their published speeds, the slowest of the three."""
         return max(
             self.flops / (chip.flops * chips),
-            self.bytes / (chip.bandwidth * chips),
-            self.sent / chip.interconnect,
+            self.memory_bytes / (chip.bandwidth * chips),
+            self.collective_bytes / chip.interconnect,
         )
 
 
@@ -60,8 +60,8 @@ def forward_flops(config: DecoderConfig, tokens: float, keys: float, scored: flo
     )
 
 
-def costs(
-    settings: Settings,
+def step_costs(
+    settings: TrainSettings,
     config: DecoderConfig,
     mesh: Mesh | AbstractMesh,
     workload: Workload,
@@ -69,7 +69,7 @@ def costs(
     remat: str,
     trained: float,
     traffic: Mapping[str, Mapping[str, Traffic]],
-) -> dict[str, Cost]:
+) -> dict[str, StepCost]:
     """The parts of a training step. Loops are counted as often as they turn, unlike in XLA's own analysis."""
     episodes = settings.train.questions * settings.train.samples
     tokens, written = float(episodes * workload.tokens), float(episodes * workload.policy_tokens)
@@ -82,9 +82,9 @@ def costs(
     shards = data_shards(mesh)
     prefills = fed / (settings.rollout.prefill_tokens * shards)
     rate = {name: sum(kind.bytes for kind in kinds.values()) for name, kinds in traffic.items()}
-    length = settings.train.objective.lengths[-1]
+    length = settings.train.objective.row_lengths[-1]
     objective = settings.train.objective
-    batches = max(1.0, tokens / (objective.rows(length, shards) * length))
+    batches = max(1.0, tokens / (objective.rows_per_microbatch(length, shards) * length))
     forward = forward_flops(config, tokens, mean_keys, written)
     # Forward, twice that back (once where weights are frozen), with remat forward again; and the reference, of which a reward
     # that pays for the KL asks once for all epochs.
@@ -92,18 +92,18 @@ def costs(
     asked = 1 if objective.kl_in_reward else objective.epochs
     passes = objective.epochs * (back - (settings.lora.rank > 0)) + asked
     parts = {
-        "rollout": Cost(
+        "rollout": StepCost(
             forward,
             steps * (weights + held) + prefills * weights,
             rate.get("decode", 0.0) * steps + rate.get("prefill", 0.0) * prefills,
         ),
-        "update": Cost(
+        "update": StepCost(
             passes * forward,
             batches * passes * F32 / BF16 * weights,
             # The reference's own pass gathers the parameters once of the three times that an update moves them.
             rate.get("update", 0.0) * batches * (objective.epochs + objective.kl_in_reward / 3),
         ),
-        "optimiser step": Cost(
+        "optimiser step": StepCost(
             objective.optimizer_steps * 12.0 * trained,
             objective.optimizer_steps * 7 * F32 * trained,  # reads p, g, m, v; writes p, m, v
             rate.get("optimiser step", 0.0) * objective.optimizer_steps,
@@ -114,12 +114,12 @@ def costs(
         headless = forward_flops(body, tokens, mean_keys, 0.0)
         times = critic.epochs * back + 1  # and once for the values before the update
         size = matrix_parameters(body) + config.hidden * config.vocab_size
-        parts["critic update"] = Cost(
+        parts["critic update"] = StepCost(
             times * headless,
             batches * times * F32 * size,
             rate.get("critic update", 0.0) * batches * critic.epochs,
         )
-        parts["critic step"] = Cost(
+        parts["critic step"] = StepCost(
             critic.optimizer_steps * 12.0 * size,
             critic.optimizer_steps * 7 * F32 * size,
             rate.get("critic step", 0.0) * critic.optimizer_steps,
@@ -141,8 +141,8 @@ def cache_device_bytes(
     return cache_bytes(config, rows, slots, itemsize) / data_shards(mesh) / heads
 
 
-def temporaries(
-    settings: Settings,
+def estimate_temporaries(
+    settings: TrainSettings,
     config: DecoderConfig,
     mesh: Mesh | AbstractMesh,
     *,
@@ -164,8 +164,8 @@ def temporaries(
     fed = settings.rollout.prefill_tokens
     layer = 2 * matrix_parameters(config) / config.layers / tensor * BF16
     in_rollout = BF16 * chip_parameters + 6 * rows * vocabulary * F32 + fed * width + layer
-    length = settings.train.objective.lengths[-1]
-    tokens = settings.train.objective.rows(length, shards) / shards * length
+    length = settings.train.objective.row_lengths[-1]
+    tokens = settings.train.objective.rows_per_microbatch(length, shards) / shards * length
     kept = {
         "full": config.hidden,
         "dots": config.hidden * 3 + (config.heads * config.head_dim * 2 + config.mlp * 2) / tensor,

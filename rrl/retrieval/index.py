@@ -12,12 +12,12 @@ import numpy as np
 
 from rrl.data.passages import Passage, fingerprint
 from rrl.errors import UserError
-from rrl.files import in_turn
+from rrl.files import wait_for_lock
 from rrl.retrieval.bm25 import Bm25Config, Bm25Index
 from rrl.retrieval.build import build_index, check_kind
 from rrl.retrieval.dense import ExactIndex, ScannIndex
 from rrl.retrieval.folder import PassageFile, damaged, read_manifest
-from rrl.retrieval.retriever import Index, Patience, Retriever
+from rrl.retrieval.retriever import Index, Retriever, RetryPolicy
 from rrl.retrieval.sizing import SMALL, ScannConfig
 
 if TYPE_CHECKING:  # BM25 needs no JAX, so opening it does not import any.
@@ -55,7 +55,8 @@ def stored_retriever(
 
     ScaNN's builder draws its training sample without a seed, so that a tree built again finds other passages for a few
     queries of a hundred. An index over the embeddings of `SMALL` passages or more is therefore built once, as
-    `folder`/KEY, where KEY names corpus and encoder, and opened after that; the passages are not embedded again either.
+    `folder`/KEY, where KEY names corpus, encoder and whether titles are embedded. It is opened after that, and the passages are
+    not embedded again.
     A build that was killed continues, a second process waits for the first, a damaged index is built anew with a warning.
     Below `SMALL`, and for BM25, this is `make_retriever`, which always gives the same index. Errors as there, and those
     of `build_index`.
@@ -64,10 +65,16 @@ def stored_retriever(
         return make_retriever(passages, kind, text_encoder, bm25)
     check_kind(kind, text_encoder)
     assert text_encoder is not None
-    key = hashlib.sha256(f"{kind} {fingerprint(passages)} {text_encoder.fingerprint}".encode()).hexdigest()
+    parts = [
+        kind,
+        fingerprint(passages),
+        text_encoder.fingerprint,
+        *([] if text_encoder.titles else ["text"]),
+    ]
+    key = hashlib.sha256(" ".join(parts).encode()).hexdigest()
     index = folder / key[:16]
     folder.mkdir(parents=True, exist_ok=True)
-    with in_turn(folder):
+    with wait_for_lock(folder):
         if os.path.lexists(index):
             try:
                 return open_index(index, text_encoder)
@@ -91,7 +98,7 @@ def stored_retriever(
 
 
 def open_index(
-    folder: str | Path, text_encoder: "TextEncoder | None" = None, patience: Patience | None = None
+    folder: str | Path, text_encoder: "TextEncoder | None" = None, retry_policy: RetryPolicy | None = None
 ) -> Retriever:
     """Open an index folder, passages and embeddings memory-mapped.
 
@@ -100,14 +107,14 @@ def open_index(
     """
     folder = Path(folder)
     try:
-        return _opened(folder, text_encoder, patience)
+        return _opened(folder, text_encoder, retry_policy)
     except UserError:
         raise
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise damaged(folder, f"it cannot be opened ({error!r})") from error
 
 
-def _opened(folder: Path, text_encoder: "TextEncoder | None", patience: Patience | None) -> Retriever:
+def _opened(folder: Path, text_encoder: "TextEncoder | None", retry_policy: RetryPolicy | None) -> Retriever:
     manifest = read_manifest(folder)
     index: Index
     if manifest["kind"] == "bm25":
@@ -126,7 +133,9 @@ def _opened(folder: Path, text_encoder: "TextEncoder | None", patience: Patience
             index = ScannIndex.load(folder / "scann", embeddings, ScannConfig(**settings))
         else:
             index = ExactIndex(embeddings)
-    return Retriever(PassageFile(folder, manifest["passages"]), index, text_encoder, patience=patience)
+    return Retriever(
+        PassageFile(folder, manifest["passages"]), index, text_encoder, retry_policy=retry_policy
+    )
 
 
 def open_with_encoder(index: str | Path, encoder: str | Path | None) -> Retriever:

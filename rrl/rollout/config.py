@@ -2,8 +2,8 @@
 
 import dataclasses
 
-from rrl.errors import UserError, at_least, at_most, number, whole
-from rrl.models.decoder import FEW_TOKENS
+from rrl.errors import UserError, at_least, at_most, integer_at_least, require_number
+from rrl.models.decoder import MAX_DECODE_TOKENS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,11 +54,13 @@ class EngineConfig:
     """If nothing happens for this time, the log names what the rollout waits for. 0 is off."""
 
     def __post_init__(self) -> None:
-        whole(1, self, "rows", "context", "wake_threshold", "prefill_tokens", "max_wait_steps", "top_k")
-        whole(0, self, "oversubscribed_slots", "workers", "sample_top_k", "draft_tokens")
-        at_most(FEW_TOKENS - 1, self, "draft_tokens")
+        integer_at_least(
+            1, self, "rows", "context", "wake_threshold", "prefill_tokens", "max_wait_steps", "top_k"
+        )
+        integer_at_least(0, self, "oversubscribed_slots", "workers", "sample_top_k", "draft_tokens")
+        at_most(MAX_DECODE_TOKENS - 1, self, "draft_tokens")
         at_least(0, self, "stall_seconds")
-        number(self, "search_seconds", "top_p")
+        require_number(self, "search_seconds", "top_p")
         if not self.search_seconds > 0:
             raise UserError(
                 f"search_seconds={self.search_seconds} must be above 0: otherwise each search would fail"

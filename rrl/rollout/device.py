@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from rrl.models.cache import KVCache
 from rrl.models.cpu.layers import cpu_draw
-from rrl.models.decoder import FEW_TOKENS, Decoder
+from rrl.models.decoder import MAX_DECODE_TOKENS, Decoder
 from rrl.parallel.mesh import ROW_AXES, data_shards
 from rrl.rollout.drafts import NgramDrafts, preceding_tokens, shift_in
 from rrl.rollout.exchange import (
@@ -127,7 +127,7 @@ def sample_tokens(
     count, time, width = hidden.shape
     positions = (state.offset + state.position)[:, None] + jnp.arange(1, time + 1)
     keys = row_keys(sampler.key, jnp.repeat(state.seed, time), positions.ravel())
-    temperature, table = jnp.repeat(state.temperature, time), model.drawn_by(cache)
+    temperature, table = jnp.repeat(state.temperature, time), model.sampling_table(cache)
     truncation: dict[str, Any] = {"top_p": sampler.top_p, "top_k": sampler.top_k}
     if table is None:
         logits = model.unembed(hidden).reshape(count * time, -1)
@@ -284,8 +284,8 @@ def decode(
 
 
 def tokens_per_row(step_tokens: int, width: int) -> int:
-    """Return the tokens per row of a decode step of `width` rows: `step_tokens` in total, but 1 to FEW_TOKENS per row."""
-    return min(max(step_tokens // width, 1), FEW_TOKENS)
+    """Return the tokens per row of a decode step of `width` rows: `step_tokens` in total, but 1 to MAX_DECODE_TOKENS per row."""
+    return min(max(step_tokens // width, 1), MAX_DECODE_TOKENS)
 
 
 def shortest(state: DecodeState, count: int) -> Int[Array, "count"]:

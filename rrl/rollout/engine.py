@@ -27,7 +27,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rrl.data.questions import Question
 from rrl.data.trajectory import Trajectory
-from rrl.errors import UserError, shown, whole
+from rrl.errors import UserError, describe_error, integer_at_least
 from rrl.models.decoder import Decoder
 from rrl.models.tokenizer import check_tokenizer, end_ids, token_bytes
 from rrl.parallel.gather import gather_objects
@@ -554,8 +554,8 @@ class Engine:
 
     def _check(self, requests: Sequence[Request], environment: Environment) -> None:
         where = f"{type(environment).__name__}."
-        whole(1, environment, "turn_tokens", where=where)
-        whole(0, environment, "observation_tokens", where=where)
+        integer_at_least(1, environment, "turn_tokens", where=where)
+        integer_at_least(0, environment, "observation_tokens", where=where)
         check_stops(environment.stops, f"{where}stops")
         for request in requests:
             self.check_prompt(request.question, request.prompt)
@@ -585,7 +585,7 @@ class WeakCallback:
 def _gathered(schedulers: Sequence[Scheduler], value: T) -> list[T]:
     """Return `value` of each process. Raises the error of a scheduler, or a RuntimeError if another process has one."""
     errors = [scheduler.error for scheduler in schedulers if scheduler.error is not None]
-    parts = gather_objects((value, [shown(error) for error in errors]))
+    parts = gather_objects((value, [describe_error(error) for error in errors]))
     if errors:
         raise errors[0]
     for process, (_, messages) in enumerate(parts):

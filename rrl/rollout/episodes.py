@@ -8,7 +8,7 @@ from jaxtyping import Float, Int
 
 from rrl.data.questions import Question
 from rrl.data.trajectory import ENVIRONMENT, POLICY, PROMPT, Trajectory
-from rrl.errors import UserError, at_least, at_most, whole
+from rrl.errors import UserError, at_least, at_most, integer_at_least
 from rrl.rollout.protocol import Episode, check_stops
 
 MAX_TEMPERATURE = float(np.finfo(np.float32).max)
@@ -34,7 +34,7 @@ class Request:
     """Strings at which its turns end. None: the environment's."""
 
     def __post_init__(self) -> None:
-        whole(0, self, "seed", "group", "turn_tokens", where="request.")
+        integer_at_least(0, self, "seed", "group", "turn_tokens", where="request.")
         at_most(2**31 - 1, self, "seed", where="request.")
         at_least(0, self, "temperature", where="request.")
         at_most(MAX_TEMPERATURE, self, "temperature", where="request.")

@@ -1,7 +1,7 @@
 """The jitted programs of the rollout: the episode loop, which calls the schedulers from inside, and a host-driven reference loop.
 
 They depend on sizes, a model's graph and a host callback, but on no tokenizer, environment or parameters. So they can also be
-compiled ahead of time for devices that are not present (`rrl.plan.plan`). Read `RolloutPrograms.episode_loop` first.
+compiled ahead of time for devices that are not present (`rrl.plan.capacity`). Read `RolloutPrograms.episode_loop` first.
 """
 
 import dataclasses
@@ -25,10 +25,10 @@ from rrl.errors import UserError
 from rrl.models.cache import BLOCK, KVCache
 from rrl.models.config import DecoderConfig
 from rrl.models.cpu.layers import can_attend, can_compute
-from rrl.models.decoder import Decoder, computed
-from rrl.models.lora import merged
+from rrl.models.decoder import Decoder, cast_params
+from rrl.models.lora import merge_lora
 from rrl.parallel.mesh import ROW_AXES, data_shards
-from rrl.parallel.runtime import cores_here
+from rrl.parallel.runtime import available_cores
 from rrl.rollout.config import EngineConfig
 from rrl.rollout.cpu.workers import compiler_options, weights_dominate, worker_count
 from rrl.rollout.device import DecodeState, Sampler, decode, prefill, tokens_per_row
@@ -171,7 +171,7 @@ class RolloutPrograms:
         def episode_loop(
             params: PyTree, encoder_state: PyTree, key: Key, table: jax.Array, worker: jax.Array
         ) -> jax.Array:
-            params = computed(params, nnx.merge(self.graph, params).dtype)
+            params = cast_params(params, nnx.merge(self.graph, params).dtype)
             model = self.model(params)
             sampler = self.sampler(key, table, first_accept)
 
@@ -280,8 +280,8 @@ class RolloutPrograms:
             positions,
             dtype,
             slots_last=self.on_cpu,
-            compiled=self.uses_cpu_attention(dtype),
-            threads=cores_here() if self.one_cpu and self.workers == 1 else 1,
+            cpu_kernel=self.uses_cpu_attention(dtype),
+            threads=available_cores() if self.one_cpu and self.workers == 1 else 1,
         )
 
     def uses_cpu_attention(self, dtype: DTypeLike) -> bool:
@@ -300,9 +300,9 @@ class RolloutPrograms:
         """
         model = nnx.merge(self.graph, params)
         if self.uses_cpu_layers(model.dtype):
-            model = merged(model)
+            model = merge_lora(model)
         if self.one_cpu and model.config.tie_embeddings:
-            model.turned = model.embedding[...].T
+            model.transposed_embedding = model.embedding[...].T
         return model
 
     def sampler(self, key: Key, table: jax.Array, first_accept: int) -> Sampler:

@@ -14,7 +14,7 @@ from jaxtyping import Int
 from rrl.data.passages import Passage, render
 from rrl.data.questions import Question
 from rrl.data.trajectory import Search
-from rrl.errors import UserError, one_of, whole
+from rrl.errors import UserError, integer_at_least, one_of
 from rrl.text.chat import Prompt
 from rrl.text.spans import MARKER, Tag, boxes, markers
 
@@ -180,8 +180,8 @@ class Stream:
 
     def __post_init__(self) -> None:
         one_of(("end", "cut"), self, "when_full", where="environment.")
-        whole(0, self, "max_searches", where="environment.")
-        whole(1, self, "turn_tokens", "observation_tokens", where="environment.")
+        integer_at_least(0, self, "max_searches", where="environment.")
+        integer_at_least(1, self, "turn_tokens", "observation_tokens", where="environment.")
         written: list[str] = []
         for field in ("search", "observation", "answer"):
             tag = getattr(self, field)
@@ -244,8 +244,8 @@ class SingleTurn:
     observation_tokens: int = 0
 
     def __post_init__(self) -> None:
-        whole(1, self, "turn_tokens", where="environment.")
-        whole(0, self, "observation_tokens", where="environment.")
+        integer_at_least(1, self, "turn_tokens", where="environment.")
+        integer_at_least(0, self, "observation_tokens", where="environment.")
 
     @property
     def stops(self) -> tuple[str, ...]:

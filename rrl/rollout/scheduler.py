@@ -391,10 +391,7 @@ class Scheduler:
         state, queries, outcomes = self.slots[slot], self.queries.pop(slot), self.outcomes.pop(slot)
         assert state is not None
         for query in queries:
-            passages = tuple(outcomes[query] or ())
-            titles = tuple(passage.title for passage in passages)
-            failed = outcomes[query] is None
-            state.episode.searches.append(Search(state.episode.turn, query, titles, failed, passages))
+            state.episode.searches.append(Search.of(state.episode.turn, query, outcomes[query]))
         action = self.environment.observe(state.episode, *(outcomes[query] for query in queries))
         self._apply(slot, state, action)
 

@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Float
 
 from rrl.data.passages import Passage
-from rrl.errors import UserError, shown
+from rrl.errors import UserError, describe_error
 from rrl.retrieval.retriever import Hit, Retriever
 from rrl.text.characters import whole_characters
 
@@ -242,7 +242,7 @@ class SearchRunner:
             logging.getLogger(__name__).warning(
                 "search failed for %r: %s (logged once per kind of error; searches_failed counts all failures)",
                 query,
-                shown(error),
+                describe_error(error),
             )
 
 

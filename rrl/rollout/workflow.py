@@ -23,7 +23,7 @@ from jaxtyping import Int
 from rrl.data.passages import Passage
 from rrl.data.questions import Question
 from rrl.data.trajectory import NOT_FINITE, POLICY, Trajectory
-from rrl.errors import UserError, at_least, at_most, whole
+from rrl.errors import UserError, at_least, at_most, integer_at_least
 from rrl.rollout.episodes import MAX_TEMPERATURE, Request, check_tokens
 from rrl.rollout.protocol import (
     CONTEXT,
@@ -55,7 +55,7 @@ class Generate:
     """0 is greedy."""
 
     def __post_init__(self) -> None:
-        whole(0, self, "tokens", where="generate.")
+        integer_at_least(0, self, "tokens", where="generate.")
         at_least(0, self, "temperature", where="generate.")
         at_most(MAX_TEMPERATURE, self, "temperature", where="generate.")
         check_stops(self.stops, "generate.stops")
@@ -142,8 +142,8 @@ class Completion:
     """Unused: there are no observations."""
 
     def __post_init__(self) -> None:
-        whole(1, self, "turn_tokens", where="completion.")
-        whole(0, self, "observation_tokens", where="completion.")
+        integer_at_least(1, self, "turn_tokens", where="completion.")
+        integer_at_least(0, self, "observation_tokens", where="completion.")
         if not isinstance(self.stop_sets, Sequence):
             raise UserError(
                 f"completion.stop_sets: {self.stop_sets!r} must be a tuple of tuples of strings, such as (('.',),)"

@@ -15,8 +15,8 @@ from rrl.data.trajectory import Trajectory
 from rrl.errors import UserError
 from rrl.models.hf import load_language_model
 from rrl.parallel.runtime import enable_compilation_cache
-from rrl.recipes.base import Recipe, Scoring, check_tags, uses_chat
-from rrl.recipes.card import Card, card_of, read_card
+from rrl.recipes.base import Recipe, ScoringContext, check_tags, uses_chat
+from rrl.recipes.card import RecipeCard, make_card, read_card, require_policy
 from rrl.recipes.catalogue import make_recipe
 from rrl.retrieval.index import open_with_encoder
 from rrl.retrieval.retriever import Retriever
@@ -24,12 +24,12 @@ from rrl.rewards.reader import Reader
 from rrl.rollout.config import EngineConfig
 from rrl.rollout.engine import Engine
 from rrl.rollout.episodes import Request
-from rrl.serve.events import Event, Watched
-from rrl.serve.shown import Shown
+from rrl.serve.display import DisplayedTrajectory
+from rrl.serve.events import Event, ObservedEnvironment
 from rrl.text.chat import chat_ids
 
 READER_CONTEXT = 1024
-CONTEXT = 4096
+DEFAULT_CONTEXT = 4096
 """Tokens of a trajectory, for a policy whose folder does not say what it was trained with."""
 
 
@@ -81,21 +81,18 @@ class Agent:
 
         Raises UserError for a folder or a recipe that is not there or does not fit.
         """
-        if not pathlib.Path(policy, "config.json").is_file():
-            raise UserError(
-                f"policy={str(policy)!r} is no Hugging Face folder (no config.json there); give one that is"
-            )
+        require_policy(policy)
         enable_compilation_cache()
         card = read_card(policy)
         if isinstance(recipe, str):
             if card is None or card.recipe != recipe:
-                card = card_of(make_recipe(recipe), 0, 3)
+                card = make_card(make_recipe(recipe), 0, 3)
             recipe = card.make()
-        card = card or Card("", {}, {})
+        card = card or RecipeCard("", {}, {})
         decoder, tokenizer = load_language_model(policy, "policy", chat=uses_chat(recipe))
         config = EngineConfig(
             rows=rows,
-            context=min(context or card.context or CONTEXT, decoder.config.max_positions),
+            context=min(context or card.context or DEFAULT_CONTEXT, decoder.config.max_positions),
             wake_threshold=min(rows, 16),
             top_k=top_k or card.top_k,
         )
@@ -122,14 +119,14 @@ class Agent:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def ask(self, question: str | Question, sample: int = 0) -> Shown:
+    def ask(self, question: str | Question, sample: int = 0) -> DisplayedTrajectory:
         """Answers one question. `sample` chooses among the trajectories of a temperature above 0.
 
         A `Question` with gold answers is scored: its trajectory carries rewards and metrics.
         """
         return self.ask_all([question], sample)[0]
 
-    def ask_all(self, questions: Sequence[str | Question], sample: int = 0) -> list[Shown]:
+    def ask_all(self, questions: Sequence[str | Question], sample: int = 0) -> list[DisplayedTrajectory]:
         """Answers many questions, `rows` at a time; each trajectory is what `ask` would give."""
         return self._run(questions, sample, self.recipe.environment)
 
@@ -138,11 +135,11 @@ class Agent:
         which carries the trajectory.
         """
         events: queue.SimpleQueue[Event | BaseException] = queue.SimpleQueue()
-        watched = Watched(self.recipe.environment, self.recipe.tags, events.put)
+        observed = ObservedEnvironment(self.recipe.environment, self.recipe.tags, events.put)
 
         def work() -> None:
             try:
-                (trajectory,) = self._run([question], sample, watched)
+                (trajectory,) = self._run([question], sample, observed)
                 events.put(Event("end", trajectory.ended, trajectory=trajectory))
             except BaseException as error:  # raised again below, in the caller's thread
                 events.put(error)
@@ -156,7 +153,9 @@ class Agent:
             if event.kind == "end":
                 return
 
-    def _run(self, questions: Sequence[str | Question], sample: int, environment: Any) -> list[Shown]:
+    def _run(
+        self, questions: Sequence[str | Question], sample: int, environment: Any
+    ) -> list[DisplayedTrajectory]:
         asked = [q if isinstance(q, Question) else Question(str(n), q, ()) for n, q in enumerate(questions)]
         requests = []
         for number, question in enumerate(asked):
@@ -167,7 +166,10 @@ class Agent:
         with self._lock:
             trajectories = self.engine.run(self.params, requests, environment, self._key)
             self._score(trajectories)
-        return [Shown.of(trajectory, self.recipe.tags, self.engine.bytes) for trajectory in trajectories]
+        return [
+            DisplayedTrajectory.of(trajectory, self.recipe.tags, self.engine.bytes)
+            for trajectory in trajectories
+        ]
 
     def _score(self, trajectories: Sequence[Trajectory]) -> None:
         """Scores against gold answers where they are known; elsewhere only takes out answer and evidence."""
@@ -176,7 +178,7 @@ class Agent:
             if id(trajectory) in unknown:
                 # A recipe scores against something; the scores of these are dropped below.
                 trajectory.question = dataclasses.replace(trajectory.question, answers=("",))
-        self.recipe.score(trajectories, Scoring(reader=self.reader.answers if self.reader else None))
+        self.recipe.score(trajectories, ScoringContext(reader=self.reader.answers if self.reader else None))
         for trajectory in trajectories:
             if id(trajectory) in unknown:
                 trajectory.question = unknown[id(trajectory)]

@@ -13,21 +13,21 @@ import numpy as np
 
 from rrl.data.questions import Question
 from rrl.data.trajectory import Trajectory
-from rrl.eval.comparison import Cells, Run, common, remarks, tables
+from rrl.eval.comparison import Cells, EvaluationRun, common, remarks, tables
 from rrl.report.article import article, verdict, words
 
-SIDE_BY_SIDE = 60
+QUESTIONS_SHOWN = 60
 """Questions on a page, unless told otherwise."""
 MARKS = {"right": "✓", "partly": "◐", "wrong": "✗", "unscored": "·"}
 
 
-def page(
-    runs: Sequence[Run],
+def report_page(
+    runs: Sequence[EvaluationRun],
     rows: Sequence[Mapping[str, Any]],
     *,
     title: str = "Evaluations",
     curves: bytes = b"",
-    shown: int = SIDE_BY_SIDE,
+    shown: int = QUESTIONS_SHOWN,
 ) -> str:
     """The page.
 
@@ -73,7 +73,7 @@ script-src 'unsafe-inline'; img-src data:">
 """
 
 
-def told_most(runs: Sequence[Run], count: int) -> list[Question]:
+def most_different_questions(runs: Sequence[EvaluationRun], count: int) -> list[Question]:
     """The questions that all runs were asked, those first on which their main metrics differ most; at most `count`.
 
     None where a run does not keep what it did.
@@ -89,8 +89,8 @@ def told_most(runs: Sequence[Run], count: int) -> list[Question]:
     return [asked[at] for at in np.argsort(-spread, kind="stable")[:count]]
 
 
-def _browser(runs: Sequence[Run], count: int) -> str:
-    questions = told_most(runs, count)
+def _browser(runs: Sequence[EvaluationRun], count: int) -> str:
+    questions = most_different_questions(runs, count)
     if not questions:
         why = "no question was asked in all runs, or one of them keeps no trajectories"
         return f"<section><p class='quiet'>Nothing to show side by side: {why}.</p></section>"
@@ -132,7 +132,7 @@ def _link(at: int, question: Question, side: Sequence[Trajectory]) -> str:
     return f'<a href="#t{at}" data-at="{at}"><span>{_text(question.text)}<small>{marks} {words(question.kind)}</small></span></a>'
 
 
-def _slot(at: int, question: Question, side: Sequence[Trajectory], runs: Sequence[Run]) -> str:
+def _slot(at: int, question: Question, side: Sequence[Trajectory], runs: Sequence[EvaluationRun]) -> str:
     said = [question.text, question.id, *question.answers, *(trajectory.answer for trajectory in side)]
     columns = "".join(
         f"<div><h3>{_text(run.name)}</h3>{article(trajectory, tags=run.tags)}</div>"
@@ -159,7 +159,7 @@ def _table(table: Cells) -> str:
     return f"<div class='scroll'><table class='results'>{top}<tbody>{rows}</tbody></table></div>"
 
 
-def _card(run: Run) -> str:
+def _card(run: EvaluationRun) -> str:
     card = run.card
     facts = card.setting | {
         "method": card.method,

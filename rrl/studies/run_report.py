@@ -5,10 +5,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rrl.errors import UserError
-from rrl.eval.comparison import Run, as_csv, as_markdown, load_runs, records
-from rrl.files import replaced, saving
+from rrl.eval.comparison import EvaluationRun, as_csv, as_markdown, load_runs, records
+from rrl.files import atomic_stream, saving
 from rrl.report.curves import plot_spread
-from rrl.studies.report_html import SIDE_BY_SIDE, page
+from rrl.studies.report_html import QUESTIONS_SHOWN, report_page
 
 
 def write_run_report(
@@ -18,7 +18,7 @@ def write_run_report(
     title: str = "Evaluations",
     level: float = 0.95,
     seed: int = 0,
-    shown: int = SIDE_BY_SIDE,
+    shown: int = QUESTIONS_SHOWN,
 ) -> str:
     """Writes the three files into `out` and returns the Markdown.
 
@@ -32,14 +32,14 @@ def write_run_report(
     runs = load_runs([folder for folder in folders if Path(folder) not in trained])
     rows = records(runs, level, seed)
     text = as_markdown(runs, rows)
-    html = page(runs, rows, title=title, curves=_curves(runs, trained), shown=shown)
+    html = report_page(runs, rows, title=title, curves=_curves(runs, trained), shown=shown)
     out = Path(out)
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"out={str(out)!r} cannot be made ({error}); give another folder") from error
     for name, content in (("report.md", text), ("report.csv", as_csv(rows)), ("report.html", html)):
-        with saving(out / name), replaced(out / name) as stream:
+        with saving(out / name), atomic_stream(out / name) as stream:
             stream.write(content.encode("utf-8", "replace"))
     return text
 
@@ -48,7 +48,7 @@ def _is_training(folder: Path) -> bool:
     return (folder / "metrics.jsonl").is_file() and not (folder / "metrics.json").is_file()
 
 
-def _curves(runs: Sequence[Run], trained: Sequence[Path]) -> bytes:
+def _curves(runs: Sequence[EvaluationRun], trained: Sequence[Path]) -> bytes:
     """A PNG of the training runs, each drawn once; nothing where there is none."""
     files = {str(folder / "metrics.jsonl"): str(folder) for folder in trained}
     for run in runs:

@@ -9,7 +9,7 @@ from rrl.data.passages import Passage
 from rrl.data.questions import Question
 from rrl.data.trajectory import Search, Trajectory
 from rrl.errors import UserError
-from rrl.recipes.r2ag_forest import STOP, Forest, Node, pruned
+from rrl.recipes.r2ag_forest import STOP, Forest, RetrievalTree, pruned
 
 A, B, NOISE = (Passage(name, name, f"text of {name}") for name in ("A", "B", "Noise"))
 QUESTIONS = [Question(f"q{i}", f"question {i}", ("x",), gold=("A", "B")) for i in range(6)]
@@ -34,7 +34,7 @@ def level(forest, *outcomes):
 
 
 def test_a_tree_is_pruned_to_the_best_passage_of_each_query_where_it_is_gold():
-    node = Node.of(QUESTIONS[0], 0, [A])
+    node = RetrievalTree.of(QUESTIONS[0], 0, [A])
     assert pruned(node, [[NOISE], [NOISE, B]]).documents == (A,)  # Hit@Top-1
     again = Passage("9", " b ", "another text of the same title")
     assert pruned(node, [[B], [again], [A], []]).documents == (A, B)

@@ -14,7 +14,7 @@ from rrl.data.passages import Passage
 from rrl.errors import UserError
 from rrl.retrieval.index import make_retriever
 from rrl.retrieval.remote import RemoteIndex, open_remote
-from rrl.retrieval.retriever import Patience, Retriever, SearchFailed
+from rrl.retrieval.retriever import Retriever, RetryPolicy, SearchFailed
 from rrl.retrieval.serve import MOST_BYTES, make_server
 from rrl.retrieval.wire import document, read_answer
 
@@ -132,7 +132,7 @@ def test_an_address_in_use_is_refused(served: tuple[Retriever, str]) -> None:
 )
 def test_a_service_that_fails_is_told_after_the_retries(status: int, answer: bytes, reason: str) -> None:
     with answering(status, answer) as address:
-        remote = open_remote(address, patience=Patience(retries=1, pause=0.01))
+        remote = open_remote(address, retry_policy=RetryPolicy(retries=1, pause=0.01))
         with pytest.raises(SearchFailed, match=reason):
             remote.search(["x"], 1)
         assert (remote.stats.retries, remote.stats.failures) == (1, 1)
@@ -163,7 +163,7 @@ def answering(status: int, answer: bytes) -> Iterator[str]:
 
 def test_nobody_there_and_no_address_are_told() -> None:
     with pytest.raises(SearchFailed, match="does not answer"):
-        open_remote("http://127.0.0.1:9", patience=Patience()).search(["x"], 1)
+        open_remote("http://127.0.0.1:9", retry_policy=RetryPolicy()).search(["x"], 1)
     with pytest.raises(UserError, match="must begin with http"):
         open_remote("localhost:8000")
     with pytest.raises(UserError, match="form='solr' is unknown"):
@@ -233,6 +233,12 @@ def test_a_document_without_an_id_is_the_same_passage_at_every_rank() -> None:
     a, b = {"contents": "a"}, {"contents": "b"}
     one, two = read_answer("search-r1", {"result": [[a, b], [b, a]]}, 2)
     assert {hit[0].id for hit in one if hit} == {hit[0].id for hit in two if hit}
+
+
+def test_a_document_has_the_id_that_it_was_given_under_any_name() -> None:
+    answer = {"result": [[{"docid": 7, "contents": "x"}, {"doc_id": "d", "contents": "y"}]]}
+    ((first, second),) = read_answer("search-r1", answer, 1)
+    assert first and second and (first[0].id, second[0].id) == ("7", "d")
 
 
 def test_a_document_without_title_and_text_is_left_out_and_counted(caplog: pytest.LogCaptureFixture) -> None:

@@ -1,4 +1,4 @@
-"""A decoder's layers, and its draws, on a processor: `cpu_layers.cc`, compiled for the machine at hand when it is first needed.
+"""A decoder's layers, and its draws, on a processor: `layers.cc`, compiled for the machine at hand when it is first needed.
 
 XLA on CPU copies each layer's weights out of the stack and each block of the cache before it multiplies, computes rows that
 are not there, and takes some microseconds to begin each of the thirty operations of a layer. The kernel reads weights and cache

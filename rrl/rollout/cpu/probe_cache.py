@@ -21,9 +21,9 @@ from jaxtyping import PyTree
 
 import rrl.models
 import rrl.rollout
-from rrl.files import write_whole
+from rrl.files import write_atomically
 from rrl.models.cpu.layers import processor
-from rrl.parallel.runtime import cache_folder, cores_here
+from rrl.parallel.runtime import available_cores, cache_folder
 from rrl.rollout.loop import RolloutPrograms
 
 log = logging.getLogger(__name__)
@@ -75,7 +75,7 @@ def store(key: str, result: Mapping[str, Any]) -> None:
     file = _file(key)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(file, json.dumps(result))
+        write_atomically(file, json.dumps(result))
     except OSError as error:
         log.debug("%s could not be written: %s", file, error)
 
@@ -99,4 +99,4 @@ def _code() -> str:
 
 def _machine() -> str:
     variables = [os.environ.get(name) for name in ENVIRONMENT_VARIABLES]
-    return _hash(processor(), cores_here(), os.cpu_count(), variables)
+    return _hash(processor(), available_cores(), os.cpu_count(), variables)

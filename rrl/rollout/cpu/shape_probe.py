@@ -22,8 +22,8 @@ from jax.typing import DTypeLike
 from jaxtyping import Key, PyTree
 
 from rrl.models.cache import BLOCK, KVCache
-from rrl.models.decoder import LORA_B, computed
-from rrl.parallel.runtime import cores_here
+from rrl.models.decoder import LORA_B, cast_params
+from rrl.parallel.runtime import available_cores
 from rrl.rollout.cpu.probe_cache import cache_key, load, store
 from rrl.rollout.device import DecodeState, decode, prefill
 from rrl.rollout.drafts import NgramDrafts, preceding_tokens
@@ -168,7 +168,7 @@ def _probe(
     def prefilled(count: int) -> tuple[np.ndarray, ...] | None:
         return _prefilled(programs, params, count) if deadline.left() else None
 
-    with concurrent.futures.ThreadPoolExecutor(cores_here(), "rrl-probe") as pool:
+    with concurrent.futures.ThreadPoolExecutor(available_cores(), "rrl-probe") as pool:
         prefills = [pool.submit(prefilled, count) for count in chunks if chunks[1:]]
         step_tokens = programs.step_tokens
         decode_result = _probe_decode(programs, params, rows, step_tokens, pool, deadline)
@@ -374,7 +374,7 @@ def _first_layers(programs: RolloutPrograms, params: PyTree) -> tuple[RolloutPro
         )
         programs = copy.copy(programs)
         programs.graph, programs.decoder_config = graph, model.config
-    return programs, _with_random_adapters(computed(params, model.dtype))
+    return programs, _with_random_adapters(cast_params(params, model.dtype))
 
 
 def _with_random_adapters(params: PyTree) -> PyTree:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from rrl.errors import UserError
 from rrl.models.config import DecoderConfig, matrix_parameters
-from rrl.parallel.runtime import cores_here
+from rrl.parallel.runtime import available_cores
 from rrl.rollout.config import EngineConfig
 
 MIN_ROWS_PER_WORKER = 8
@@ -44,7 +44,7 @@ def worker_count(config: EngineConfig, decoder: DecoderConfig) -> int:
     Raises:
       UserError: `config.workers` does not divide the rows, or exceeds the cores.
     """
-    cores = cores_here()
+    cores = available_cores()
     if config.workers:
         if config.rows % config.workers or config.workers > max(2, cores):
             raise UserError(

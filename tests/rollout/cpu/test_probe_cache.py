@@ -111,7 +111,7 @@ def test_other_machines_and_libraries_have_another_key(world, monkeypatch):
 
     monkeypatch.setattr(probe_cache, "processor", lambda: "another")
     add_key()
-    monkeypatch.setattr(probe_cache, "cores_here", lambda: 3)
+    monkeypatch.setattr(probe_cache, "available_cores", lambda: 3)
     add_key()
     monkeypatch.setattr(loop, "can_attend", lambda *_: False)
     add_key()

@@ -4,7 +4,7 @@ import sys
 import time
 
 
-class Clock:
+class TimedLog:
     """Says what is happening, with the seconds since the start."""
 
     def __init__(self) -> None:
