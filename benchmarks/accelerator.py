@@ -18,35 +18,35 @@ import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 
-from benchmarks.fastest import HF, peers
 from benchmarks.fixed_lengths import KEY, FixedLengths
 from benchmarks.measure import (
     NOT_MEASURED,
-    Row,
+    BenchmarkRow,
     command,
     imports,
+    interleave,
     medians,
     seconds,
-    take_turns,
     warm_up,
     write,
 )
+from benchmarks.peer_library import HF, peers
 from rrl.models.attention_backends import choose_backend
 from rrl.models.config import DecoderConfig, matrix_parameters
 from rrl.models.decoder import Decoder
 from rrl.models.tokenizer import load_tokenizer
 from rrl.models.weights import read_config
+from rrl.plan.capacity import PUBLISHED
 from rrl.plan.estimate import cache_bytes, forward_flops
-from rrl.plan.plan import PUBLISHED
 from rrl.rollout.config import EngineConfig
 from rrl.rollout.protocol import SingleTurn
 
 TINY = "assets/miniwiki-policy"
-WANTED = {"decoding": "at least 70 %", "prefilling": "at least 50 %", HF: "at least 5x"}
+TARGETS = {"decoding": "at least 70 %", "prefilling": "at least 50 %", HF: "at least 5x"}
 
 
 @dataclasses.dataclass(frozen=True)
-class Roofs:
+class Roofline:
     """What the device reaches by itself."""
 
     bandwidth: float
@@ -55,7 +55,7 @@ class Roofs:
     """Operations a second of a square matrix product."""
 
 
-def roofs(dtype: DTypeLike, on_cpu: bool) -> Roofs:
+def measure_roofline(dtype: DTypeLike, on_cpu: bool) -> Roofline:
     """Measures both: the fastest of ten calls, each long enough for its start not to count."""
     size, side = (2**26, 1024) if on_cpu else (2**31, 8192)
     data = jnp.zeros(size // 4, jnp.uint32)
@@ -72,13 +72,13 @@ def roofs(dtype: DTypeLike, on_cpu: bool) -> Roofs:
         function().block_until_ready()
         return min(seconds(lambda: function().block_until_ready()) for _ in range(10))
 
-    return Roofs(
+    return Roofline(
         2 * size / fastest(functools.partial(copy, data)),
         times * 2 * side**3 / fastest(functools.partial(multiply, matrix)),
     )
 
 
-class Rollouts:
+class TimedRollouts:
     """Rollouts of one turn, whose rows all write as many tokens."""
 
     def __init__(self, decoder: Decoder, batch: int, longest: int) -> None:
@@ -100,17 +100,19 @@ class Rollouts:
         return [trajectory.tokens[prompt:] for trajectory in found]
 
 
-def against_roofs(decoder: Decoder, args: argparse.Namespace, roof: Roofs) -> tuple[list[Row], str]:
+def against_roofline(
+    decoder: Decoder, args: argparse.Namespace, roof: Roofline
+) -> tuple[list[BenchmarkRow], str]:
     """A decode step against the bytes that it must read, prefilling against the operations that it must do."""
     config, itemsize = decoder.config, decoder.dtype.itemsize
     batch, prompt, new, read = args.batch, args.prompt, args.new, args.read
-    made, reading = Rollouts(decoder, batch, prompt + new + 1), Rollouts(decoder, batch, read + 1)
+    made, reading = TimedRollouts(decoder, batch, prompt + new + 1), TimedRollouts(decoder, batch, read + 1)
     sides = {
         "one token": lambda: made.seconds(prompt, 1),
         "all tokens": lambda: made.seconds(prompt, new + 1),
         "prefilling": lambda: reading.seconds(read, 1),
     }
-    times = take_turns(sides, args.rounds)
+    times = interleave(sides, args.rounds)
     took = medians(times)
     step = (took["all tokens"] - took["one token"]) / new
     weights = itemsize * (matrix_parameters(config) + config.hidden * config.vocab_size)
@@ -118,35 +120,35 @@ def against_roofs(decoder: Decoder, args: argparse.Namespace, roof: Roofs) -> tu
     flops = forward_flops(config, batch * read, read / 2, batch)
     rates = must / step, flops / took["prefilling"]
     rows = [
-        Row(
+        BenchmarkRow(
             f"decoding, batch {batch}, {prompt} to {prompt + new} tokens: GB/s of weights, keys and values read",
             f"{rates[0] / 1e9:.0f} ({1e3 * step:.2f} ms a step)",
             f"a copy {roof.bandwidth / 1e9:.0f}",
             f"{100 * rates[0] / roof.bandwidth:.0f} %",
-            WANTED["decoding"],
+            TARGETS["decoding"],
         ),
-        Row(
+        BenchmarkRow(
             f"prefilling {batch} prompts of {read} tokens: TFLOP/s",
             f"{rates[1] / 1e12:.3g} ({batch * read / took['prefilling']:.0f} tokens/s)",
             f"a matrix product {roof.flops / 1e12:.3g}",
             f"{100 * rates[1] / roof.flops:.0f} %",
-            WANTED["prefilling"],
+            TARGETS["prefilling"],
         ),
     ]
     return rows, f"Roofs: {warm_up(times)}"
 
 
-def against_hf(decoder: Decoder, args: argparse.Namespace) -> tuple[list[Row], list[str]]:
+def against_hf(decoder: Decoder, args: argparse.Namespace) -> tuple[list[BenchmarkRow], list[str]]:
     """Tokens a second against Hugging Face's generate with the same weights and its faster cache; they are compared by the
     first token that is most probable."""
     batch, prompt, new = args.batch, args.prompt, args.new
     what = f"one turn, batch {batch}, {prompt} prompt and {new} new tokens, drawn: tokens/s"
-    made = Rollouts(decoder, batch, prompt + new)
+    made = TimedRollouts(decoder, batch, prompt + new)
     with peers(made.model, {HF: args.hf_python}, batch, prompt, new) as (found, missing):
         if missing:
-            return [Row(what, "", HF, missing[HF], WANTED[HF])], []
+            return [BenchmarkRow(what, "", HF, missing[HF], TARGETS[HF])], []
         hf = found[HF]
-        times = take_turns({"ours": lambda: made.seconds(prompt, new)} | hf.sides("sample"), args.rounds)
+        times = interleave({"ours": lambda: made.seconds(prompt, new)} | hf.sides("sample"), args.rounds)
         ours = [int(row[0]) for row in made.greedy(prompt, new)]
         first = np.mean([one == other[0] for one, other in zip(ours, hf.peer.ask("greedy")["tokens"])])
         # Of random weights in bfloat16 many logits round to the best; from there on texts have nothing in common.
@@ -154,14 +156,14 @@ def against_hf(decoder: Decoder, args: argparse.Namespace) -> tuple[list[Row], l
     took = medians(times)
     seconds, words = hf.best(took, lambda seconds: f"{batch * new / seconds:.0f}")
     rows = [
-        Row(
+        BenchmarkRow(
             what,
             f"{batch * new / took['ours']:.0f}",
             words,
             f"{seconds / took['ours']:.2f}x",
-            WANTED[HF],
+            TARGETS[HF],
         ),
-        Row(
+        BenchmarkRow(
             "the same, greedy: equal first tokens; at most so far below its best logit, in their deviations",
             f"{100 * first:.0f} %; {below:.3f}",
             HF,
@@ -172,13 +174,17 @@ def against_hf(decoder: Decoder, args: argparse.Namespace) -> tuple[list[Row], l
     return rows, [f"{HF}: {warm_up(times)}"]
 
 
-def no_rows(args: argparse.Namespace) -> list[Row]:
+def unmeasured_rows(args: argparse.Namespace) -> list[BenchmarkRow]:
     """The rows that wait for a GPU or TPU."""
     why = f"{NOT_MEASURED}: this is a CPU"
     return [
-        Row(f"decoding, batch {args.batch}", why, "the bandwidth of a copy", "", WANTED["decoding"]),
-        Row(f"prefilling, batch {args.batch}", why, "the rate of a matrix product", "", WANTED["prefilling"]),
-        Row(f"one turn, batch {args.batch}, drawn: tokens/s", why, HF, "", WANTED[HF]),
+        BenchmarkRow(
+            f"decoding, batch {args.batch}", why, "the bandwidth of a copy", "", TARGETS["decoding"]
+        ),
+        BenchmarkRow(
+            f"prefilling, batch {args.batch}", why, "the rate of a matrix product", "", TARGETS["prefilling"]
+        ),
+        BenchmarkRow(f"one turn, batch {args.batch}, drawn: tokens/s", why, HF, "", TARGETS[HF]),
     ]
 
 
@@ -199,10 +205,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     platform = jax.default_backend()
     section, line = f"Rollout: {args.shape}'s shape", command("benchmarks.accelerator", parser, vars(args))
     if platform == "cpu" and args.shape != "tiny":
-        write(section, line, no_rows(args), [], measured=False)
+        write(section, line, unmeasured_rows(args), [], measured=False)
         return
     dtype = jnp.float32 if platform == "cpu" else jnp.bfloat16
-    roof = roofs(dtype, platform == "cpu")
+    roof = measure_roofline(dtype, platform == "cpu")
     shape = DecoderConfig.from_hf(read_config(TINY) if args.shape == "tiny" else PUBLISHED[args.shape])
     decoder = Decoder(
         shape,
@@ -211,7 +217,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         param_dtype=dtype,
         attention=choose_backend("auto", platform, dtype),
     )
-    rows, note = against_roofs(decoder, args, roof)
+    rows, note = against_roofline(decoder, args, roof)
     more, notes = against_hf(decoder, args)
     write(section, line, rows + more, [note, *notes])
 

@@ -12,7 +12,7 @@ import tempfile
 import numpy as np
 from flax import nnx
 
-from benchmarks.measure import Peer, Row, alternate, imports, seconds, write
+from benchmarks.measure import BenchmarkRow, PeerProcess, imports, interleaved_medians, seconds, write
 from rrl.miniwiki import generate
 from rrl.models.config import EncoderConfig
 from rrl.models.encoder import Encoder
@@ -34,11 +34,11 @@ BERT_BASE = {
 }
 
 
-def measure(args: argparse.Namespace) -> list[Row]:
+def measure(args: argparse.Namespace) -> list[BenchmarkRow]:
     """Passages a second of both sides."""
     what = f"BERT-base shape, float32, {args.passages} passages, passages/s"
     if not imports(args.st_python, "sentence_transformers"):
-        return [Row(what, "", "", "not measured: no sentence_transformers", "at least 0.9x")]
+        return [BenchmarkRow(what, "", "", "not measured: no sentence_transformers", "at least 0.9x")]
     encoder = Encoder(EncoderConfig.from_hf(BERT_BASE), rngs=nnx.Rngs(0))
     settings = TextSettings(query_prefix="", passage_prefix="", query_tokens=64, passage_tokens=256)
     passages = generate("train", 3, max(50, args.passages), 1).passages[: args.passages]
@@ -48,9 +48,9 @@ def measure(args: argparse.Namespace) -> list[Row]:
         model = save_text_encoder(folder, TextEncoder(encoder, tokenizer, settings))
         texts = pathlib.Path(folder, "texts.json")
         texts.write_text(json.dumps([f"{p.title} {p.text}" for p in passages]))
-        peer = Peer(args.st_python, "st_encode.py", folder, str(texts))
+        peer = PeerProcess(args.st_python, "st_encode.py", folder, str(texts))
         ours = model.embed_passages(passages)
-        took = alternate(
+        took = interleaved_medians(
             {
                 "ours": lambda: seconds(lambda: model.embed_passages(passages)),
                 "theirs": lambda: peer.ask("encode")["seconds"],
@@ -62,14 +62,14 @@ def measure(args: argparse.Namespace) -> list[Row]:
     rate = {side: len(passages) / value for side, value in took.items()}
     lengths = [len(row) for row in model.tokenize_passages(passages)[0]]
     return [
-        Row(
+        BenchmarkRow(
             f"{what} ({min(lengths)} to {max(lengths)} tokens, mean {np.mean(lengths):.0f})",
             f"{rate['ours']:.1f}",
-            f"{rate['theirs']:.1f} ({peer.says['versions']})",
+            f"{rate['theirs']:.1f} ({peer.info['versions']})",
             f"{rate['ours'] / rate['theirs']:.2f}x",
             "at least 0.9x",
         ),
-        Row("largest difference of an embedding's entries", f"{gap:.0e}", "", "", "1e-5"),
+        BenchmarkRow("largest difference of an embedding's entries", f"{gap:.0e}", "", "", "1e-5"),
     ]
 
 

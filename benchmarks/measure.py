@@ -27,20 +27,20 @@ PACKAGES = ("jax", "jaxlib", "flax", "numpy", "transformers", "torch", "google-t
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
+class BenchmarkRow:
     """One line of a table."""
 
     what: str
     ours: str
     peer: str
     ratio: str
-    wanted: str
+    target: str
 
     def __str__(self) -> str:
-        return f"| {self.what} | {self.ours} | {self.peer} | {self.ratio} | {self.wanted} |"
+        return f"| {self.what} | {self.ours} | {self.peer} | {self.ratio} | {self.target} |"
 
 
-def take_turns(sides: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
+def interleave(sides: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
     """Runs all sides in turn, once more than `rounds`; what each returned, that of its first time first."""
     found: dict[str, list[float]] = {name: [] for name in sides}
     for turn in range(rounds + 1):
@@ -54,12 +54,12 @@ def take_turns(sides: Mapping[str, Callable[[], float]], rounds: int) -> dict[st
 
 
 def medians(found: Mapping[Any, list[float]]) -> dict[Any, float]:
-    """Of what `take_turns` returned, the first time left out."""
+    """Of what `interleave` returned, the first time left out."""
     return {name: statistics.median(values[1:]) for name, values in found.items()}
 
 
 def warm_up(found: Mapping[str, list[float]]) -> str:
-    """What the first times of `take_turns` took, as a note below the rows."""
+    """What the first times of `interleave` took, as a note below the rows."""
     rounds = len(next(iter(found.values()))) - 1
     first = ", ".join(f"{name} {values[0]:.1f} s" for name, values in found.items())
     return (
@@ -68,9 +68,9 @@ def warm_up(found: Mapping[str, list[float]]) -> str:
     )
 
 
-def alternate(sides: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, float]:
+def interleaved_medians(sides: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, float]:
     """Runs all sides in turn, `rounds` times, after one round that is not counted; the median of what each returned."""
-    return medians(take_turns(sides, rounds))
+    return medians(interleave(sides, rounds))
 
 
 def seconds(function: Callable[[], object]) -> float:
@@ -80,7 +80,7 @@ def seconds(function: Callable[[], object]) -> float:
     return time.perf_counter() - began
 
 
-class Peer:
+class PeerProcess:
     """Another library in a process and a Python of its own: a script of `benchmarks/peers` that answers each line of its
     input with a line of JSON."""
 
@@ -96,7 +96,7 @@ class Peer:
             text=True,
             env=environment,
         )
-        self.says = self.ask("ready")
+        self.info = self.ask("ready")
 
     def ask(self, line: str) -> dict:
         """Its answer; RuntimeError where it has ended."""
@@ -120,12 +120,12 @@ def imports(python: str, module: str) -> bool:
     return subprocess.run([python, "-c", code], check=False).returncode == 0
 
 
-def start(python: str, module: str, script: str, *arguments: str) -> Peer | str:
+def start(python: str, module: str, script: str, *arguments: str) -> PeerProcess | str:
     """The peer that needs `module`; or why there is none, in words that fit a row."""
     if not imports(python, module):
         return f"{NOT_MEASURED}: no {module}"
-    peer = Peer(python, script, *arguments)
-    if (theirs := peer.says["device"]) != (ours := jax.default_backend()):
+    peer = PeerProcess(python, script, *arguments)
+    if (theirs := peer.info["device"]) != (ours := jax.default_backend()):
         peer.close()
         return f"{NOT_MEASURED}: {module} runs on {theirs} here, ours on {ours}"
     return peer
@@ -154,7 +154,9 @@ def machine() -> str:
     return f"{device.platform} ({kind}), Python {platform.python_version()}, {', '.join(versions)}"
 
 
-def write(section: str, line: str, rows: list[Row], notes: list[str], *, measured: bool = True) -> None:
+def write(
+    section: str, line: str, rows: list[BenchmarkRow], notes: list[str], *, measured: bool = True
+) -> None:
     """Prints a table below the command that made it and puts it into RESULTS.md, in place of an older one of the same
     section on the same device, or of one that was not measured; one that was not measured takes the place of no other."""
     device = jax.devices()[0]

@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.measure import Peer, Row, alternate, imports, seconds, write
+from benchmarks.measure import BenchmarkRow, PeerProcess, imports, interleaved_medians, seconds, write
 from rrl.miniwiki import KINDS, MiniWiki, generate
 from rrl.retrieval.dense import ScannIndex
 from rrl.retrieval.encode import TextEncoder, load_text_encoder
@@ -54,7 +54,7 @@ peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
 """
 """In a process of its own, whose memory is that of building alone."""
 
-OPENED = """
+OPEN = """
 import json, pathlib, re, resource, sys, time
 from benchmarks.retrieval import text_encoder
 from rrl.retrieval.dense import _scann
@@ -76,7 +76,7 @@ print(json.dumps({"opening": opened, "seconds": time.perf_counter() - began, "hi
 
 
 @dataclasses.dataclass(frozen=True)
-class Widened:
+class WidenedEncoder:
     """Does what a `TextEncoder` does for a build and a `Retriever`, its vectors laid into more dimensions."""
 
     narrow: TextEncoder
@@ -107,10 +107,10 @@ class Widened:
 def text_encoder(dim: int) -> Any:
     """The shipped encoder, of so many dimensions."""
     encoder = load_text_encoder(ENCODER)
-    return encoder if dim == encoder.dim else Widened(encoder, dim)
+    return encoder if dim == encoder.dim else WidenedEncoder(encoder, dim)
 
 
-def prepared(folder: Path, passages: int, dim: int, memory_gb: float | None) -> None:
+def prepare(folder: Path, passages: int, dim: int, memory_gb: float | None) -> None:
     """Builds the index over a world of this size unless it is there, with the corpus and embedded queries beside it."""
     if (folder / "index").exists():
         return
@@ -133,10 +133,10 @@ def queries(wiki: MiniWiki) -> list[str]:
     return [found[i] for i in np.random.default_rng(0).permutation(len(found))[:QUERIES]]
 
 
-def compare(folder: Path, index: ScannIndex, python: str, rounds: int) -> list[Row]:
+def compare(folder: Path, index: ScannIndex, python: str, rounds: int) -> list[BenchmarkRow]:
     """Rows of queries/s against faiss's flat index, and its IVF at our recall or better."""
     asked, texts = np.load(folder / "queries.npy"), [""] * QUERIES
-    peer = Peer(python, "faiss_search.py", str(folder))
+    peer = PeerProcess(python, "faiss_search.py", str(folder))
     peer.ask(f"flat {K}")
     exact = np.load(folder / "found.npy")
     recall = overlap(index.search(texts, K, asked)[0], exact)
@@ -145,44 +145,44 @@ def compare(folder: Path, index: ScannIndex, python: str, rounds: int) -> list[R
         peer.ask(f"ivf {nprobe} {K}")
         return overlap(np.load(folder / "found.npy"), exact)
 
-    nprobe = bisect.bisect_left(range(1, peer.says["leaves"]), recall, key=ivf_recall) + 1
+    nprobe = bisect.bisect_left(range(1, peer.info["leaves"]), recall, key=ivf_recall) + 1
     equal = ivf_recall(nprobe)
     sides: dict[str, Any] = {
         "ours": lambda: seconds(lambda: index.search(texts, K, asked)),
         "flat": lambda: peer.ask(f"flat {K}")["seconds"],
         "ivf": lambda: peer.ask(f"ivf {nprobe} {K}")["seconds"],
     }
-    took = alternate(sides, rounds)
+    took = interleaved_medians(sides, rounds)
     peer.close()
-    ours, version = f"{QUERIES / took['ours']:.0f}/s", peer.says["version"]
+    ours, version = f"{QUERIES / took['ours']:.0f}/s", peer.info["version"]
     return [
-        Row(f"recall@{K} of {QUERIES} queries", f"{recall:.4f}", "1 (flat)", "", "≥ 0.99"),
-        Row(
+        BenchmarkRow(f"recall@{K} of {QUERIES} queries", f"{recall:.4f}", "1 (flat)", "", "≥ 0.99"),
+        BenchmarkRow(
             "queries/s against flat",
             ours,
             f"{QUERIES / took['flat']:.0f}/s (faiss-cpu {version})",
             f"{took['flat'] / took['ours']:.1f}×",
             "≥ 10×",
         ),
-        Row(
-            f"queries/s against IVF (nprobe {nprobe} of {peer.says['leaves']}, recall {equal:.4f})",
+        BenchmarkRow(
+            f"queries/s against IVF (nprobe {nprobe} of {peer.info['leaves']}, recall {equal:.4f})",
             ours,
             f"{QUERIES / took['ivf']:.0f}/s",
             f"{took['ivf'] / took['ours']:.1f}×",
             "≥ 1×",
         ),
-        Row("IVF: building", "", f"{peer.says['build_seconds']:.0f} s", "", ""),
+        BenchmarkRow("IVF: building", "", f"{peer.info['build_seconds']:.0f} s", "", ""),
     ]
 
 
-def opening(folder: Path, dim: int) -> list[Row]:
+def opening(folder: Path, dim: int) -> list[BenchmarkRow]:
     """Rows of memory and time of opening the index in a fresh process, and its first answer; and of building it."""
     query = json.loads((folder / "queries.json").read_text())[0]
     files = [file for file in (folder / "index").rglob("*") if file.is_file()]
     size = sum(file.stat().st_size for file in files)
 
     def opened() -> dict[str, float]:
-        command = [sys.executable, "-c", OPENED, str(folder / "index"), str(dim), query]
+        command = [sys.executable, "-c", OPEN, str(folder / "index"), str(dim), query]
         output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
         return json.loads(output.splitlines()[-1])
 
@@ -194,7 +194,7 @@ def opening(folder: Path, dim: int) -> list[Row]:
     stages = ", ".join(f"{name} {took:.0f}" for name, took in built["stages"].items() if name != "start")
     continued = ", of a build that was continued" if built["continued"] else ""
     return [
-        Row(
+        BenchmarkRow(
             "memory of the open index: after a query, at most meanwhile",
             f"{cold['held'] / 1e6:.0f} MB, {cold['peak'] / 1e6:.0f} MB",
             f"{size / 1e6:.0f} MB on the disk",
@@ -202,13 +202,13 @@ def opening(folder: Path, dim: int) -> list[Row]:
             "≤ 1.2",
         ),
         *(
-            Row(f"opening, and with the first query, {how}", seconds_of(found), "", "", "< 2 s")
+            BenchmarkRow(f"opening, and with the first query, {how}", seconds_of(found), "", "", "< 2 s")
             for how, found in (
                 ("none of it in the page cache", [cold]),
                 (f"opened before (median of {OPENINGS})", warm),
             )
         ),
-        Row(
+        BenchmarkRow(
             f"building{continued}: all ({stages}), peak memory",
             f"{sum(built['stages'].values()):.0f} s, {built['peak_gb']:.1f} GB",
             "",
@@ -241,7 +241,7 @@ def main() -> None:
     flags.add_argument("--faiss_python", default=sys.executable)
     given = flags.parse_args()
     folder = Path(given.folder) / f"{given.passages}x{given.dim}"
-    prepared(folder, given.passages, given.dim, given.memory_gb)
+    prepare(folder, given.passages, given.dim, given.memory_gb)
     rows = opening(folder, given.dim)  # before anything else takes memory
     index = open_index(folder / "index", text_encoder(given.dim))._index
     assert isinstance(index, ScannIndex)
@@ -252,7 +252,9 @@ def main() -> None:
     if imports(given.faiss_python, "faiss"):
         rows = compare(folder, index, given.faiss_python, given.rounds) + rows
     else:
-        rows.insert(0, Row("against faiss-cpu", "", "not measured: no faiss in --faiss_python", "", ""))
+        rows.insert(
+            0, BenchmarkRow("against faiss-cpu", "", "not measured: no faiss in --faiss_python", "", "")
+        )
     command = f"python -m benchmarks.retrieval --passages={given.passages} --dim={given.dim}"
     write(f"Retrieval, {given.passages:,} × {given.dim}", command, rows, notes)
 

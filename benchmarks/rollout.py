@@ -22,9 +22,9 @@ import numpy as np
 from flax import nnx
 
 from benchmarks import accelerator
-from benchmarks.fastest import CACHES, HF, TUNIX, Fastest, peers
 from benchmarks.fixed_lengths import KEY, FixedLengths
-from benchmarks.measure import Row, command, medians, take_turns, warm_up, write
+from benchmarks.measure import BenchmarkRow, command, interleave, medians, warm_up, write
+from benchmarks.peer_library import CACHES, HF, TUNIX, PeerLibrary, peers
 from rrl.data.questions import Question
 from rrl.miniwiki import KINDS, generate, mixed_questions
 from rrl.models.config import DecoderConfig
@@ -49,7 +49,7 @@ TRAINING = {"max_searches": 4, "turn_tokens": 128, "observation_tokens": 256, "c
 DRAFT_TOKENS = 1
 """Of configs/rsearch_grpo.py."""
 
-Found = tuple[list[Row], list[str]]
+SectionResult = tuple[list[BenchmarkRow], list[str]]
 """Rows, and notes below them."""
 
 
@@ -67,11 +67,11 @@ def pythons(args: argparse.Namespace) -> dict[str, str]:
     return {HF: args.hf_python, TUNIX: args.tunix_python}
 
 
-def single_turn(args: argparse.Namespace) -> Found:
+def single_turn(args: argparse.Namespace) -> SectionResult:
     """One turn: drawn, against Hugging Face's generate that draws; greedy, against Tunix's Sampler, which is fastest so."""
     batch, prompt, new = args.batch, 256, 256
     what = f"one turn, batch {batch}, {prompt} prompt and {new} new tokens, tokens/s"
-    wanted = {HF: "1.5x", TUNIX: "3x"}
+    target = {HF: "1.5x", TUNIX: "3x"}
     made = model().engine(EngineConfig(rows=batch, context=prompt + new, feeds=batch, feed_tokens=512))
     environment = SingleTurn(turn_tokens=new)
     ours = {HF: "ours, drawn", TUNIX: "ours, greedy"}
@@ -85,7 +85,7 @@ def single_turn(args: argparse.Namespace) -> Found:
     with peers(model(), pythons(args), batch, prompt, new) as (found, missing):
         for peer in found.values():
             sides |= peer.sides("sample")
-        times = take_turns(sides, args.rounds)
+        times = interleave(sides, args.rounds)
         greedy = made.run(
             nnx.state(model().decoder), model().requests(batch, prompt, temperature=0.0), environment, KEY
         )
@@ -93,22 +93,22 @@ def single_turn(args: argparse.Namespace) -> Found:
             theirs = np.array(peer.peer.ask("greedy")["tokens"])
             same = np.mean([t.tokens[prompt:] == other for t, other in zip(greedy, theirs, strict=True)])
             what_is_equal = f"the same, greedy: equal tokens of {batch * new}"
-            equal.append(Row(what_is_equal, f"{100 * same:.1f} %", name, "", "100 %"))
+            equal.append(BenchmarkRow(what_is_equal, f"{100 * same:.1f} %", name, "", "100 %"))
     took = medians(times)
 
     def rate(seconds: float) -> str:
         return f"{batch * new / seconds:.0f}"
 
-    rows = [Row(what, "", name, why, wanted[name]) for name, why in missing.items()]
+    rows = [BenchmarkRow(what, "", name, why, target[name]) for name, why in missing.items()]
     for name, peer in found.items():
         seconds, words = peer.best(took, rate)
         own = f"{rate(took[ours[name]])} ({ours[name].removeprefix('ours, ')})"
-        rows.append(Row(what, own, words, f"{seconds / took[ours[name]]:.2f}x", wanted[name]))
+        rows.append(BenchmarkRow(what, own, words, f"{seconds / took[ours[name]]:.2f}x", target[name]))
     return rows + equal, [warm_up(times)]
 
 
 @dataclasses.dataclass(frozen=True)
-class Turns:
+class FixedTurns:
     """Search episodes of fixed lengths; `again` clears the context at each turn and prefills all of it once more."""
 
     searches: int
@@ -145,16 +145,16 @@ RESPONSE_TOKENS = 500
 when a turn is written to the end or the limit."""
 
 
-def episodes(args: argparse.Namespace) -> Found:
+def episodes(args: argparse.Namespace) -> SectionResult:
     """Search episodes, against loops that read the whole history again at every turn: Search-R1's over Hugging Face's generate,
     with turns written to their limit, as published, and no longer than what is kept of them; Tunix's over its Sampler; one over
     this engine. And against one over generate that keeps its cache, which it can as long as all turns and observations are of one
     length. A batch four times as large is measured with generate alone, of the other libraries."""
     rows, notes = [], []
     for searches, batch in ((2, args.batch // 4), (4, args.batch // 4), (4, args.batch)):
-        live, again, all_peers = Turns(searches), Turns(searches, again=True), batch < args.batch
+        live, again, all_peers = FixedTurns(searches), FixedTurns(searches, again=True), batch < args.batch
         what = f"episodes of {searches} searches (64 written, 384 read a turn), batch {batch}, seconds"
-        wanted = "4x at 4 turns, growing" if searches == 4 else ""
+        target = "4x at 4 turns, growing" if searches == 4 else ""
         histories = [
             live.prompt + turn * (live.turn_tokens + live.observation_tokens) for turn in range(searches + 1)
         ]
@@ -178,29 +178,29 @@ def episodes(args: argparse.Namespace) -> Found:
                 sides |= peer.sides("turns", *histories)
             if all_peers and HF in found:
                 generate = found[HF].peer
-                found |= {name: Fastest(name, generate, CACHES) for name in (KEPT, UNCUT)}
+                found |= {name: PeerLibrary(name, generate, CACHES) for name in (KEPT, UNCUT)}
                 sides |= found[KEPT].sides("kept", *histories)
                 sides |= found[UNCUT].sides("uncut", RESPONSE_TOKENS, *histories)
-            times = take_turns(sides, args.rounds)
+            times = interleave(sides, args.rounds)
         took = medians(times)
         # With decoding that takes no time at all.
         most = sum(histories) / (live.prompt + searches * live.observation_tokens)
-        compared = [(took[own], f"{own} {took[own]:.2f}", f" (at most {most:.1f}x: tokens read)", wanted)]
+        compared = [(took[own], f"{own} {took[own]:.2f}", f" (at most {most:.1f}x: tokens read)", target)]
         for name, peer in found.items():
             seconds, words = peer.best(took, "{:.2f}".format)
             reads = "" if name == KEPT else "all read again at every turn: "
             # The target is of turns of one length on both sides.
-            compared.append((seconds, reads + words, "", "" if name in (KEPT, UNCUT) else wanted))
+            compared.append((seconds, reads + words, "", "" if name in (KEPT, UNCUT) else target))
         rows += [
-            Row(what, f"{took['ours']:.2f}", words, f"{seconds / took['ours']:.2f}x{more}", goal)
+            BenchmarkRow(what, f"{took['ours']:.2f}", words, f"{seconds / took['ours']:.2f}x{more}", goal)
             for seconds, words, more, goal in compared
         ]
-        rows += [Row(what, "", name, why, wanted) for name, why in missing.items()]
+        rows += [BenchmarkRow(what, "", name, why, target) for name, why in missing.items()]
         notes.append(f"{searches} searches, batch {batch}: {warm_up(times)}")
     return rows, notes
 
 
-def group(args: argparse.Namespace) -> Found:
+def group(args: argparse.Namespace) -> SectionResult:
     """The prefill of eight samples of a prompt, against one sample's."""
     config = EngineConfig(rows=8, context=1100, feeds=8, feed_tokens=256)
     environment, params = SingleTurn(turn_tokens=1), nnx.state(model().decoder)
@@ -215,9 +215,9 @@ def group(args: argparse.Namespace) -> Found:
             return (time.perf_counter() - began) / 5
 
         sides[f"{samples} of a prompt"] = run
-    times = take_turns(sides, args.rounds)
+    times = interleave(sides, args.rounds)
     one, eight = medians(times).values()
-    row = Row(
+    row = BenchmarkRow(
         "8 samples of a prompt of 1,024 tokens, one token each, seconds",
         f"{eight:.3f}",
         f"1 sample {one:.3f}",
@@ -227,7 +227,7 @@ def group(args: argparse.Namespace) -> Found:
     return [row], [warm_up(times)]
 
 
-class Delayed:
+class DelayedRetriever:
     """A retriever that takes its time."""
 
     needs_embeddings = False
@@ -242,22 +242,22 @@ class Delayed:
         return [[] for _ in queries]
 
 
-def latency(args: argparse.Namespace) -> Found:
+def latency(args: argparse.Namespace) -> SectionResult:
     """Searches of 50 ms, against searches of no time, with the spare rows that the configs have for waiting. No two episodes or
     turns ask the same, so that none waits for another's search."""
     spare, searches = args.batch // 2, 4
     config = EngineConfig(rows=args.batch, spare_rows=spare, context=1600, feeds=16, feed_tokens=256)
 
     @dataclasses.dataclass(frozen=True)
-    class Varied(Turns):
+    class VariedTurns(FixedTurns):
         """Turns of different lengths, as real ones are, so that not all rows search at once."""
 
         stops: tuple[str, ...] = ("e",)  # type: ignore[misc]
 
-    environment, asked = Varied(searches, observation_tokens=128), model().requests(8 * args.batch, 128)
+    environment, asked = VariedTurns(searches, observation_tokens=128), model().requests(8 * args.batch, 128)
 
     def side(delay: float) -> Callable[[], float]:
-        retriever = Delayed(delay)
+        retriever = DelayedRetriever(delay)
         run = model().timed(model().engine(config, retriever), asked, environment)
 
         def timed() -> float:
@@ -269,9 +269,9 @@ def latency(args: argparse.Namespace) -> Found:
         return timed
 
     sides = {f"{1000 * delay:.0f} ms": side(delay) for delay in (0.0, 0.05)}
-    times = take_turns(sides, args.rounds)
+    times = interleave(sides, args.rounds)
     fast, slow = medians(times).values()
-    row = Row(
+    row = BenchmarkRow(
         f"{len(asked)} episodes of {searches} searches over {args.batch} rows and {spare} spare ones, no query twice, seconds by "
         "search latency",
         f"50 ms {slow:.2f}",
@@ -282,7 +282,7 @@ def latency(args: argparse.Namespace) -> Found:
     return [row], [warm_up(times)]
 
 
-def mixed(args: argparse.Namespace) -> Found:
+def mixed(args: argparse.Namespace) -> SectionResult:
     """How many slots write, where lengths are geometric, ten to one; and how many would if each were refilled at once."""
     config = EngineConfig(rows=args.batch, context=640, feeds=16, feed_tokens=256)
     draws = np.random.default_rng(0).geometric(1 / 100, 16 * args.batch).clip(20, 200)
@@ -296,8 +296,8 @@ def mixed(args: argparse.Namespace) -> Found:
     most = draws.sum() / (max(free_at) * args.batch)
     made = model().engine(config)
     run = model().timed(made, asked, SingleTurn(turn_tokens=200), int(draws.sum()))
-    times = take_turns({"ours": run}, args.rounds)
-    row = Row(
+    times = interleave({"ours": run}, args.rounds)
+    row = BenchmarkRow(
         f"{len(draws)} requests of 20 to 200 tokens over {args.batch} slots: slots that write",
         f"{100 * made.stats.busy:.1f} % ({medians(times)['ours']:.2f} s)",
         f"refilled at once, in the same order {100 * most:.1f} %",
@@ -307,7 +307,7 @@ def mixed(args: argparse.Namespace) -> Found:
     return [row], [warm_up(times)]
 
 
-def training(args: argparse.Namespace) -> Found:
+def training(args: argparse.Namespace) -> SectionResult:
     """The shipped policy's training rollouts in the built-in world, with the config's draft tokens and without, against decoding
     alone at the same batch, one token a step."""
     decoder, tokenizer = load_language_model(SHAPE, "policy")
@@ -338,7 +338,7 @@ def training(args: argparse.Namespace) -> Found:
         for side, how in (("episodes", ""), ("one by one", "the same without draft tokens: ")):
             useful, busy, each = (rates[side, what] for what in ("rate", "busy", "each"))
             found.append(
-                Row(
+                BenchmarkRow(
                     f"{how}128 training episodes of the built-in world over {batch} rows and {batch // 2} spare ones, prompts, "
                     "searches and all: policy tokens/s",
                     f"{useful:.0f} ({100 * busy:.0f} % of {batch} write, {each:.2f} tokens a step)",
@@ -386,11 +386,11 @@ def _training_rates(
         "one by one": lambda: episodes("one by one", plain),
         "decoding": decoding,
     }
-    times = take_turns(sides, rounds)
+    times = interleave(sides, rounds)
     return medians(rates), times
 
 
-SECTIONS: dict[str, Callable[[argparse.Namespace], Found]] = {
+SECTIONS: dict[str, Callable[[argparse.Namespace], SectionResult]] = {
     section.__name__: section for section in (single_turn, episodes, group, latency, mixed, training)
 }
 

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from benchmarks.measure import Peer, Row, alternate, imports, seconds, write
+from benchmarks.measure import BenchmarkRow, PeerProcess, imports, interleaved_medians, seconds, write
 from rrl.data.questions import Question
 from rrl.data.trajectory import POLICY, PROMPT, Trajectory
 from rrl.miniwiki import KINDS, generate, mixed_questions
@@ -58,7 +58,7 @@ QWEN_HALF_BILLION = {
 }
 
 
-class Learner:
+class StepRunner:
     """A decoder with its optimiser and reference, which takes steps."""
 
     def __init__(self, decoder: Decoder, config: ObjectiveConfig) -> None:
@@ -81,7 +81,9 @@ class Learner:
         self.loss = found["loss"]
 
 
-def made_up(rows: int, length: int, prompt: int, vocabulary: int) -> tuple[list[Trajectory], np.ndarray]:
+def random_trajectories(
+    rows: int, length: int, prompt: int, vocabulary: int
+) -> tuple[list[Trajectory], np.ndarray]:
     """Trajectories of one length, as `peers/torch_step.py` draws them, and their advantages."""
     draws = np.random.default_rng(0)
     tokens = draws.integers(0, vocabulary, (rows, length))
@@ -96,7 +98,7 @@ def made_up(rows: int, length: int, prompt: int, vocabulary: int) -> tuple[list[
     return made, advantages
 
 
-def step(args: argparse.Namespace) -> list[Row]:
+def step(args: argparse.Namespace) -> list[BenchmarkRow]:
     """One step, against torch and transformers."""
     found = []
     wide = dataclasses.replace(
@@ -108,45 +110,51 @@ def step(args: argparse.Namespace) -> list[Row]:
         rows, length, prompt = 16, 512, 64
         what = f"a step on {rows} x {length} tokens, {name}, tokens/s"
         if not imports(args.torch_python, "torch"):
-            found.append(Row(what, "", "", "not measured: no torch", "0.9x"))
+            found.append(BenchmarkRow(what, "", "", "not measured: no torch", "0.9x"))
             continue
         decoder = Decoder(config, rngs=nnx.Rngs(0), attention=KERNEL)
         objective = ObjectiveConfig(
             kl_coef=0.1, clip_high=0.28, lengths=(length,), microbatch_tokens=rows * length // 4, streams=2
         )
-        batches, total = microbatches(*made_up(rows, length, prompt, config.vocab_size), objective)
+        batches, total = microbatches(
+            *random_trajectories(rows, length, prompt, config.vocab_size), objective
+        )
         with tempfile.TemporaryDirectory() as folder:
             save_decoder(folder, decoder, load_tokenizer(TINY))
-            peer = Peer(args.torch_python, "torch_step.py", folder, str(rows), str(length), str(prompt))
-            learner = Learner(decoder, objective)
-            learner.step(batches, total)
+            peer = PeerProcess(
+                args.torch_python, "torch_step.py", folder, str(rows), str(length), str(prompt)
+            )
+            runner = StepRunner(decoder, objective)
+            runner.step(batches, total)
             theirs = peer.ask("step")["loss"]
-            gap = abs(learner.loss - theirs) / abs(theirs)
+            gap = abs(runner.loss - theirs) / abs(theirs)
             sides: dict[str, Callable[[], float]] = {
-                "ours": lambda learner=learner, batches=batches, total=total: seconds(  # type: ignore[misc]
-                    lambda: learner.step(batches, total)
+                "ours": lambda runner=runner, batches=batches, total=total: seconds(  # type: ignore[misc]
+                    lambda: runner.step(batches, total)
                 ),
                 "torch": lambda peer=peer: peer.ask("step")["seconds"],  # type: ignore[misc]
             }
-            took = alternate(sides, args.rounds)
+            took = interleaved_medians(sides, args.rounds)
             peer.close()
         rates = {side: rows * length / value for side, value in took.items()}
         found.append(
-            Row(
+            BenchmarkRow(
                 what,
                 f"{rates['ours']:.0f}",
-                f"{rates['torch']:.0f} ({peer.says['versions']}, SDPA)",
+                f"{rates['torch']:.0f} ({peer.info['versions']}, SDPA)",
                 f"{rates['ours'] / rates['torch']:.2f}x",
                 "0.9x",
             )
         )
         found.append(
-            Row("the loss of its first step", f"{gap:.0e} apart, relatively", f"{theirs:.6f}", "", "the same")
+            BenchmarkRow(
+                "the loss of its first step", f"{gap:.0e} apart, relatively", f"{theirs:.6f}", "", "the same"
+            )
         )
     return found
 
 
-def memory(args: argparse.Namespace) -> list[Row]:
+def memory(args: argparse.Namespace) -> list[BenchmarkRow]:
     """The compiler's count of what a step needs, against one whose logits exist all at once."""
     config, length = DecoderConfig.from_hf(QWEN_HALF_BILLION), 4096
     graph, params = nnx.split(
@@ -172,7 +180,7 @@ def memory(args: argparse.Namespace) -> list[Row]:
             compiled = jax.jit(jax.grad(loss), static_argnums=2).lower(params, batch, whole).compile()
             peaks.append(compiled.memory_analysis().temp_size_in_bytes / 2**30)
         rows_of_table.append(
-            Row(
+            BenchmarkRow(
                 f"log-probabilities and gradient, {rows} x {length} tokens, 151,936 words, 0.5B shape: GiB beside the arguments",
                 f"{peaks[0]:.2f}",
                 f"all logits at once {peaks[1]:.2f}",
@@ -183,7 +191,7 @@ def memory(args: argparse.Namespace) -> list[Row]:
     return rows_of_table
 
 
-def packing(args: argparse.Namespace) -> list[Row]:
+def packing(args: argparse.Namespace) -> list[BenchmarkRow]:
     """Search traces of the shipped policy in packed rows, against one padded row each."""
     decoder, tokenizer = load_language_model(TINY, "policy")
     card = read_card(TINY)
@@ -211,15 +219,15 @@ def packing(args: argparse.Namespace) -> list[Row]:
     }
     sides: dict[str, Callable[[], float]] = {}
     for name, objective in (("packed", packed), ("padded", padded)):
-        learner = Learner(load_language_model(TINY, "policy", attention=KERNEL)[0], objective)
-        sides[name] = lambda learner=learner, name=name: seconds(  # type: ignore[misc]
-            lambda: learner.step(batches[name], 1000.0)
+        runner = StepRunner(load_language_model(TINY, "policy", attention=KERNEL)[0], objective)
+        sides[name] = lambda runner=runner, name=name: seconds(  # type: ignore[misc]
+            lambda: runner.step(batches[name], 1000.0)
         )
-    took = alternate(sides, min(args.rounds, 3))
+    took = interleaved_medians(sides, min(args.rounds, 3))
     took["padded"] *= len(traces) / len(few)
     tokens = [len(t.tokens) for t in traces]
     return [
-        Row(
+        BenchmarkRow(
             f"{len(traces)} search traces of {min(tokens)} to {max(tokens)} tokens (mean {np.mean(tokens):.0f}): seconds a step",
             f"{took['packed']:.2f}",
             f"a padded row each {took['padded']:.2f}",
@@ -229,13 +237,15 @@ def packing(args: argparse.Namespace) -> list[Row]:
     ]
 
 
-def prompts(args: argparse.Namespace) -> list[Row]:
+def prompts(args: argparse.Namespace) -> list[BenchmarkRow]:
     """Groups whose samples share their prompt in the rows, against a copy of it for each."""
     config = DecoderConfig.from_hf(read_config(TINY))
     groups, samples, output = 8, 8, 128
     found = []
     for prompt in (64, 256, 512):
-        trajectories, advantages = made_up(groups * samples, prompt + output, prompt, config.vocab_size)
+        trajectories, advantages = random_trajectories(
+            groups * samples, prompt + output, prompt, config.vocab_size
+        )
         for place, one in enumerate(trajectories):
             one.group = place // samples
             one.tokens[:prompt] = trajectories[one.group * samples].tokens[:prompt]
@@ -248,13 +258,13 @@ def prompts(args: argparse.Namespace) -> list[Row]:
             )
             batches, total = microbatches(trajectories, advantages, objective)
             slots[name] = sum(batch.tokens.size for batch in batches)
-            learner = Learner(Decoder(config, rngs=nnx.Rngs(0), attention=KERNEL), objective)
-            sides[name] = lambda learner=learner, batches=batches, total=total: seconds(  # type: ignore[misc]
-                lambda: learner.step(batches, total)
+            runner = StepRunner(Decoder(config, rngs=nnx.Rngs(0), attention=KERNEL), objective)
+            sides[name] = lambda runner=runner, batches=batches, total=total: seconds(  # type: ignore[misc]
+                lambda: runner.step(batches, total)
             )
-        took = alternate(sides, args.rounds)
+        took = interleaved_medians(sides, args.rounds)
         found.append(
-            Row(
+            BenchmarkRow(
                 f"{groups} groups of {samples} outputs of {output} tokens after a prompt of {prompt}: seconds a step",
                 f"{took['shared']:.2f} ({slots['shared']:,} slots)",
                 f"the prompt once a sample {took['apart']:.2f} ({slots['apart']:,} slots)",
@@ -265,7 +275,7 @@ def prompts(args: argparse.Namespace) -> list[Row]:
     return found
 
 
-SECTIONS: dict[str, Callable[[argparse.Namespace], list[Row]]] = {
+SECTIONS: dict[str, Callable[[argparse.Namespace], list[BenchmarkRow]]] = {
     section.__name__: section for section in (step, memory, packing, prompts)
 }
 

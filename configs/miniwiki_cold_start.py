@@ -22,14 +22,14 @@ from ml_collections import ConfigDict
 from rrl.config.arguments import parse
 from rrl.config.shared import refuse_unused_encoder
 
-STREAM = {"max_searches": 4, "turn_tokens": 128, "observation_tokens": 256, "correction": ""}
+SINGLE_CONTEXT = {"max_searches": 4, "turn_tokens": 128, "observation_tokens": 256, "correction": ""}
 """One growing context; the expert is shown no correction."""
-SHOWN: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "rsearch": ({"instruction": ""}, STREAM),
-    "tiresrag": ({"opening": "bare"}, STREAM),
-    "search_r1": ({"instruction": ""}, STREAM),
-    "r1_searcher": ({"opening": "bare", "malformed_penalty": 0.5}, STREAM),
-    "research": ({"opening": "bare"}, STREAM),
+PROTOCOL_FIELDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "rsearch": ({"instruction": ""}, SINGLE_CONTEXT),
+    "tiresrag": ({"opening": "bare"}, SINGLE_CONTEXT),
+    "search_r1": ({"instruction": ""}, SINGLE_CONTEXT),
+    "r1_searcher": ({"opening": "bare", "malformed_penalty": 0.5}, SINGLE_CONTEXT),
+    "research": ({"opening": "bare"}, SINGLE_CONTEXT),
     "r3rag": ({}, {"max_steps": 5, "turn_tokens": 128}),
     "r2ag": ({}, {"opening": "bare", "turn_tokens": 192}),
 }
@@ -52,7 +52,7 @@ def get_config(arg: str = "") -> ConfigDict:
     """The config of `--config=configs/miniwiki_cold_start.py:ARG`."""
     args = parse(
         arg,
-        recipe=tuple(SHOWN),
+        recipe=tuple(PROTOCOL_FIELDS),
         init="runs/pretrain/model",
         out="",
         demonstrations=0,
@@ -79,8 +79,8 @@ def get_config(arg: str = "") -> ConfigDict:
             "top_k": 2,
             "card_top_k": 1 if args.recipe == "r2ag" else 0,
             "recipe": args.recipe,
-            "recipe_options": SHOWN[args.recipe][0],
-            "environment": SHOWN[args.recipe][1],
+            "recipe_options": PROTOCOL_FIELDS[args.recipe][0],
+            "environment": PROTOCOL_FIELDS[args.recipe][1],
         },
         "retriever": {
             "kind": args.retriever,

@@ -21,7 +21,7 @@ from rrl.config.shared import is_smoke, parse_run
 
 def get_config(arg: str = "") -> ConfigDict:
     """The config of `--config=configs/rsearch_ppo.py:ARG`."""
-    grpo = _beside("rsearch_grpo")
+    grpo = _load_sibling("rsearch_grpo")
     args, config = parse_run(arg, **grpo.ARGUMENTS), grpo.get_config(arg)
     from rrl.train.experiment import with_defaults
 
@@ -46,7 +46,7 @@ def get_config(arg: str = "") -> ConfigDict:
     return with_defaults(config)
 
 
-def _beside(name: str) -> types.ModuleType:
+def _load_sibling(name: str) -> types.ModuleType:
     """The config file of that name beside this one; configs are loaded by path, not as a package."""
     path = pathlib.Path(__file__).with_name(f"{name}.py")
     spec = importlib.util.spec_from_file_location(name, path)

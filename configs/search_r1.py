@@ -51,7 +51,7 @@ def get_config(arg: str = "") -> ConfigDict:
             # right or all wrong differ by form alone.
             config.objective.drop_spread = 0.3
     else:
-        publish(config, args, recipe)
+        set_published(config, args, recipe)
     if ppo:
         config.objective.update({"kl_estimator": "k1", "kl_in": "reward", "whiten": True})
         config.critic = {
@@ -76,7 +76,7 @@ def get_config(arg: str = "") -> ConfigDict:
     return with_defaults(config)
 
 
-def publish(config: ConfigDict, args: types.SimpleNamespace, recipe: dict[str, Any]) -> None:
+def set_published(config: ConfigDict, args: types.SimpleNamespace, recipe: dict[str, Any]) -> None:
     """The published settings."""
     ppo = args.algorithm == "ppo"
     config.recipe = recipe

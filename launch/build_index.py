@@ -57,7 +57,7 @@ _ONLY = (
 """Kinds of index, and the flags that have a meaning with them alone."""
 
 
-class Stages:
+class StageProgress:
     """A progress line for each stage, with passages/s and the time left, every five seconds at least."""
 
     def __init__(self) -> None:
@@ -141,7 +141,7 @@ def main(_: Sequence[str]) -> None:
         on_error="skip" if _SKIP.value else "refuse",
         columns=_COLUMNS.value,
         shard=_shard(_SHARD.value),
-        progress=Stages(),
+        progress=StageProgress(),
     )
     print(json.dumps(manifest, indent=2))
 

@@ -23,15 +23,15 @@ flags.mark_flags_as_required(["config", "topology"])
 
 def main(_: Sequence[str]) -> None:
     """Plans and prints; exit code 1 where it does not fit."""
-    from rrl.plan.plan import plan
+    from rrl.plan.capacity import plan_capacity
     from rrl.plan.report import report
 
-    found = plan(
+    found = plan_capacity(
         _CONFIG.value,
         _TOPOLOGY.value or "",
         tokens=_TOKENS.value,
         policy_tokens=_POLICY_TOKENS.value,
-        say=lambda text: print(text, file=sys.stderr, flush=True),
+        progress=lambda text: print(text, file=sys.stderr, flush=True),
     )
     print(report(found))
     if not found.fits:

@@ -8,8 +8,8 @@ import sys
 import pytest
 
 from benchmarks import accelerator, measure, rollout
-from benchmarks.fastest import CACHES, Fastest
-from benchmarks.measure import Row, command, medians, take_turns, warm_up, write
+from benchmarks.measure import BenchmarkRow, command, interleave, medians, warm_up, write
+from benchmarks.peer_library import CACHES, PeerLibrary
 
 SHAPE = "Rollout: Qwen2.5-7B's shape"
 
@@ -33,7 +33,7 @@ def without_peers(tmp_path):
 
 
 def test_a_section_replaces_its_own_and_one_that_was_not_measured_replaces_no_other(results):
-    row = Row("what", "1", "2", "2x", "3x")
+    row = BenchmarkRow("what", "1", "2", "2x", "3x")
     accelerator.main([])
     accelerator.main([])
     assert results.read_text().count(f"## {SHAPE}, not measured") == 1
@@ -58,7 +58,7 @@ def test_a_command_is_told_without_paths_and_without_what_need_not_be_said():
 
 
 def test_the_first_round_is_told_apart_and_in_no_median():
-    times = take_turns({"ours": iter([9.0, 1.0, 3.0, 2.0]).__next__}, 3)
+    times = interleave({"ours": iter([9.0, 1.0, 3.0, 2.0]).__next__}, 3)
     assert medians(times) == {"ours": 2.0}
     assert warm_up(times).startswith("Medians of 3 rounds") and "ours 9.0 s" in warm_up(times)
 
@@ -66,7 +66,7 @@ def test_the_first_round_is_told_apart_and_in_no_median():
 def test_the_faster_setting_is_compared_and_one_that_fails_is_asked_once():
     class Answers:
         def __init__(self, **answers):
-            self.says = {"versions": "version 1"}
+            self.info = {"versions": "version 1"}
             self.answers, self.asked = answers, []
 
         def ask(self, line):
@@ -74,14 +74,14 @@ def test_the_faster_setting_is_compared_and_one_that_fails_is_asked_once():
             return self.answers[line.split()[1]]
 
     peer = Answers(dynamic={"seconds": 4.0}, static={"seconds": 2.0})
-    both = Fastest("It", peer, CACHES)
-    took = medians(take_turns(both.sides("turns", 3, 5), 1))
+    both = PeerLibrary("It", peer, CACHES)
+    took = medians(interleave(both.sides("turns", 3, 5), 1))
     assert peer.asked == ["turns dynamic 3 5", "turns static 3 5"] * 2
     assert both.best(took, "{:.0f}".format) == (2.0, "It 2 (static cache; dynamic 4; version 1)")
 
     peer = Answers(dynamic={"seconds": 4.0}, static={"error": "NoCompiler"})
-    one = Fastest("It", peer, CACHES)
-    took = medians(take_turns(one.sides("sample"), 2))
+    one = PeerLibrary("It", peer, CACHES)
+    took = medians(interleave(one.sides("sample"), 2))
     assert took["It, static cache"] == math.inf and peer.asked.count("sample static") == 1
     assert one.best(took, "{:.0f}".format) == (
         4.0,

@@ -33,21 +33,21 @@ class Workload:
 
 
 @dataclasses.dataclass(frozen=True)
-class Cost:
+class StepCost:
     """One part of a training step, over all chips."""
 
     flops: float
-    bytes: float
+    memory_bytes: float
     """Read from the chips' memories, at least."""
-    sent: float = 0.0
+    collective_bytes: float = 0.0
     """Bytes a chip receives in collectives."""
 
     def seconds(self, chip: Chip, chips: int) -> float:
         """The least time it takes: arithmetic, memory and links at their published speeds, the slowest of the three."""
         return max(
             self.flops / (chip.flops * chips),
-            self.bytes / (chip.bandwidth * chips),
-            self.sent / chip.interconnect,
+            self.memory_bytes / (chip.bandwidth * chips),
+            self.collective_bytes / chip.interconnect,
         )
 
 
@@ -60,7 +60,7 @@ def forward_flops(config: DecoderConfig, tokens: float, keys: float, scored: flo
     )
 
 
-def costs(
+def step_costs(
     settings: Settings,
     config: DecoderConfig,
     mesh: Mesh | AbstractMesh,
@@ -69,7 +69,7 @@ def costs(
     remat: str,
     trained: float,
     traffic: Mapping[str, Mapping[str, Traffic]],
-) -> dict[str, Cost]:
+) -> dict[str, StepCost]:
     """The parts of a training step. Loops are counted as often as they turn, unlike in XLA's own analysis."""
     episodes = settings.train.questions * settings.train.samples
     tokens, written = float(episodes * workload.tokens), float(episodes * workload.policy_tokens)
@@ -92,18 +92,18 @@ def costs(
     asked = 1 if objective.kl_in_reward else objective.epochs
     passes = objective.epochs * (back - (settings.lora.rank > 0)) + asked
     parts = {
-        "rollout": Cost(
+        "rollout": StepCost(
             forward,
             steps * (weights + held) + prefills * weights,
             rate.get("decode", 0.0) * steps + rate.get("prefill", 0.0) * prefills,
         ),
-        "update": Cost(
+        "update": StepCost(
             passes * forward,
             batches * passes * F32 / BF16 * weights,
             # The reference's own pass gathers the parameters once of the three times that an update moves them.
             rate.get("update", 0.0) * batches * (objective.epochs + objective.kl_in_reward / 3),
         ),
-        "optimiser step": Cost(
+        "optimiser step": StepCost(
             objective.optimizer_steps * 12.0 * trained,
             objective.optimizer_steps * 7 * F32 * trained,  # reads p, g, m, v; writes p, m, v
             rate.get("optimiser step", 0.0) * objective.optimizer_steps,
@@ -114,12 +114,12 @@ def costs(
         headless = forward_flops(body, tokens, mean_keys, 0.0)
         times = critic.epochs * back + 1  # and once for the values before the update
         size = matrix_parameters(body) + config.hidden * config.vocab_size
-        parts["critic update"] = Cost(
+        parts["critic update"] = StepCost(
             times * headless,
             batches * times * F32 * size,
             rate.get("critic update", 0.0) * batches * critic.epochs,
         )
-        parts["critic step"] = Cost(
+        parts["critic step"] = StepCost(
             critic.optimizer_steps * 12.0 * size,
             critic.optimizer_steps * 7 * F32 * size,
             rate.get("critic step", 0.0) * critic.optimizer_steps,
@@ -141,7 +141,7 @@ def cache_device_bytes(
     return cache_bytes(config, rows, slots, itemsize) / data_shards(mesh) / heads
 
 
-def temporaries(
+def estimate_temporaries(
     settings: Settings,
     config: DecoderConfig,
     mesh: Mesh | AbstractMesh,

@@ -5,10 +5,10 @@ import dataclasses
 import math
 import re
 
-KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
+COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
 _BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s16": 2, "u16": 2, "s64": 8, "u64": 8, "f64": 8}
 _HEAD = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) \(.*\{$")
-_COLLECTIVE = re.compile(rf"= (.*?) ({'|'.join(KINDS)})(-start)?\(")
+_COLLECTIVE = re.compile(rf"= (.*?) ({'|'.join(COLLECTIVES)})(-start)?\(")
 _CALLED = re.compile(r"(?:calls|to_apply|body|true_computation|false_computation)=%?([\w.\-]+)")
 _LISTED = re.compile(r"(?:branch_computations|called_computations)=\{([^}]*)\}")
 _CHANNEL = re.compile(r"channel_id=\d+")
@@ -68,7 +68,7 @@ def collectives(text: str, scope: str = "") -> dict[str, Traffic]:
                 found.setdefault(
                     channel[0] if channel else f"{name} {place}", (match[2], factor, factor * size)
                 )
-    parts = {kind: [part for part in found.values() if part[0] == kind] for kind in KINDS}
+    parts = {kind: [part for part in found.values() if part[0] == kind] for kind in COLLECTIVES}
     return {
         kind: Traffic(sum(count for _, count, _ in group), sum(size for *_, size in group))
         for kind, group in parts.items()

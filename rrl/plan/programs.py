@@ -37,11 +37,11 @@ from rrl.rollout.automaton import compile_stops
 from rrl.rollout.loop import DECODE, PREFILL, Programs
 from rrl.train.experiment import Settings
 
-Body = TypeVar("Body", bound=Decoder)
+DecoderT = TypeVar("DecoderT", bound=Decoder)
 
 
 @dataclasses.dataclass(frozen=True)
-class Valued:
+class CriticShapes:
     """PPO's critic as shapes on a mesh, all of it in the dtype of the master weights."""
 
     graph: nnx.GraphDef
@@ -51,7 +51,7 @@ class Valued:
 
 
 @dataclasses.dataclass(frozen=True)
-class Model:
+class ModelShapes:
     """A model to be trained, as shapes on a mesh: ShapeDtypeStructs with their placement."""
 
     config: DecoderConfig
@@ -62,7 +62,7 @@ class Model:
     """What is trained as it was at the start, in the dtype of the computation."""
     fixed: PyTree
     """The others, in the dtype of the computation; both models share them."""
-    critic: Valued | None = None
+    critic: CriticShapes | None = None
 
     @classmethod
     def of(
@@ -75,10 +75,10 @@ class Model:
         param_dtype: DTypeLike,
         remat: Remat,
         attention: Backend,
-    ) -> "Model":
+    ) -> "ModelShapes":
         """Nothing is allocated."""
 
-        def body(kind: type[Body], config: DecoderConfig = config) -> Body:
+        def body(kind: type[DecoderT], config: DecoderConfig = config) -> DecoderT:
             return kind(
                 config,
                 rngs=nnx.Rngs(0),
@@ -99,32 +99,32 @@ class Model:
         )
         critic = None
         if (asked := settings.train.critic) is not None:
-            valued = nnx.eval_shape(lambda: body(ValueModel, asked.body(config)))
-            head, *states = split_trained(valued, asked.optim.frozen)
-            critic = Valued(head, *(_placed(state, mesh) for state in states))
+            value_model = nnx.eval_shape(lambda: body(ValueModel, asked.body(config)))
+            head, *states = split_trained(value_model, asked.optim.frozen)
+            critic = CriticShapes(head, *(_placed(state, mesh) for state in states))
         params, reference, fixed = (_placed(state, mesh) for state in (params, reference, fixed))
         return cls(config, graph, params, reference, fixed, critic)
 
 
 @dataclasses.dataclass(frozen=True)
-class Program:
+class CompiledProgram:
     """What the compiler says of one program; bytes of one device."""
 
     name: str
-    seconds: float = 0.0
+    compile_seconds: float = 0.0
     """Time to compile it."""
-    arguments: float = 0.0
-    temporaries: float = 0.0
+    argument_bytes: float = 0.0
+    temporary_bytes: float = 0.0
     """All else that lives at the fullest moment, code included."""
     flops: float = 0.0
     """As XLA counts them: the body of a loop once."""
     traffic: Mapping[str, Mapping[str, Traffic]] = dataclasses.field(default_factory=dict)
     """Collectives by what they belong to: the program, or in the rollout one decoded token and one prefill of all rows."""
-    too_large: str = ""
-    """What the compiler said where the program alone does not fit; then it tells no sizes but `temporaries`."""
+    refusal: str = ""
+    """What the compiler said where the program alone does not fit; then it tells no sizes but `temporary_bytes`."""
 
 
-def rollout(settings: Settings, model: Model, mesh: Mesh) -> Program:
+def rollout(settings: Settings, model: ModelShapes, mesh: Mesh) -> CompiledProgram:
     """The episode loop with its callback, without a query encoder."""
     environment = settings.recipe.environment
     automaton = compile_stops(environment.stops, [b""])
@@ -150,7 +150,7 @@ def rollout(settings: Settings, model: Model, mesh: Mesh) -> Program:
     return _compile("rollout", loop, shapes, mesh, scopes={"decode": DECODE, "prefill": PREFILL})
 
 
-def accumulate(settings: Settings, model: Model, mesh: Mesh) -> Program:
+def accumulate(settings: Settings, model: ModelShapes, mesh: Mesh) -> CompiledProgram:
     """Log-probabilities under the policy, and under the reference where the reward has not asked for them, loss and gradient of
     the largest microbatch."""
     descent = _updater(settings, model).descent
@@ -159,24 +159,26 @@ def accumulate(settings: Settings, model: Model, mesh: Mesh) -> Program:
     return _accumulate("update", descent, model.params, frozen, batch, mesh)
 
 
-def apply(settings: Settings, model: Model, mesh: Mesh) -> Program:
+def apply(settings: Settings, model: ModelShapes, mesh: Mesh) -> CompiledProgram:
     """The optimiser's step."""
     return _apply(
         "optimiser step", _updater(settings, model).descent, settings.train.optim, model.params, mesh
     )
 
 
-def critic_accumulate(settings: Settings, model: Model, mesh: Mesh) -> Program:
+def critic_accumulate(settings: Settings, model: ModelShapes, mesh: Mesh) -> CompiledProgram:
     """Values, loss and gradient of the largest microbatch."""
-    critic, valued, _ = _critic(settings, model)
+    critic, critic_shapes, _ = _critic(settings, model)
     batch = _microbatch(settings.train.objective, ("value", "return"), mesh)
-    return _accumulate("critic update", critic.descent, valued.params, valued.fixed, batch, mesh)
+    return _accumulate(
+        "critic update", critic.descent, critic_shapes.params, critic_shapes.fixed, batch, mesh
+    )
 
 
-def critic_apply(settings: Settings, model: Model, mesh: Mesh) -> Program:
+def critic_apply(settings: Settings, model: ModelShapes, mesh: Mesh) -> CompiledProgram:
     """The step of the critic's optimiser."""
-    critic, valued, optim = _critic(settings, model)
-    return _apply("critic step", critic.descent, optim, valued.params, mesh)
+    critic, critic_shapes, optim = _critic(settings, model)
+    return _apply("critic step", critic.descent, optim, critic_shapes.params, mesh)
 
 
 def optimizer_state(optim: OptimConfig, params: PyTree, mesh: Mesh | AbstractMesh) -> PyTree:
@@ -199,15 +201,21 @@ def device_bytes(tree: PyTree) -> float:
     )
 
 
-def _updater(settings: Settings, model: Model) -> Updater:
+def _updater(settings: Settings, model: ModelShapes) -> Updater:
     return Updater(model.graph, make_optimizer(settings.train.optim), settings.train.objective)
 
 
-def _critic(settings: Settings, model: Model) -> tuple[Critic, Valued, OptimConfig]:
-    config, valued = settings.train.critic, model.critic
-    assert config is not None and valued is not None  # what is called has a critic
-    made = Critic(valued.graph, valued.fixed, make_optimizer(config.optim), config, settings.train.objective)
-    return made, valued, config.optim
+def _critic(settings: Settings, model: ModelShapes) -> tuple[Critic, CriticShapes, OptimConfig]:
+    config, critic_shapes = settings.train.critic, model.critic
+    assert config is not None and critic_shapes is not None  # what is called has a critic
+    made = Critic(
+        critic_shapes.graph,
+        critic_shapes.fixed,
+        make_optimizer(config.optim),
+        config,
+        settings.train.objective,
+    )
+    return made, critic_shapes, config.optim
 
 
 def _microbatch(objective: ObjectiveConfig, extras: Iterable[str], mesh: Mesh) -> Batch:
@@ -226,19 +234,19 @@ def _microbatch(objective: ObjectiveConfig, extras: Iterable[str], mesh: Mesh) -
 
 def _accumulate(
     name: str, descent: Descent, params: PyTree, frozen: PyTree, batch: Batch, mesh: Mesh
-) -> Program:
+) -> CompiledProgram:
     sums = {key: _whole((), jnp.float32, mesh) for key in descent.sums}
     return _compile(name, descent.accumulate, (params, frozen, params, sums, batch), mesh)
 
 
-def _apply(name: str, descent: Descent, optim: OptimConfig, params: PyTree, mesh: Mesh) -> Program:
+def _apply(name: str, descent: Descent, optim: OptimConfig, params: PyTree, mesh: Mesh) -> CompiledProgram:
     shapes = (params, optimizer_state(optim, params, mesh), params, _whole((), jnp.float32, mesh))
     return _compile(name, descent.apply, shapes, mesh)
 
 
 def _compile(
     name: str, program: Any, shapes: tuple[Any, ...], mesh: Mesh, scopes: Mapping[str, str] | None = None
-) -> Program:
+) -> CompiledProgram:
     began = time.perf_counter()
     try:
         with jax.set_mesh(mesh):
@@ -249,16 +257,16 @@ def _compile(
         arguments = device_bytes(shapes)
         needed = re.search(r"(?:temporaries \(|Used )([\d.]+)([KMGT])", str(error))
         total = float(needed[1]) * 1024.0 ** (1 + "KMGT".index(needed[2])) if needed else float("inf")
-        refusal = str(error).split("\n")[0]
-        return Program(
-            name, time.perf_counter() - began, arguments, max(total - arguments, 0.0), too_large=refusal
+        message = str(error).split("\n")[0]
+        return CompiledProgram(
+            name, time.perf_counter() - began, arguments, max(total - arguments, 0.0), refusal=message
         )
     # A TPU's peak is what the compiler holds against the chip's memory: arguments count, the program itself does not.
     memory, text = compiled.memory_analysis(), compiled.as_text()
     own = memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
     if mesh.devices.flat[0].platform == "tpu":
         own = memory.peak_memory_in_bytes - memory.argument_size_in_bytes
-    return Program(
+    return CompiledProgram(
         name,
         time.perf_counter() - began,
         memory.argument_size_in_bytes,
@@ -285,7 +293,7 @@ def _no_host(*report: Any) -> np.ndarray:
     raise RuntimeError("a planned rollout has no host")
 
 
-Compiler = Callable[[Settings, Model, Mesh], Program]
+Compiler = Callable[[Settings, ModelShapes, Mesh], CompiledProgram]
 COMPILERS: tuple[Compiler, ...] = (rollout, accumulate, apply)
 CRITIC_COMPILERS: tuple[Compiler, ...] = (critic_accumulate, critic_apply)
 """Those of PPO's critic."""

@@ -2,18 +2,18 @@
 
 from rrl.parallel.mesh import data_shards
 from rrl.parallel.topology import GIB
-from rrl.plan.plan import Plan, first_knob
+from rrl.plan.capacity import CapacityPlan, first_change
 
 CAVEAT = "XLA counts the body of a loop (layers, chunks, tokens) once; the times below count every turn"
 
 
-def report(plan: Plan) -> str:
+def report(plan: CapacityPlan) -> str:
     """What `launch/plan.py` prints."""
     blocks = (_head(plan), _memory(plan), _programs(plan), _time(plan), _verdict(plan))
     return "\n\n".join("\n".join(block) for block in blocks if block)
 
 
-def _head(plan: Plan) -> list[str]:
+def _head(plan: CapacityPlan) -> list[str]:
     chip, mesh, rollout = plan.topology.chip, plan.mesh.shape, plan.settings.rollout
     objective = plan.settings.train.objective
     length = objective.lengths[-1]
@@ -22,9 +22,9 @@ def _head(plan: Plan) -> list[str]:
     lines = [
         f"{plan.settings.name} on {plan.topology.name}: {plan.topology.size} x {chip.label}, "
         f"{chip.memory / GIB:.2f} GiB of memory each",
-        f"policy    {plan.parameters / 1e9:.3g} B parameters{adapters} ({plan.shape_of})",
+        f"policy    {plan.parameters / 1e9:.3g} B parameters{adapters} ({plan.config_source})",
         "mesh      " + ", ".join(f"{axis}={size}" for axis, size in mesh.items()),
-        f"numbers   {plan.computation} computation and reference, "
+        f"numbers   {plan.compute_dtype} computation and reference, "
         f"{plan.settings.compute.param_dtype} trained parameters",
         f"kernels   remat={plan.remat}, attention={plan.attention}",
         f"rollout   {rollout.rows} rows{f' and {rollout.spare_rows} spare ones' if rollout.spare_rows else ''} "
@@ -39,7 +39,7 @@ def _head(plan: Plan) -> list[str]:
     return [*lines, "left out  reader and query encoder"]
 
 
-def _memory(plan: Plan) -> list[str]:
+def _memory(plan: CapacityPlan) -> list[str]:
     unit, size = _unit(plan)
     how = "as compiled" if plan.programs else "AN ESTIMATE by count, nothing was compiled"
     phases = list(plan.memory)
@@ -54,16 +54,17 @@ def _memory(plan: Plan) -> list[str]:
     return [*lines, f"  {'total':<{width - 2}}{totals}"]
 
 
-def _programs(plan: Plan) -> list[str]:
+def _programs(plan: CapacityPlan) -> list[str]:
     lines = []
     for program in plan.programs:
-        if program.too_large:
+        if program.refusal:
             lines.append(
-                f"{program.name}: the compiler refused it after {program.seconds:.0f} s: {program.too_large}"
+                f"{program.name}: the compiler refused it after {program.compile_seconds:.0f} s: {program.refusal}"
             )
             continue
         lines.append(
-            f"{program.name}: compiled in {program.seconds:.0f} s, {program.flops:.3g} FLOPs of a device as XLA counts them"
+            f"{program.name}: compiled in {program.compile_seconds:.0f} s, {program.flops:.3g} FLOPs of a device as XLA counts "
+            "them"
         )
         for part, kinds in program.traffic.items():
             sent = "; ".join(f"{t.count:.0f} {kind} {_bytes(t.bytes)}" for kind, t in kinds.items()) or "none"
@@ -71,7 +72,7 @@ def _programs(plan: Plan) -> list[str]:
     return [*lines, f"  ({CAVEAT})"] if lines else []
 
 
-def _time(plan: Plan) -> list[str]:
+def _time(plan: CapacityPlan) -> list[str]:
     chip, chips, work = plan.topology.chip, plan.topology.size, plan.workload
     train = plan.settings.train
     lines = [
@@ -86,34 +87,42 @@ def _time(plan: Plan) -> list[str]:
         seconds = cost.seconds(chip, chips)
         total += seconds
         # What is sent is read from compiled programs.
-        links = f"{cost.sent / chip.interconnect:.1f} s" if plan.programs or chips == 1 else "not counted"
+        links = (
+            f"{cost.collective_bytes / chip.interconnect:.1f} s"
+            if plan.programs or chips == 1
+            else "not counted"
+        )
         lines.append(
             f"  {name:<16}{seconds:>8.1f} s at least: {cost.flops:.3g} FLOPs {cost.flops / chip.flops / chips:.1f} s, memory "
-            f"{cost.bytes / chip.bandwidth / chips:.1f} s, links {links}"
+            f"{cost.memory_bytes / chip.bandwidth / chips:.1f} s, links {links}"
         )
     return [*lines, f"  {'in all':<16}{total:>8.1f} s at least, at the chip's published speeds"]
 
 
-def _verdict(plan: Plan) -> list[str]:
+def _verdict(plan: CapacityPlan) -> list[str]:
     unit, size = _unit(plan)
-    need = sum(plan.memory[plan.fullest].values()) / size
+    need = sum(plan.memory[plan.largest_phase].values()) / size
     room = plan.topology.chip.memory / size
     guess = "" if plan.programs else " (an estimate)"
     if plan.fits:
-        return [f"IT FITS{guess}: the {plan.fullest} needs {need:.2f} of {room:.2f} {unit} on each device"]
+        return [
+            f"IT FITS{guess}: the {plan.largest_phase} needs {need:.2f} of {room:.2f} {unit} on each device"
+        ]
     totals = {
-        phase: sum(parts.values()) / size for phase, parts in plan.memory.items() if phase != plan.fullest
+        phase: sum(parts.values()) / size
+        for phase, parts in plan.memory.items()
+        if phase != plan.largest_phase
     }
     others = "".join(f"; {phase}: {total:.2f}" for phase, total in totals.items() if total > room)
     return [
-        f"IT DOES NOT FIT{guess}: the {plan.fullest} needs {need:.2f} of {room:.2f} {unit} on each device{others}",
-        f"turn first: {first_knob(plan)}",
+        f"IT DOES NOT FIT{guess}: the {plan.largest_phase} needs {need:.2f} of {room:.2f} {unit} on each device{others}",
+        f"turn first: {first_change(plan)}",
     ]
 
 
-def _unit(plan: Plan) -> tuple[str, float]:
+def _unit(plan: CapacityPlan) -> tuple[str, float]:
     """What a plan's memory is told in."""
-    return ("GiB", GIB) if sum(plan.memory[plan.fullest].values()) >= GIB / 4 else ("MiB", 2.0**20)
+    return ("GiB", GIB) if sum(plan.memory[plan.largest_phase].values()) >= GIB / 4 else ("MiB", 2.0**20)
 
 
 def _bytes(count: float) -> str:

@@ -1,7 +1,7 @@
 """The jitted programs of the rollout: the whole episode loop, which asks the host from inside, and its host-driven double.
 
 They know sizes, a model's graph and a function that answers, but no tokenizer, environment or parameters, so that they can
-also be compiled ahead of time for devices that are not there (`rrl.plan.plan`).
+also be compiled ahead of time for devices that are not there (`rrl.plan.capacity`).
 """
 
 import dataclasses

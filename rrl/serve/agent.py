@@ -24,12 +24,12 @@ from rrl.rewards.reader import Reader
 from rrl.rollout.config import EngineConfig
 from rrl.rollout.engine import Engine
 from rrl.rollout.episodes import Request
-from rrl.serve.events import Event, Watched
-from rrl.serve.shown import Shown
+from rrl.serve.display import DisplayedTrajectory
+from rrl.serve.events import Event, ObservedEnvironment
 from rrl.text.chat import chat_ids
 
 READER_CONTEXT = 1024
-CONTEXT = 4096
+DEFAULT_CONTEXT = 4096
 """Tokens of a trajectory, for a policy whose folder does not say what it was trained with."""
 
 
@@ -95,7 +95,7 @@ class Agent:
         decoder, tokenizer = load_language_model(policy, "policy", chat=uses_chat(recipe))
         config = EngineConfig(
             rows=rows,
-            context=min(context or card.context or CONTEXT, decoder.config.max_positions),
+            context=min(context or card.context or DEFAULT_CONTEXT, decoder.config.max_positions),
             feeds=min(rows, 16),
             top_k=top_k or card.top_k,
         )
@@ -122,14 +122,14 @@ class Agent:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def ask(self, question: str | Question, sample: int = 0) -> Shown:
+    def ask(self, question: str | Question, sample: int = 0) -> DisplayedTrajectory:
         """Answers one question. `sample` chooses among the trajectories of a temperature above 0.
 
         A `Question` with gold answers is scored: its trajectory carries rewards and metrics.
         """
         return self.ask_all([question], sample)[0]
 
-    def ask_all(self, questions: Sequence[str | Question], sample: int = 0) -> list[Shown]:
+    def ask_all(self, questions: Sequence[str | Question], sample: int = 0) -> list[DisplayedTrajectory]:
         """Answers many questions, `rows` at a time; each trajectory is what `ask` would give."""
         return self._run(questions, sample, self.recipe.environment)
 
@@ -138,11 +138,11 @@ class Agent:
         which carries the trajectory.
         """
         events: queue.SimpleQueue[Event | BaseException] = queue.SimpleQueue()
-        watched = Watched(self.recipe.environment, self.recipe.tags, events.put)
+        observed = ObservedEnvironment(self.recipe.environment, self.recipe.tags, events.put)
 
         def work() -> None:
             try:
-                (trajectory,) = self._run([question], sample, watched)
+                (trajectory,) = self._run([question], sample, observed)
                 events.put(Event("end", trajectory.ended, trajectory=trajectory))
             except BaseException as error:  # raised again below, in the caller's thread
                 events.put(error)
@@ -156,7 +156,9 @@ class Agent:
             if event.kind == "end":
                 return
 
-    def _run(self, questions: Sequence[str | Question], sample: int, environment: Any) -> list[Shown]:
+    def _run(
+        self, questions: Sequence[str | Question], sample: int, environment: Any
+    ) -> list[DisplayedTrajectory]:
         asked = [q if isinstance(q, Question) else Question(str(n), q, ()) for n, q in enumerate(questions)]
         requests = []
         for number, question in enumerate(asked):
@@ -167,7 +169,10 @@ class Agent:
         with self._lock:
             trajectories = self.engine.run(self.params, requests, environment, self._key)
             self._score(trajectories)
-        return [Shown.of(trajectory, self.recipe.tags, self.engine.bytes) for trajectory in trajectories]
+        return [
+            DisplayedTrajectory.of(trajectory, self.recipe.tags, self.engine.bytes)
+            for trajectory in trajectories
+        ]
 
     def _score(self, trajectories: Sequence[Trajectory]) -> None:
         """Scores against gold answers where they are known; elsewhere only takes out answer and evidence."""

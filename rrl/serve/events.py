@@ -30,14 +30,14 @@ class Event(NamedTuple):
         return "\n".join(f"{self.kind if n == 0 else '':>11}  {line}" for n, line in enumerate(lines))
 
 
-class Watched:
-    """An environment that answers as the one inside it does, and tells `tell` of each turn.
+class ObservedEnvironment:
+    """An environment that answers as the one inside it does, and tells `emit` of each turn.
 
-    `tell` is called from the engine's host callback: it must be quick, must not raise and must not touch JAX.
+    `emit` is called from the engine's host callback: it must be quick, must not raise and must not touch JAX.
     """
 
-    def __init__(self, inner: Environment, tags: Mapping[Tag, str], tell: Callable[[Event], None]) -> None:
-        self._inner, self._tags, self._tell = inner, tags, tell
+    def __init__(self, inner: Environment, tags: Mapping[Tag, str], emit: Callable[[Event], None]) -> None:
+        self._inner, self._tags, self._emit = inner, tags, emit
         self.turn_tokens, self.observation_tokens = inner.turn_tokens, inner.observation_tokens
 
     @property
@@ -48,13 +48,13 @@ class Watched:
     def react(self, episode: Episode, text: str, stop: str) -> Action:
         """Tells the pieces of the turn."""
         for piece in policy_pieces(text, self._tags):
-            self._tell(Event(piece.kind, piece.text))
+            self._emit(Event(piece.kind, piece.text))
         action = self._inner.react(episode, text, stop)
         if isinstance(action, Append):
-            self._tell(Event("message", f"{action.prefix}{action.body}{action.suffix}".strip()))
+            self._emit(Event("message", f"{action.prefix}{action.body}{action.suffix}".strip()))
         elif isinstance(action, Restart) and isinstance(action.prompt, (str, Prompt)):
             said = action.prompt if isinstance(action.prompt, str) else action.prompt.said
-            self._tell(Event("message", said))
+            self._emit(Event("message", said))
         return action
 
     def observe(self, episode: Episode, *found: Sequence[Passage] | None) -> Action:
@@ -62,7 +62,7 @@ class Watched:
         action = self._inner.observe(episode, *found)
         passages = [passage for some in found for passage in some or ()]
         text = action.body if isinstance(action, Append) else render(passages)
-        self._tell(Event("observation", text, tuple(passage.title for passage in passages)))
+        self._emit(Event("observation", text, tuple(passage.title for passage in passages)))
         return action
 
     def overflow(self, episode: Episode, message: Append | Restart, room: int) -> Action:

@@ -34,9 +34,9 @@ from rrl.runs.workdir import read_run, read_settings, refuse_unwritable
 from rrl.sft import loop as sft
 from rrl.train import learner
 
-_DESCRIBED = (MODEL_FILES, "policy", "model")
+_MODEL_FOLDERS = (MODEL_FILES, "policy", "model")
 """Folders of a workdir that tell what its model is; workdirs of older versions lack the first."""
-_WRITTEN_ANEW = re.compile(r"start\.json|config\.json|generation_config\.json|model.*\.safetensors.*|\..*")
+_REWRITTEN_FILES = re.compile(r"start\.json|config\.json|generation_config\.json|model.*\.safetensors.*|\..*")
 _UNITS = {"MB": 10**6, "GB": 10**9}
 
 
@@ -82,9 +82,9 @@ def export(
         raise UserError(
             f"workdir {os.fspath(workdir)} has no checkpoint of step {step}; there are {', '.join(map(str, steps))}"
         )
-    described = _described(workdir)
+    model_folder = _model_folder(workdir)
     try:
-        decoder = _read_decoder(workdir, step, described, start)
+        decoder = _read_decoder(workdir, step, model_folder, start)
     except (OSError, ValueError) as error:
         if step in saved_steps(workdir):
             raise
@@ -92,19 +92,21 @@ def export(
             f"the run has removed its checkpoint of step {step} meanwhile, to keep the latest; run this again"
         ) from error
     with saving(out):
-        _write(out, decoder, described, dtype, shard_size)
+        _write(out, decoder, model_folder, dtype, shard_size)
     return f"wrote {out}: step {step}, {dtype} (sha256 {folder_hash(out)[:12]})"
 
 
-def _write(out: pathlib.Path, decoder: Decoder, described: pathlib.Path, dtype: str, shard_size: int) -> None:
+def _write(
+    out: pathlib.Path, decoder: Decoder, model_folder: pathlib.Path, dtype: str, shard_size: int
+) -> None:
     """Writes a folder that appears under its name when it is complete."""
     out.parent.mkdir(parents=True, exist_ok=True)
     partial = out.with_name(f".{out.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     try:
         save_decoder(partial, decoder, dtype=dtype, shard_size=shard_size)
-        for file in described.iterdir():
-            if file.is_file() and not _WRITTEN_ANEW.fullmatch(file.name):
+        for file in model_folder.iterdir():
+            if file.is_file() and not _REWRITTEN_FILES.fullmatch(file.name):
                 shutil.copyfile(file, partial / file.name)
         os.replace(partial, out)
     finally:
@@ -119,8 +121,8 @@ def parse_size(text: str) -> int:
     return int(float(found[1]) * _UNITS[found[2]])
 
 
-def _described(workdir: pathlib.Path) -> pathlib.Path:
-    for name in _DESCRIBED:
+def _model_folder(workdir: pathlib.Path) -> pathlib.Path:
+    for name in _MODEL_FOLDERS:
         if (workdir / name / CONFIG).is_file():
             return workdir / name
     raise UserError(
@@ -130,7 +132,7 @@ def _described(workdir: pathlib.Path) -> pathlib.Path:
 
 
 def _read_decoder(
-    workdir: pathlib.Path, step: int, described: pathlib.Path, start: str | pathlib.Path | None
+    workdir: pathlib.Path, step: int, model_folder: pathlib.Path, start: str | pathlib.Path | None
 ) -> Decoder:
     """What the run has to show by a checkpoint, spread over the devices of this process."""
     settings, run = read_settings(workdir), read_run(workdir)
@@ -141,12 +143,12 @@ def _read_decoder(
     else:
         where = sft.learned_in_checkpoint(settings, saved_metadata(workdir, step))
     mesh = make_mesh(data=1, fsdp=-1, devices=jax.local_devices())
-    frozen, lora = _trained(workdir, settings["optim"], run.get("lora", {}))
+    frozen, lora = _trained_sections(workdir, settings["optim"], run.get("lora", {}))
     if frozen or lora.rank:
-        decoder = load_decoder(_start(workdir, described, start), mesh=mesh)
+        decoder = load_decoder(_start_folder(workdir, model_folder, start), mesh=mesh)
         add_lora(decoder, lora, rngs=nnx.Rngs(0))
     else:
-        config = read_decoder_config(described)
+        config = read_decoder_config(model_folder)
         decoder = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))
     graph, trained, fixed = split_trained(decoder, frozen)
     places = shardings(trained, mesh)
@@ -159,7 +161,7 @@ def _read_decoder(
     return nnx.merge(graph, read_part(workdir, step, where, template), fixed)
 
 
-def _trained(workdir: pathlib.Path, optim: Any, lora: Any) -> tuple[tuple[str, ...], LoraConfig]:
+def _trained_sections(workdir: pathlib.Path, optim: Any, lora: Any) -> tuple[tuple[str, ...], LoraConfig]:
     """Which parameters a run froze, and its adapters, by these sections of its config.json. UserError for a damaged one."""
     try:
         for name, section in (("optim", optim), ("lora", lora)):
@@ -171,14 +173,16 @@ def _trained(workdir: pathlib.Path, optim: Any, lora: Any) -> tuple[tuple[str, .
         raise UserError(f"{workdir / CONFIG}: {error}; put back the file that the run wrote") from error
 
 
-def _start(workdir: pathlib.Path, described: pathlib.Path, moved: str | pathlib.Path | None) -> pathlib.Path:
+def _start_folder(
+    workdir: pathlib.Path, model_folder: pathlib.Path, moved: str | pathlib.Path | None
+) -> pathlib.Path:
     """The folder that a run started from, whose weights are still the same."""
-    if not (described / START).is_file():
+    if not (model_folder / START).is_file():
         raise UserError(
             f"workdir {os.fspath(workdir)}: the run froze some of its parameters, and started from random ones; only the "
             "folder that it writes at its end holds them"
         )
-    known = read_json(described / START, "which says what the run started from")
+    known = read_json(model_folder / START, "which says what the run started from")
     folder = pathlib.Path(moved or known["folder"])
     found = folder_hash(folder) if (folder / CONFIG).is_file() else "none"
     if found != known["sha256"]:

@@ -31,17 +31,17 @@ ARMS = {GRPO: "", SFT: "", "rewards permuted": "control=permuted", "search off":
 """Config argument of each named arm; supervised training goes on with the cold start's own command instead. Any NAME=VALUE is an
 arm too, of the config's arguments, and any other config file, which takes the same ones and may add one of its own
 (configs/search_r1.py:control=permuted)."""
-TAKEN = {"config": ("seed", "control"), "cold_start": ("seed", "minutes")}
+RESERVED_ARGUMENTS = {"config": ("seed", "control"), "cold_start": ("seed", "minutes")}
 """Config arguments that the comparison sets itself."""
 TITLES = {"em": "exact match", "f1": "F1", "full_recall": "full recall", "map": "mAP"}
 AXES = {"minutes": "minutes", "updates": "step"}
 """What the plot may run over, by the metric that says it."""
-SHORT = {"em": "EM"}
+ABBREVIATIONS = {"em": "EM"}
 """What metrics are called, in plots and in the table."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Cell:
+class ArmRun:
     """One run."""
 
     arm: str
@@ -57,7 +57,7 @@ class Cell:
         return (self.workdir / "summary.txt").exists()
 
 
-def cells(root: pathlib.Path, arms: Sequence[str], seeds: Sequence[int]) -> list[Cell]:
+def arm_runs(root: pathlib.Path, arms: Sequence[str], seeds: Sequence[int]) -> list[ArmRun]:
     """All runs, seed by seed, so that a sweep that is broken off has compared the arms.
 
     Raises UserError for arms or seeds that are unknown, none, given twice, or in an order that cannot be run.
@@ -71,14 +71,14 @@ def cells(root: pathlib.Path, arms: Sequence[str], seeds: Sequence[int]) -> list
             f"arms={unknown} are unknown; there are {', '.join(ARMS)}, any argument of the config but the seed "
             "(ablation=filter), and another config file (configs/rsearch_ppo.py, or configs/search_r1.py:control=permuted)"
         )
-    folders = [_cell(root, arm, 0).workdir for arm in arms]
+    folders = [_arm_run(root, arm, 0).workdir for arm in arms]
     if len(set(folders)) < len(folders):
         raise UserError(f"arms={list(arms)}: two of them would have one folder; leave one out")
     if SFT in arms and GRPO not in arms[: arms.index(SFT)]:
         raise UserError(
             f"arms={list(arms)}: the arm {SFT!r} trains for as long as {GRPO!r} took: list {GRPO!r} before it"
         )
-    return [_cell(root, arm, seed) for seed in seeds for arm in arms]
+    return [_arm_run(root, arm, seed) for seed in seeds for arm in arms]
 
 
 def compare(
@@ -98,12 +98,12 @@ def compare(
     `config` is a config file with arguments, without seed and control; `cold_start` the one that made its policy, with
     init=POLICY: the supervised arm goes on with it for as long as GRPO took with the same seed. `metric` is what the table
     tells, a share that the recipe measures on held-out questions (R2AG: "full_recall"). The plot runs `over` "minutes" of
-    training or, where the runs had unlike machines, "updates".
+    training or, where the runs had arm_differences machines, "updates".
 
     Raises UserError for a workdir that another config made; SaveError; as `run` for a run that ended early, which has said why.
     """
     for flag, value in (("config", config), ("cold_start", cold_start)):
-        if given := [name for name in TAKEN[flag] if name in _split(value)[1]]:
+        if given := [name for name in RESERVED_ARGUMENTS[flag] if name in _split(value)[1]]:
             raise UserError(
                 f"{flag}={value} gives {', '.join(given)}, which the comparison sets; leave it out"
             )
@@ -112,23 +112,25 @@ def compare(
             f"over={over!r} must be {' or '.join(AXES)}; the arm {SFT!r} has minutes in common with the others, and no updates"
         )
     root = pathlib.Path(root)
-    plan = cells(root, arms, seeds)
-    for cell in plan:
-        refuse_other_record(cell, record(cell, config, cold_start))
-    for cell in plan:
-        if not cell.finished:
-            minutes = _grpo_of(cell, plan)[2] if cell.arm == SFT else 0.0
-            run(cell, commands(cell, config, cold_start, minutes), record(cell, config, cold_start))
-    plan = finished(root, config, cold_start, arms)
+    plan = arm_runs(root, arms, seeds)
+    for run in plan:
+        refuse_other_provenance(run, provenance_of(run, config, cold_start))
+    for run in plan:
+        if not run.finished:
+            minutes = _grpo_of(run, plan)[2] if run.arm == SFT else 0.0
+            run_commands(
+                run, commands(run, config, cold_start, minutes), provenance_of(run, config, cold_start)
+            )
+    plan = finished_runs(root, config, cold_start, arms)
     refuse_mixed_models(plan)
-    runs = {
+    curves = {
         arm: [_curve(c, plan) for c in plan if c.arm == arm] for arm in dict.fromkeys(c.arm for c in plan)
     }
     panels = {f"eval/{name}": f"held-out {TITLES.get(name, name)}" for name in (metric, "f1")}
     with saving(root / "compare.png"):
-        plot_spread(runs, root / "compare.png", panels, x=AXES[over], title=f"{config}: arms over seeds")
-    lines = [{"arm": cell.arm, "seed": cell.seed} | line for cell in plan for line in _curve(cell, plan)]
-    text = "\n".join([*rows(plan, metric), *(f"* {line}" for line in unlike(plan))])
+        plot_spread(curves, root / "compare.png", panels, x=AXES[over], title=f"{config}: arms over seeds")
+    lines = [{"arm": run.arm, "seed": run.seed} | line for run in plan for line in _curve(run, plan)]
+    text = "\n".join([*table_rows(plan, metric), *(f"* {line}" for line in arm_differences(plan))])
     evaluations = "".join(f"{json.dumps(line)}\n" for line in lines)
     for name, content in (("compare.jsonl", evaluations), ("compare.txt", text + "\n")):
         with saving(root / name):
@@ -136,23 +138,25 @@ def compare(
     return text
 
 
-def finished(root: pathlib.Path, config: str, cold_start: str, arms: Sequence[str] = ()) -> list[Cell]:
+def finished_runs(root: pathlib.Path, config: str, cold_start: str, arms: Sequence[str] = ()) -> list[ArmRun]:
     """The finished runs of these configs in the folder, by arm (named ones and `arms`) and seed; a supervised one only beside its
     GRPO."""
     seeds = {int(folder.name.rpartition("-")[2]) for folder in root.glob("*-[0-9]*")}
     known = dict.fromkeys([*ARMS, *arms])
-    found = [cell for arm in known for seed in sorted(seeds) if (cell := _cell(root, arm, seed)).finished]
-    found = [cell for cell in found if _made_by(cell) in (None, record(cell, config, cold_start))]
-    grpo = {cell.seed for cell in found if cell.arm == GRPO}
-    return [cell for cell in found if cell.arm != SFT or cell.seed in grpo]
+    found = [run for arm in known for seed in sorted(seeds) if (run := _arm_run(root, arm, seed)).finished]
+    found = [
+        run for run in found if _stored_provenance(run) in (None, provenance_of(run, config, cold_start))
+    ]
+    grpo = {run.seed for run in found if run.arm == GRPO}
+    return [run for run in found if run.arm != SFT or run.seed in grpo]
 
 
-def _cell(root: pathlib.Path, arm: str, seed: int) -> Cell:
+def _arm_run(root: pathlib.Path, arm: str, seed: int) -> ArmRun:
     name = re.sub(r"[^\w.=-]+", "_", arm)
-    return Cell(arm, seed, root / f"{name}-{seed}")
+    return ArmRun(arm, seed, root / f"{name}-{seed}")
 
 
-def _of_arm(arm: str, config: str) -> tuple[str, str]:
+def _config_of_arm(arm: str, config: str) -> tuple[str, str]:
     """The config of an arm, and the argument that it adds."""
     file, given = _split(arm)
     if file.endswith(".py"):
@@ -160,21 +164,21 @@ def _of_arm(arm: str, config: str) -> tuple[str, str]:
     return config, ARMS.get(arm, arm)
 
 
-def run(cell: Cell, todo: Sequence[Sequence[str]], made_by: str) -> None:
-    """Runs the commands of a cell. Raises CalledProcessError for one that failed, Stopped for one that a signal stopped, and
+def run_commands(run: ArmRun, todo: Sequence[Sequence[str]], provenance: str) -> None:
+    """Runs the commands of a run. Raises CalledProcessError for one that failed, Stopped for one that a signal stopped, and
     Unavailable for one that a judge or reader left without an answer."""
     for command in todo:
         print("python", *command, file=sys.stderr, flush=True)
         code = wait_for(subprocess.Popen([sys.executable, *command]))
-        if code != REFUSED and cell.workdir.is_dir():
-            with saving(cell.workdir / "command.json"):
-                write_whole(cell.workdir / "command.json", made_by)
+        if code != REFUSED and run.workdir.is_dir():
+            with saving(run.workdir / "command.json"):
+                write_whole(run.workdir / "command.json", provenance)
         if code == STOPPED or code < 0:
             raise Stopped(
-                f"the run {cell.workdir} was stopped by a signal (exit code {code}); the same command continues it"
+                f"the run {run.workdir} was stopped by a signal (exit code {code}); the same command continues it"
             )
         if code == TRY_AGAIN:
-            raise Unavailable(f"the run {cell.workdir} was left by a service (exit code {code})")
+            raise Unavailable(f"the run {run.workdir} was left by a service (exit code {code})")
         if code:
             raise subprocess.CalledProcessError(code, command)
 
@@ -186,13 +190,13 @@ def wait_for(process: subprocess.Popen[bytes]) -> int:
             return process.wait()
 
 
-def record(cell: Cell, config: str, cold_start: str) -> str:
-    """What makes a cell, as JSON: its commands, whatever its folder and minutes, and the SHA-256 of its config files."""
-    todo = commands(dataclasses.replace(cell, workdir=pathlib.Path("WORKDIR")), config, cold_start, 0.0)
+def provenance_of(run: ArmRun, config: str, cold_start: str) -> str:
+    """What makes a run, as JSON: its commands, whatever its folder and minutes, and the SHA-256 of its config files."""
+    todo = commands(dataclasses.replace(run, workdir=pathlib.Path("WORKDIR")), config, cold_start, 0.0)
     hashes = {}
     for file in [
-        _split(_of_arm(cell.arm, config)[0])[0],
-        *([_split(cold_start)[0]] if cell.arm == SFT else []),
+        _split(_config_of_arm(run.arm, config)[0])[0],
+        *([_split(cold_start)[0]] if run.arm == SFT else []),
     ]:
         if not pathlib.Path(file).is_file():
             raise UserError(f"config file {file!r} is not there; give one, such as configs/rsearch_grpo.py")
@@ -200,20 +204,20 @@ def record(cell: Cell, config: str, cold_start: str) -> str:
     return json.dumps({"commands": todo, "sha256": hashes})
 
 
-def refuse_other_record(cell: Cell, made_by: str) -> None:
+def refuse_other_provenance(run: ArmRun, provenance: str) -> None:
     """Raises UserError when other commands or config files made what is in the workdir."""
-    found = _made_by(cell)
-    if found not in (None, made_by):
+    found = _stored_provenance(run)
+    if found not in (None, provenance):
         raise UserError(
-            f"{cell.workdir} was made by {found}, not by {made_by}; give another --out, or delete that folder"
+            f"{run.workdir} was made by {found}, not by {provenance}; give another --out, or delete that folder"
         )
-    if cell.finished and found is None:
-        print(f"{cell.workdir}: taken as it is, it does not say what made it", file=sys.stderr, flush=True)
+    if run.finished and found is None:
+        print(f"{run.workdir}: taken as it is, it does not say what made it", file=sys.stderr, flush=True)
 
 
-def _made_by(cell: Cell) -> str | None:
-    """The record in a cell's workdir, if there is one. Raises UserError for one that cannot be read."""
-    file = cell.workdir / "command.json"
+def _stored_provenance(run: ArmRun) -> str | None:
+    """The record in a run's workdir, if there is one. Raises UserError for one that cannot be read."""
+    file = run.workdir / "command.json"
     try:
         return file.read_text(encoding="utf-8") if file.exists() else None
     except (OSError, UnicodeDecodeError) as error:
@@ -224,50 +228,50 @@ def _made_by(cell: Cell) -> str | None:
         ) from error
 
 
-def refuse_mixed_models(plan: Sequence[Cell]) -> None:
+def refuse_mixed_models(plan: Sequence[ArmRun]) -> None:
     """Raises UserError when two runs had other models under the same paths, by the hashes that each has recorded.
 
     A run without a model (search off has no encoder) goes with any; arms of other config files may start from other policies,
-    which `unlike` tells.
+    which `arm_differences` tells.
     """
-    first: dict[tuple[str, str], tuple[Cell, str]] = {}
-    for cell in plan:
-        if cell.arm == SFT or not (cell.workdir / CONFIG).exists():
+    first: dict[tuple[str, str], tuple[ArmRun, str]] = {}
+    for run in plan:
+        if run.arm == SFT or not (run.workdir / CONFIG).exists():
             continue
-        made = read_run(cell.workdir, "policy", "reader", "retriever")
+        made = read_run(run.workdir, "policy", "reader", "retriever")
         models = {name: made[name] for name in ("policy", "reader")} | {
             "encoder": made["retriever"]["encoder"]
         }
-        file_of = _split(cell.arm)[0]
+        file_of = _split(run.arm)[0]
         for name, found in models.items():
             place = (name, file_of if name == "policy" and file_of.endswith(".py") else "")
-            other, wanted = first.setdefault(place, (cell, found)) if found else (cell, found)
+            other, wanted = first.setdefault(place, (run, found)) if found else (run, found)
             if found != wanted:
                 raise UserError(
-                    f"{other.workdir} and {cell.workdir} had other models ({name}: {wanted} and {found}); delete the one "
+                    f"{other.workdir} and {run.workdir} had other models ({name}: {wanted} and {found}); delete the one "
                     "that is out of date and run the comparison again"
                 )
 
 
-def unlike(plan: Sequence[Cell]) -> list[str]:
+def arm_differences(plan: Sequence[ArmRun]) -> list[str]:
     """A line for each field of the questions, the corpus and the search in which arms differ, with who has what; and for the
     policies that they start from."""
     found: dict[str, dict[str, list[str]]] = {}
-    for cell in plan:
-        if not (cell.workdir / CONFIG).exists():
+    for run in plan:
+        if not (run.workdir / CONFIG).exists():
             continue
-        made = read_run(cell.workdir, *(() if cell.arm == SFT else ("policy",)))
+        made = read_run(run.workdir, *(() if run.arm == SFT else ("policy",)))
         fields = {
             f"{part}.{name}": value
             for part in ("data", "retriever")
             for name, value in made.get(part, {}).items()
         }
         fields |= {"rollout.top_k": made.get("rollout", {}).get("top_k")}
-        if cell.arm != SFT:
+        if run.arm != SFT:
             fields |= {"policy (SHA-256)": made["policy"][:12]}
         for name, value in fields.items():
             who = found.setdefault(name, {}).setdefault(json.dumps(value), [])
-            who += [cell.arm] * (cell.arm not in who)
+            who += [run.arm] * (run.arm not in who)
     return [
         f"{name} differs: " + "; ".join(f"{', '.join(arms)}: {value}" for value, arms in groups.items())
         for name, groups in found.items()
@@ -275,17 +279,17 @@ def unlike(plan: Sequence[Cell]) -> list[str]:
     ]
 
 
-def commands(cell: Cell, config: str, cold_start: str, minutes: float) -> list[list[str]]:
+def commands(run: ArmRun, config: str, cold_start: str, minutes: float) -> list[list[str]]:
     """What makes one run: training, or supervised training for `minutes` and an evaluation of its model."""
-    if cell.arm != SFT:
-        own, argument = _of_arm(cell.arm, config)
-        return [_train(own, cell.workdir, f"seed={cell.seed}", argument)]
-    folder = cell.workdir / "sft"
+    if run.arm != SFT:
+        own, argument = _config_of_arm(run.arm, config)
+        return [_train(own, run.workdir, f"seed={run.seed}", argument)]
+    folder = run.workdir / "sft"
     # minutes=0 would mean no limit
-    longer = with_arguments(cold_start, f"seed={cell.seed + 1}", f"minutes={max(minutes, 0.01):.2f}")
+    longer = with_arguments(cold_start, f"seed={run.seed + 1}", f"minutes={max(minutes, 0.01):.2f}")
     return [
         ["launch/sft.py", f"--config={longer}", f"--workdir={folder}"],
-        _train(config, cell.workdir, "steps=0", f"policy={folder / 'model'}"),
+        _train(config, run.workdir, "steps=0", f"policy={folder / 'model'}"),
     ]
 
 
@@ -305,21 +309,24 @@ def _train(config: str, workdir: pathlib.Path, *more: str) -> list[str]:
     return ["launch/train.py", f"--config={with_arguments(config, *more)}", f"--workdir={workdir}"]
 
 
-def rows(plan: Sequence[Cell], metric: str = "em") -> list[str]:
+def table_rows(plan: Sequence[ArmRun], metric: str = "em") -> list[str]:
     """A held-out metric before and after, by arm: mean over seeds, and each seed's gain, in points."""
-    title = SHORT.get(metric, TITLES.get(metric, metric))
+    title = ABBREVIATIONS.get(metric, TITLES.get(metric, metric))
     lines: list[tuple[str, ...]] = [
         ("", "seeds", f"{title} before", f"{title} after", "gain", "by seed", "minutes")
     ]
-    for arm in dict.fromkeys(cell.arm for cell in plan):
-        these = [cell for cell in plan if cell.arm == arm]
-        ends = [_ends(cell, metric) if arm != SFT else _sft_ends(cell, plan, metric) for cell in these]
+    for arm in dict.fromkeys(run.arm for run in plan):
+        these = [run for run in plan if run.arm == arm]
+        ends = [
+            _first_and_last(run, metric) if arm != SFT else _sft_first_and_last(run, plan, metric)
+            for run in these
+        ]
         before, after, minutes = (np.array(column) for column in zip(*ends, strict=True))
         gains = 100 * (after - before)
         lines.append(
             (
                 arm,
-                " ".join(str(cell.seed) for cell in these),
+                " ".join(str(run.seed) for run in these),
                 f"{100 * before.mean():.1f}",
                 f"{100 * after.mean():.1f}",
                 f"{gains.mean():+.1f}",
@@ -330,34 +337,34 @@ def rows(plan: Sequence[Cell], metric: str = "em") -> list[str]:
     return table(lines)
 
 
-def _ends(cell: Cell, metric: str = "em") -> tuple[float, float, float]:
-    found = [line for line in read_metrics(cell.metrics) if "eval/em" in line]
+def _first_and_last(run: ArmRun, metric: str = "em") -> tuple[float, float, float]:
+    found = [line for line in read_metrics(run.metrics) if "eval/em" in line]
     if not found:
         raise UserError(
-            f"{cell.metrics} holds no evaluation; delete {cell.workdir} and run the comparison again"
+            f"{run.metrics} holds no evaluation; delete {run.workdir} and run the comparison again"
         )
     name = f"eval/{metric}"
     if name not in found[0]:
         told = sorted(key.removeprefix("eval/") for key in found[0] if key.count("/") == 1)
-        raise UserError(f"metric={metric!r} is not in {cell.metrics}; there are {', '.join(told)}")
+        raise UserError(f"metric={metric!r} is not in {run.metrics}; there are {', '.join(told)}")
     return found[0][name], found[-1][name], found[-1]["minutes"]
 
 
-def _sft_ends(cell: Cell, plan: Sequence[Cell], metric: str) -> tuple[float, float, float]:
+def _sft_first_and_last(run: ArmRun, plan: Sequence[ArmRun], metric: str) -> tuple[float, float, float]:
     """The start and the minutes are those of GRPO with the same seed."""
-    before, _, minutes = _grpo_of(cell, plan, metric)
-    return before, _ends(cell, metric)[1], minutes
+    before, _, minutes = _grpo_of(run, plan, metric)
+    return before, _first_and_last(run, metric)[1], minutes
 
 
-def _grpo_of(cell: Cell, plan: Sequence[Cell], metric: str = "em") -> tuple[float, float, float]:
-    return next(_ends(c, metric) for c in plan if c.arm == GRPO and c.seed == cell.seed)
+def _grpo_of(run: ArmRun, plan: Sequence[ArmRun], metric: str = "em") -> tuple[float, float, float]:
+    return next(_first_and_last(c, metric) for c in plan if c.arm == GRPO and c.seed == run.seed)
 
 
-def _curve(cell: Cell, plan: Sequence[Cell]) -> list[dict[str, Any]]:
+def _curve(run: ArmRun, plan: Sequence[ArmRun]) -> list[dict[str, Any]]:
     """A run's evaluations; the supervised arm has its two ends."""
-    lines = [line for line in read_metrics(cell.metrics) if "eval/em" in line]
-    if cell.arm == SFT:
-        start = next(c for c in plan if c.arm == GRPO and c.seed == cell.seed)
+    lines = [line for line in read_metrics(run.metrics) if "eval/em" in line]
+    if run.arm == SFT:
+        start = next(c for c in plan if c.arm == GRPO and c.seed == run.seed)
         first = next(line for line in read_metrics(start.metrics) if "eval/em" in line)
-        return [first, lines[-1] | {"step": 1, "minutes": _ends(start)[2]}]
+        return [first, lines[-1] | {"step": 1, "minutes": _first_and_last(start)[2]}]
     return lines

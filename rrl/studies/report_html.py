@@ -16,18 +16,18 @@ from rrl.data.trajectory import Trajectory
 from rrl.eval.comparison import Cells, Run, common, remarks, tables
 from rrl.report.article import article, verdict, words
 
-SIDE_BY_SIDE = 60
+QUESTIONS_SHOWN = 60
 """Questions on a page, unless told otherwise."""
 MARKS = {"right": "✓", "partly": "◐", "wrong": "✗", "unscored": "·"}
 
 
-def page(
+def report_page(
     runs: Sequence[Run],
     rows: Sequence[Mapping[str, Any]],
     *,
     title: str = "Evaluations",
     curves: bytes = b"",
-    shown: int = SIDE_BY_SIDE,
+    shown: int = QUESTIONS_SHOWN,
 ) -> str:
     """The page.
 
@@ -73,7 +73,7 @@ script-src 'unsafe-inline'; img-src data:">
 """
 
 
-def told_most(runs: Sequence[Run], count: int) -> list[Question]:
+def most_different_questions(runs: Sequence[Run], count: int) -> list[Question]:
     """The questions that all runs were asked, those first on which their main metrics differ most; at most `count`.
 
     None where a run does not keep what it did.
@@ -90,7 +90,7 @@ def told_most(runs: Sequence[Run], count: int) -> list[Question]:
 
 
 def _browser(runs: Sequence[Run], count: int) -> str:
-    questions = told_most(runs, count)
+    questions = most_different_questions(runs, count)
     if not questions:
         why = "no question was asked in all runs, or one of them keeps no trajectories"
         return f"<section><p class='quiet'>Nothing to show side by side: {why}.</p></section>"

@@ -8,7 +8,7 @@ from rrl.errors import UserError
 from rrl.eval.comparison import Run, as_csv, as_markdown, load_runs, records
 from rrl.files import replaced, saving
 from rrl.report.curves import plot_spread
-from rrl.studies.report_html import SIDE_BY_SIDE, page
+from rrl.studies.report_html import QUESTIONS_SHOWN, report_page
 
 
 def write_run_report(
@@ -18,7 +18,7 @@ def write_run_report(
     title: str = "Evaluations",
     level: float = 0.95,
     seed: int = 0,
-    shown: int = SIDE_BY_SIDE,
+    shown: int = QUESTIONS_SHOWN,
 ) -> str:
     """Writes the three files into `out` and returns the Markdown.
 
@@ -32,7 +32,7 @@ def write_run_report(
     runs = load_runs([folder for folder in folders if Path(folder) not in trained])
     rows = records(runs, level, seed)
     text = as_markdown(runs, rows)
-    html = page(runs, rows, title=title, curves=_curves(runs, trained), shown=shown)
+    html = report_page(runs, rows, title=title, curves=_curves(runs, trained), shown=shown)
     out = Path(out)
     try:
         out.mkdir(parents=True, exist_ok=True)

@@ -10,10 +10,16 @@ import pytest
 from rrl.errors import UserError
 from rrl.runs.launcher import load_config
 from rrl.studies.analyses.analyze import analyze
-from rrl.studies.analyses.listing import ANALYSES, TRAINED, evaluated, named, trained
+from rrl.studies.analyses.catalogue import (
+    ANALYSES,
+    TRAINING_ARMS,
+    analysis_named,
+    evaluation_points,
+    training_points,
+)
 from rrl.studies.analyses.table import interval
 from rrl.studies.reproduction import queue
-from rrl.studies.reproduction.plan import ARMS, Run
+from rrl.studies.reproduction.plan import ARMS, PlannedRun
 from tests.eval.runs import finished
 
 ROOT = Path(__file__).parents[2]
@@ -26,10 +32,10 @@ def here(monkeypatch):
     monkeypatch.chdir(ROOT)
 
 
-def put(out: Path, run: Run, right: str, **card) -> None:
+def put(out: Path, run: PlannedRun, right: str, **card) -> None:
     """A finished run that answered these questions."""
     finished(out / run.name, {name: RIGHT[name] for name in right}, **card)
-    queue.Record(run.command("{out}"), queue.settings_of(run), "abc", 60.0, True).save(
+    queue.RunManifest(run.command("{out}"), queue.resolved_settings(run), "abc", 60.0, True).save(
         out / f"{run.name}.json"
     )
 
@@ -51,14 +57,16 @@ def test_the_papers_analyses_are_there_and_say_which_figure_or_table_each_is():
     assert all(source in ANALYSES[what].source for what, source in wanted.items())
     ten = [str(number) for number in range(1, 11)]
     for what in ("max_steps", "top_k"):
-        cells, known = evaluated(named(what))
-        assert [cell.value for cell in cells] == ten and len(known) == 10
+        points, known = evaluation_points(analysis_named(what))
+        assert [point.value for point in points] == ten and len(known) == 10
 
 
 @pytest.mark.parametrize("what", [what for what in ANALYSES if not ANALYSES[what].arms])
 def test_what_is_evaluated_has_a_config_with_its_fields(what):
-    cells, known = evaluated(named(what), arguments=["questions=7"], fields={"rollout.rows": "8"})
-    assert [name for cell in cells for name in cell.runs] == list(known)
+    points, known = evaluation_points(
+        analysis_named(what), arguments=["questions=7"], fields={"rollout.rows": "8"}
+    )
+    assert [name for point in points for name in point.runs] == list(known)
     for run in [*known.values()][:: max(1, len(known) - 1)]:
         config = load_config(run.config, [f"{field}={value}" for field, value in run.fields.items()])
         assert config.data.questions == 7 and config.rollout.rows == 8
@@ -76,12 +84,16 @@ def test_the_value_reaches_the_config():
     }
     for method, found in steps.items():
         ((run,),) = (
-            [*evaluated(named("max_steps"), [f"{method}@assets/miniwiki-policy"], ["7"])[1].values()],
+            [
+                *evaluation_points(analysis_named("max_steps"), [f"{method}@assets/miniwiki-policy"], ["7"])[
+                    1
+                ].values()
+            ],
         )
         assert found(load_config(run.config, [f"{f}={v}" for f, v in run.fields.items()])) == 7
-    (run,) = evaluated(named("top_k"), [POLICY], ["9"])[1].values()
+    (run,) = evaluation_points(analysis_named("top_k"), [POLICY], ["9"])[1].values()
     assert load_config(run.config, []).rollout.top_k == 9
-    (run,) = evaluated(named("retrievers"), [POLICY], ["exact@models/e5"])[1].values()
+    (run,) = evaluation_points(analysis_named("retrievers"), [POLICY], ["exact@models/e5"])[1].values()
     config = load_config(run.config, [])
     assert (config.retriever.kind, config.retriever.encoder) == ("exact", "models/e5")
 
@@ -93,27 +105,32 @@ def test_a_recipe_that_only_finds_has_a_reader_and_others_have_none():
         (["reader=x", "dataset=y"], "x"),
         (["dataset=y"], ""),
     ):
-        _, known = evaluated(named("tokens"), two, arguments=arguments)
+        _, known = evaluation_points(analysis_named("tokens"), two, arguments=arguments)
         assert [load_config(run.config, []).reader for run in known.values()] == [reader, ""]
 
 
 def test_a_policy_s_card_says_its_method_and_two_of_one_method_are_told_apart():
-    cells, _ = evaluated(named("tokens"), ["assets/miniwiki-policy"])
-    assert [cell.system for cell in cells] == ["rsearch"]
-    cells, _ = evaluated(named("tokens"), ["ircot@assets/miniwiki-policy", "ircot@assets/miniwiki-reader"])
-    assert [cell.system for cell in cells] == ["ircot@assets/miniwiki-policy", "ircot@assets/miniwiki-reader"]
+    points, _ = evaluation_points(analysis_named("tokens"), ["assets/miniwiki-policy"])
+    assert [point.system for point in points] == ["rsearch"]
+    points, _ = evaluation_points(
+        analysis_named("tokens"), ["ircot@assets/miniwiki-policy", "ircot@assets/miniwiki-reader"]
+    )
+    assert [point.system for point in points] == [
+        "ircot@assets/miniwiki-policy",
+        "ircot@assets/miniwiki-reader",
+    ]
 
 
 @pytest.mark.parametrize("what", [what for what in ANALYSES if ANALYSES[what].arms])
 def test_what_is_trained_is_a_run_of_the_plan_for_each_seed(what):
-    cells, known = trained(named(what), (0, 1))
-    assert all(name in known for cell in cells for name in cell.runs)
-    assert len(cells[0].runs) == 2
+    points, known = training_points(analysis_named(what), (0, 1))
+    assert all(name in known for point in points for name in point.runs)
+    assert len(points[0].runs) == 2
 
 
 def test_arms_that_only_analyses_have_take_the_sizes_of_the_reproduction():
-    assert {name: TRAINED[name] for name in ARMS} == dict(ARMS)
-    for name, arm in TRAINED.items():
+    assert {name: TRAINING_ARMS[name] for name in ARMS} == dict(ARMS)
+    for name, arm in TRAINING_ARMS.items():
         if name not in ARMS:
             assert dataclasses.replace(arm, config=ARMS["tiresrag"].config) == ARMS["tiresrag"]
             config = load_config(arm.config, [])
@@ -134,7 +151,7 @@ def test_arms_that_only_analyses_have_take_the_sizes_of_the_reproduction():
 
 def test_values_of_two_policies_end_in_a_table_a_csv_and_a_plot(tmp_path, capsys):
     policies = [POLICY, "naive_rag@assets/miniwiki-reader"]
-    _, known = evaluated(named("top_k"), policies, ["1", "2", "3"])
+    _, known = evaluation_points(analysis_named("top_k"), policies, ["1", "2", "3"])
     put(tmp_path, known["rsearch-1"], "a", top_k=1)
     put(tmp_path, known["rsearch-2"], "abc", top_k=2, limits={"max_searches": 4, "context": 9})
     put(tmp_path, known["naive_rag-1"], "", top_k=1, corpus_sha256="e" * 64)
@@ -168,7 +185,7 @@ def test_values_of_two_policies_end_in_a_table_a_csv_and_a_plot(tmp_path, capsys
 
 
 def test_arms_have_means_over_seeds_their_values_and_the_curves_of_training(tmp_path, capsys):
-    _, known = trained(named("grpo_ppo"), (0, 1))
+    _, known = training_points(analysis_named("grpo_ppo"), (0, 1))
     for name, right in (
         ("rsearch-0", "ab"),
         ("rsearch-1", "abcd"),

@@ -12,52 +12,52 @@ import pytest
 from rrl.errors import UserError
 from rrl.files import SaveError
 from rrl.stopping import Stopped
-from rrl.studies.compare import Cell, cells, commands, compare, rows, wait_for, with_arguments
+from rrl.studies.compare import ArmRun, arm_runs, commands, compare, table_rows, wait_for, with_arguments
 
 ROOT = pathlib.Path(__file__).parents[2]
 
 
-def finish(cell, before, after, minutes):
-    cell.workdir.mkdir(parents=True, exist_ok=True)
+def finish(arm_run, before, after, minutes):
+    arm_run.workdir.mkdir(parents=True, exist_ok=True)
     lines = [
         {"step": 0, "eval/em": before, "eval/f1": before, "minutes": 0.0},
         {"step": 1, "train/em": 0.5},
         {"step": 2, "eval/em": after, "eval/f1": after, "minutes": minutes},
     ]
-    cell.metrics.write_text("\n".join(map(json.dumps, lines)))
+    arm_run.metrics.write_text("\n".join(map(json.dumps, lines)))
 
 
 def test_supervised_training_goes_on_as_long_as_grpo_took(tmp_path):
-    plan = cells(tmp_path, ["GRPO", "SFT continued"], [0])
+    plan = arm_runs(tmp_path, ["GRPO", "SFT continued"], [0])
     first, second = commands(plan[1], "configs/x.py:size=tiny", "configs/cold.py:init=P", 8.5)
     assert "--config=configs/cold.py:init=P,seed=1,minutes=8.50" in first
     assert second[1].startswith("--config=configs/x.py:size=tiny,steps=0,policy=")
 
 
 def test_the_table_tells_the_metric_that_is_asked_for(tmp_path):
-    (cell,) = cells(tmp_path, ["GRPO"], [0])
-    finish(cell, 0.1, 0.2, 1.0)
-    lines = [json.loads(line) for line in cell.metrics.read_text().splitlines()]
+    (arm_run,) = arm_runs(tmp_path, ["GRPO"], [0])
+    finish(arm_run, 0.1, 0.2, 1.0)
+    lines = [json.loads(line) for line in arm_run.metrics.read_text().splitlines()]
     lines[0]["eval/full_recall"], lines[2]["eval/full_recall"] = 0.5, 0.75
-    cell.metrics.write_text("\n".join(map(json.dumps, lines)))
-    head, _, row = rows([cell], "full_recall")
+    arm_run.metrics.write_text("\n".join(map(json.dumps, lines)))
+    head, _, row = table_rows([arm_run], "full_recall")
     assert "full recall before" in head and row.split()[2:5] == ["50.0", "75.0", "+25.0"]
-    assert rows([cell])[2].split()[2:5] == ["10.0", "20.0", "+10.0"]
+    assert table_rows([arm_run])[2].split()[2:5] == ["10.0", "20.0", "+10.0"]
     with pytest.raises(UserError, match=r"metric='recall' is not in .*; there are em, f1, full_recall"):
-        rows([cell], "recall")
+        table_rows([arm_run], "recall")
 
 
 def test_the_supervised_arm_needs_grpo_before_it(tmp_path):
     for arms in (["SFT continued"], ["SFT continued", "GRPO"]):
         with pytest.raises(UserError, match="'GRPO' before it"):
-            cells(tmp_path, arms, [0])
+            arm_runs(tmp_path, arms, [0])
 
 
 def test_the_table_gives_mean_and_every_seed(tmp_path):
-    plan = cells(tmp_path, ["GRPO", "SFT continued"], [0, 1])
-    for cell, after in zip(plan, (0.5, 0.42, 0.6, 0.38), strict=True):
-        finish(cell, 0.4, after, 8.0)
-    text = "\n".join(rows(plan))
+    plan = arm_runs(tmp_path, ["GRPO", "SFT continued"], [0, 1])
+    for arm_run, after in zip(plan, (0.5, 0.42, 0.6, 0.38), strict=True):
+        finish(arm_run, 0.4, after, 8.0)
+    text = "\n".join(table_rows(plan))
     assert "+15.0" in text
     assert "+10.0 +20.0" in text
     assert "+2.0 -2.0" in text
@@ -65,7 +65,7 @@ def test_the_table_gives_mean_and_every_seed(tmp_path):
 
 def test_an_unknown_arm_is_named(tmp_path):
     with pytest.raises(UserError, match="magic"):
-        cells(tmp_path, ["magic"], [0])
+        arm_runs(tmp_path, ["magic"], [0])
 
 
 def test_arguments_are_added_to_a_config_flag():
@@ -75,37 +75,39 @@ def test_arguments_are_added_to_a_config_flag():
 
 def test_an_argument_that_is_given_already_is_replaced(tmp_path):
     assert with_arguments("a.py:steps=2,quick", "steps=0", "quick") == "a.py:steps=0,quick"
-    _, evaluation = commands(cells(tmp_path, ["GRPO", "SFT continued"], [0])[1], "x.py:steps=2", "c.py", 1.0)
+    _, evaluation = commands(
+        arm_runs(tmp_path, ["GRPO", "SFT continued"], [0])[1], "x.py:steps=2", "c.py", 1.0
+    )
     assert evaluation[1].startswith("--config=x.py:steps=0,policy=")
 
 
 @pytest.mark.parametrize(("arms", "seeds"), [([], [0]), (["GRPO"], []), (["GRPO"], [1, 1])])
 def test_arms_and_seeds_are_one_or_more_each_once(tmp_path, arms, seeds):
     with pytest.raises(UserError, match="one or more, each once"):
-        cells(tmp_path, arms, seeds)
+        arm_runs(tmp_path, arms, seeds)
 
 
 def test_an_arm_may_be_any_argument_of_the_config_or_another_config_file(tmp_path):
     arms = ["ablation=none", "ablation=filter", "configs/rsearch_ppo.py", "configs/r2ag.py:control=permuted"]
-    plan = cells(tmp_path, arms, [1])
+    plan = arm_runs(tmp_path, arms, [1])
     config = "configs/tiresrag_grpo.py:steps=2,ablation=naive"
-    told = [commands(cell, config, "", 0.0)[0][1].removeprefix("--config=configs/") for cell in plan]
+    told = [commands(arm_run, config, "", 0.0)[0][1].removeprefix("--config=configs/") for arm_run in plan]
     assert told == [
         "tiresrag_grpo.py:steps=2,ablation=none,seed=1",
         "tiresrag_grpo.py:steps=2,ablation=filter,seed=1",
         "rsearch_ppo.py:steps=2,ablation=naive,seed=1",
         "r2ag.py:steps=2,ablation=naive,seed=1,control=permuted",
     ]
-    assert [cell.workdir.name for cell in plan] == [
+    assert [arm_run.workdir.name for arm_run in plan] == [
         "ablation=none-1",
         "ablation=filter-1",
         "configs_rsearch_ppo.py-1",
         "configs_r2ag.py_control=permuted-1",
     ]
     with pytest.raises(UserError, match=r"arms=\['seed=3', 'configs/r2ag.py:seed=2'\] are unknown"):
-        cells(tmp_path, ["GRPO", "seed=3", "configs/r2ag.py:seed=2"], [1])
+        arm_runs(tmp_path, ["GRPO", "seed=3", "configs/r2ag.py:seed=2"], [1])
     with pytest.raises(UserError, match="one folder"):
-        cells(tmp_path, ["policy=a/b", "policy=a:b"], [1])
+        arm_runs(tmp_path, ["policy=a/b", "policy=a:b"], [1])
 
 
 class Sweep:
@@ -123,11 +125,11 @@ class Sweep:
 
     def start(self, command, **_):
         self.ran.append(command)
-        cell = Cell("", 0, pathlib.Path(command[-1].removeprefix("--workdir=")))
+        arm_run = ArmRun("", 0, pathlib.Path(command[-1].removeprefix("--workdir=")))
         if self.code != 2:
-            finish(cell, 0.4, 0.5, 8.0)
+            finish(arm_run, 0.4, 0.5, 8.0)
         if self.code == 0:
-            (cell.workdir / "summary.txt").write_text("")
+            (arm_run.workdir / "summary.txt").write_text("")
         return types.SimpleNamespace(wait=lambda: self.code)
 
 
@@ -224,11 +226,11 @@ def test_ctrl_c_waits_for_the_run_to_save():
 
 def test_runs_of_other_models_are_not_put_in_one_table(sweep):
     sweep("", ["GRPO", "search off"])
-    plan = cells(sweep.root, ["GRPO", "search off"], [0])
+    plan = arm_runs(sweep.root, ["GRPO", "search off"], [0])
 
-    def made(cell, policy="p", encoder="e"):
+    def made(arm_run, policy="p", encoder="e"):
         run = {"policy": policy, "reader": "r", "retriever": {"encoder": encoder}}
-        (cell.workdir / "config.json").write_text(json.dumps({"run": run}))
+        (arm_run.workdir / "config.json").write_text(json.dumps({"run": run}))
 
     made(plan[0])
     made(plan[1], encoder="")  # search off needs none
@@ -243,10 +245,10 @@ def test_runs_of_other_models_are_not_put_in_one_table(sweep):
 def test_arms_of_other_config_files_may_start_from_other_policies_which_is_told(sweep):
     arms = ("lr=1", "lr=2", "configs/rsearch_ppo.py", "configs/rsearch_ppo.py:lr=3")
     sweep("", arms)
-    plan = cells(sweep.root, arms, [0])
-    for cell, policy in zip(plan, "ppqq", strict=True):
+    plan = arm_runs(sweep.root, arms, [0])
+    for arm_run, policy in zip(plan, "ppqq", strict=True):
         run = {"policy": policy, "reader": "", "retriever": {"encoder": "e"}}
-        (cell.workdir / "config.json").write_text(json.dumps({"run": run}))
+        (arm_run.workdir / "config.json").write_text(json.dumps({"run": run}))
     told = '* policy (SHA-256) differs: lr=1, lr=2: "p"; configs/rsearch_ppo.py, configs/rsearch_ppo.py:lr=3: "q"'
     assert sweep("", arms).splitlines()[-1] == told
     run["policy"] = "other"
@@ -258,7 +260,7 @@ def test_arms_of_other_config_files_may_start_from_other_policies_which_is_told(
 def test_arms_with_other_passages_or_another_retriever_are_told_below_the_table(sweep):
     arms = ("lr=1", "lr=2")
     assert "differs" not in sweep("", arms)
-    for cell, kind in zip(cells(sweep.root, arms, [0]), ("scann", "bm25"), strict=True):
+    for arm_run, kind in zip(arm_runs(sweep.root, arms, [0]), ("scann", "bm25"), strict=True):
         made = {
             "policy": "p",
             "reader": "",
@@ -266,7 +268,7 @@ def test_arms_with_other_passages_or_another_retriever_are_told_below_the_table(
             "rollout": {"top_k": 2, "rows": len(kind)},
         }
         run = made | {"retriever": {"encoder": "", "kind": kind}}
-        (cell.workdir / "config.json").write_text(json.dumps({"run": run}))
+        (arm_run.workdir / "config.json").write_text(json.dumps({"run": run}))
     text = sweep("", arms)
     assert text.splitlines()[-1] == '* retriever.kind differs: lr=1: "scann"; lr=2: "bm25"'
     assert text.count("differs") == 1 and (sweep.root / "compare.txt").read_text() == f"{text}\n"
@@ -297,7 +299,7 @@ def test_arguments_that_the_comparison_sets_are_refused(sweep, arguments):
 def test_the_record_of_supervised_training_holds_its_config_but_not_its_minutes(sweep):
     arms = ("GRPO", "SFT continued")
     sweep("", arms)
-    finish(cells(sweep.root, arms, [0])[0], 0.4, 0.5, 9.0)
+    finish(arm_runs(sweep.root, arms, [0])[0], 0.4, 0.5, 9.0)
     sweep("", arms)
     assert len(sweep.ran) == 3
     sweep.cold_start.write_text("lr = 2")

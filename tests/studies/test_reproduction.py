@@ -10,8 +10,8 @@ from rrl.errors import UserError
 from rrl.eval.intervals import student
 from rrl.studies.reproduction.claims import claims_named
 from rrl.studies.reproduction.reproduce import seeds_of
-from rrl.studies.reproduction.results import Evaluation, Results
-from rrl.studies.reproduction.verdict import FAILS, HOLDS, UNTESTED, Evidence, judge
+from rrl.studies.reproduction.results import EvaluationResult, ReproductionResults
+from rrl.studies.reproduction.verdict import FAILS, HOLDS, UNTESTED, ClaimEvidence, judge_claim
 
 SEEDS = (0, 1, 2)
 
@@ -27,7 +27,7 @@ def test_the_interval_over_seeds_is_that_of_a_t_table():
 
 
 def seeds_that_differ_by(*means, questions=1, trained=True):
-    return Evidence([0.5], [0.4], [np.full(questions, mean) for mean in means], trained)
+    return ClaimEvidence([0.5], [0.4], [np.full(questions, mean) for mean in means], trained)
 
 
 @pytest.mark.parametrize(
@@ -47,22 +47,24 @@ def seeds_that_differ_by(*means, questions=1, trained=True):
 def test_a_claim_holds_where_the_whole_interval_is_on_its_side_and_fails_where_the_mean_is_not(
     evidence, word
 ):
-    assert judge(evidence).word == word
+    assert judge_claim(evidence).word == word
 
 
 def test_an_interval_reaches_as_far_as_seeds_or_questions_say():
     answers = np.array([1.0, 1.0, 1.0, -1.0])  # seeds agree, questions do not
-    alike = Evidence([0.5], [0.0], [answers, answers, answers])
-    found = judge(alike)
+    alike = ClaimEvidence([0.5], [0.0], [answers, answers, answers])
+    found = judge_claim(alike)
     assert (found.word, found.difference, found.low, found.high) == (UNTESTED, 0.5, -0.5, 1.0)
-    both = judge(Evidence([0.5], [0.0], [answers, np.array([1.0, -1.0, 1.0, 1.0]), np.ones(4) / 2]))
+    both = judge_claim(
+        ClaimEvidence([0.5], [0.0], [answers, np.array([1.0, -1.0, 1.0, 1.0]), np.ones(4) / 2])
+    )
     assert both.low > -0.5  # of the mean over seeds, whose questions differ less than those of one seed
-    apart = judge(Evidence([0.5], [0.0], [np.full(4, mean) for mean in (0.0, 0.5, 1.0)]))
+    apart = judge_claim(ClaimEvidence([0.5], [0.0], [np.full(4, mean) for mean in (0.0, 0.5, 1.0)]))
     assert round(apart.low, 3) == round(0.5 - 4.303 * 0.5 / 3**0.5, 3)
 
 
 def test_what_is_no_test_of_the_claim_is_said_whatever_was_measured():
-    found = judge(seeds_that_differ_by(3.0, 3.0, 3.0), "too small")
+    found = judge_claim(seeds_that_differ_by(3.0, 3.0, 3.0), "too small")
     assert (found.word, found.reason) == (UNTESTED, "too small")
 
 
@@ -71,7 +73,7 @@ def test_what_is_no_test_of_the_claim_is_said_whatever_was_measured():
 
 def evaluation(em=(1, 0), f1=None, tokens=(10, 10), searches=(1, 1), titles=(("A",), ("B",))):
     columns = {"em": em, "f1": f1 or em, "tokens": tokens, "searches": searches}
-    return Evaluation(
+    return EvaluationResult(
         ["a", "b"],
         {name: np.array(values, float) for name, values in columns.items()},
         titles,
@@ -86,7 +88,7 @@ def measured(key, evaluations=None, trainings=None):
     def of(name):
         return next(value for part, value in made.items() if re.fullmatch(part, name))
 
-    return claim.measure(Results(SEEDS, of, lambda name: (trainings or {})[name]), claim.runs)
+    return claim.measure(ReproductionResults(SEEDS, of, lambda name: (trainings or {})[name]), claim.runs)
 
 
 def test_seeds_stand_beside_seeds_or_beside_what_has_none():
@@ -117,7 +119,7 @@ def test_fewer_is_better_of_tokens_and_searches():
     assert (found.left[0], found.right[0], found.questions) == (30, 40, 0)
     assert [v.mean() for v in found.differences] == [10, 10, 10]
     made[r"r3rag_no.*"] = evaluation((0, 0))
-    assert judge(measured("tokens-r3rag", made)).reason == "a run has no right answer"
+    assert judge_claim(measured("tokens-r3rag", made)).reason == "a run has no right answer"
 
 
 def test_the_better_of_two_prompted_methods_is_what_counts():
@@ -128,7 +130,9 @@ def test_the_better_of_two_prompted_methods_is_what_counts():
         "rsearch_cold-eval": evaluation((1, 1)),
     }
     assert measured("iterative", made).left == measured("cold-start", made).right == [0.5]
-    assert judge(measured("iterative", made), claims_named(["iterative"])[0].untestable).word == UNTESTED
+    assert (
+        judge_claim(measured("iterative", made), claims_named(["iterative"])[0].untestable).word == UNTESTED
+    )
 
 
 def test_transfer_is_the_spread_over_retrievers_and_the_smallest_lead():
@@ -171,7 +175,7 @@ def test_collapse_is_what_the_last_quarter_lost_of_the_best():
     trainings = {f"tiresrag-{s}": steady for s in SEEDS} | {f"tiresrag_naive-{s}": fallen for s in SEEDS}
     found = measured("collapse", trainings=trainings)
     assert (found.left[0], round(found.right[0], 9)) == (0, 0.5)
-    assert judge(found).word == HOLDS
+    assert judge_claim(found).word == HOLDS
 
 
 def test_runs_that_were_asked_other_questions_are_not_held_against_each_other():

@@ -15,10 +15,10 @@ import pytest
 from rrl.errors import UserError
 from rrl.studies.reproduction import queue
 from rrl.studies.reproduction.claims import CLAIMS
-from rrl.studies.reproduction.kept import Kept
-from rrl.studies.reproduction.page import page
-from rrl.studies.reproduction.plan import Run, runs
+from rrl.studies.reproduction.page import reproduction_page
+from rrl.studies.reproduction.plan import PlannedRun, planned_runs
 from rrl.studies.reproduction.reproduce import reproduce
+from rrl.studies.reproduction.store import MeasurementStore
 from rrl.studies.reproduction.verdict import FAILS, MISSING
 from tests.eval.runs import finished
 
@@ -32,12 +32,12 @@ ANSWERS = {"a": "Norway", "b": "Ada Berg", "c": "1947", "d": "yes"}
 def measured_in(out, name, answers):
     """As if the run had been done."""
     finished(out / name, answers)
-    recorded(runs(SEEDS)[name], out)
+    recorded(planned_runs(SEEDS)[name], out)
 
 
 def recorded(run, out, seconds=90.0):
     out.mkdir(exist_ok=True)
-    queue.Record(run.command("{out}"), queue.settings_of(run), "abc", seconds, True).save(
+    queue.RunManifest(run.command("{out}"), queue.resolved_settings(run), "abc", seconds, True).save(
         out / f"{run.name}.json"
     )
 
@@ -49,7 +49,7 @@ def row_of(file, key):
 
 def test_the_page_tells_what_was_measured_and_lists_what_was_not(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
-    known = runs(SEEDS)
+    known = planned_runs(SEEDS)
     measured_in(tmp_path, "naive_rag", ANSWERS)
     measured_in(tmp_path, "direct", {"d": "yes"})
     file = tmp_path / "page.md"
@@ -61,9 +61,9 @@ def test_the_page_tells_what_was_measured_and_lists_what_was_not(tmp_path, monke
     assert f"\nholds: 1; {MISSING}: {len(CLAIMS) - 1}." in text
     assert f"2 of {len(known)} runs, 3 minutes in all" in text and "Commit abc." in text
     assert "- passages of a search: 2\n" in text and "python 3" in text  # of the result cards
-    kept = Kept(tmp_path / "kept", known)
+    kept = MeasurementStore(tmp_path / "kept", known)
     assert "smoke" not in text
-    assert "smoke run" in page(known, tmp_path, kept, SEEDS, "python x", smoke=True)
+    assert "smoke run" in reproduction_page(known, tmp_path, kept, SEEDS, "python x", smoke=True)
     other = tmp_path / "other"
     measured_in(other, "naive_rag", {"d": "yes"})
     measured_in(other, "direct", ANSWERS)
@@ -100,20 +100,20 @@ def test_what_is_kept_makes_the_page_without_its_runs_and_is_not_run_again(tmp_p
 
 def test_training_is_kept_as_far_as_the_claims_read_it(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
-    plan = {"a": Run("a", "train", "configs/rsearch_grpo.py", 1)}
+    plan = {"a": PlannedRun("a", "train", "configs/rsearch_grpo.py", 1)}
     recorded(plan["a"], tmp_path)
     lines = [{"step": step, "reward/answer": 0.1 * step, "other": 1.0} for step in (1, 2)]
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    Kept(tmp_path / "kept", plan).take(tmp_path)
-    found = Kept(tmp_path / "kept", plan).results((0,)).training("a")
+    MeasurementStore(tmp_path / "kept", plan).add_finished(tmp_path)
+    found = MeasurementStore(tmp_path / "kept", plan).results((0,)).training("a")
     assert [dict(line) for line in found] == [{"step": s, "reward/answer": 0.1 * s} for s in (1, 2)]
 
 
 def trained_and_evaluated(out, seconds=90.0):
     """A cold start and two evaluations of it, as if they had been done."""
-    cold = Run("cold", "sft", "configs/miniwiki_cold_start.py", 1)
-    looks = [Run(name, "eval", "configs/eval.py", 1, needs=("cold",)) for name in ("one", "two")]
+    cold = PlannedRun("cold", "sft", "configs/miniwiki_cold_start.py", 1)
+    looks = [PlannedRun(name, "eval", "configs/eval.py", 1, needs=("cold",)) for name in ("one", "two")]
     recorded(cold, out, seconds)
     for look in looks:
         finished(out / look.name, ANSWERS, model=f"{out}/cold/model", command=f"python x --out={out}")
@@ -123,19 +123,19 @@ def trained_and_evaluated(out, seconds=90.0):
 
 def test_so_does_what_was_measured_of_a_model_that_started_from_it(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
-    cold = Run("cold", "sft", "configs/miniwiki_cold_start.py", 1)
-    middle = Run("middle", "sft", "configs/miniwiki_cold_start.py", 1, needs=("cold",))
-    look = Run("look", "eval", "configs/eval.py", 1, needs=("middle",))
+    cold = PlannedRun("cold", "sft", "configs/miniwiki_cold_start.py", 1)
+    middle = PlannedRun("middle", "sft", "configs/miniwiki_cold_start.py", 1, needs=("cold",))
+    look = PlannedRun("look", "eval", "configs/eval.py", 1, needs=("middle",))
     plan, out, again = {run.name: run for run in (cold, middle, look)}, tmp_path / "out", tmp_path / "again"
     for run in (cold, middle):
         recorded(run, out)
     finished(out / "look", ANSWERS, model=f"{out}/middle/model", command="python x")
     recorded(look, out)
-    Kept(tmp_path / "kept", plan).take(out)
-    assert set(Kept(tmp_path / "kept", plan).entries) == {"cold", "middle", "look"}
+    MeasurementStore(tmp_path / "kept", plan).add_finished(out)
+    assert set(MeasurementStore(tmp_path / "kept", plan).entries) == {"cold", "middle", "look"}
     recorded(cold, again, 91.0)
-    kept = Kept(tmp_path / "kept", plan)
-    kept.take(again)
+    kept = MeasurementStore(tmp_path / "kept", plan)
+    kept.add_finished(again)
     assert set(kept.entries) == {"cold"} and set(kept.outdated) == {"middle", "look"}
 
 
@@ -143,21 +143,21 @@ def test_what_started_from_a_model_that_was_made_anew_counts_no_longer(tmp_path,
     monkeypatch.chdir(ROOT)
     out, folder = tmp_path / "out", tmp_path / "kept"
     plan = trained_and_evaluated(out)
-    Kept(folder, plan).take(out)
-    assert not Kept(folder, plan).lacking(["one", "two"], tmp_path / "nothing")
-    card = Kept(folder, plan).entries["one"].card
+    MeasurementStore(folder, plan).add_finished(out)
+    assert not MeasurementStore(folder, plan).missing_runs(["one", "two"], tmp_path / "nothing")
+    card = MeasurementStore(folder, plan).entries["one"].card
     assert (card.model, card.command) == ("{out}/cold/model", "python x --out={out}")
     (folder / "two.json.gz").unlink()
-    lacking = Kept(folder, plan).lacking
+    lacking = MeasurementStore(folder, plan).missing_runs
     assert [run.name for run in lacking(["one", "two"], out)] == ["cold", "two"]  # its model is still there
     assert [run.name for run in lacking(["one", "two"], tmp_path / "nothing")] == ["cold", "one", "two"]
 
     again = tmp_path / "again"
     trained_and_evaluated(again, seconds=91.0)
     (again / "one.json").unlink()
-    kept = Kept(folder, plan)
-    kept.take(again)
-    for each in (kept, Kept(folder, plan)):
+    kept = MeasurementStore(folder, plan)
+    kept.add_finished(again)
+    for each in (kept, MeasurementStore(folder, plan)):
         assert set(each.entries) == {"cold", "two"}
         assert each.outdated == {"one": "started from cold, which was done anew since"}
 
@@ -169,10 +169,17 @@ def test_what_other_settings_made_is_not_used(tmp_path, monkeypatch, capsys):
     measured_in(out, "direct", {"d": "yes"})
     reproduce(out, file, keep=keep, run=False)
     changed = {
-        "naive_rag": dataclasses.replace(runs(SEEDS)["naive_rag"], fields={"prompted.most_passages": 3})
+        "naive_rag": dataclasses.replace(
+            planned_runs(SEEDS)["naive_rag"], fields={"prompted.most_passages": 3}
+        )
     }
-    assert "naive_rag" in Kept(keep, changed).outdated and not Kept(keep, changed).entries
-    monkeypatch.setattr("rrl.studies.reproduction.reproduce.runs", lambda *_: runs(SEEDS) | changed)
+    assert (
+        "naive_rag" in MeasurementStore(keep, changed).outdated
+        and not MeasurementStore(keep, changed).entries
+    )
+    monkeypatch.setattr(
+        "rrl.studies.reproduction.reproduce.planned_runs", lambda *_: planned_runs(SEEDS) | changed
+    )
     reproduce(out, file, keep=keep, run=False)  # neither what is kept nor what lies in the folder
     assert "naive_rag was made by launch/eval.py" in capsys.readouterr().err
     assert MISSING in row_of(file, "naive-rag")
@@ -182,10 +189,10 @@ def test_the_published_page_is_that_of_the_published_results(monkeypatch):
     """Settings that changed since make it differ: launch/reproduce.py --norun --keep=docs/reproduction
     --page=docs/reproduction.md writes it anew, and what is measured no longer says so."""
     monkeypatch.chdir(ROOT)
-    known = runs(SEEDS)
-    kept = Kept(ROOT / "docs" / "reproduction", known)
+    known = planned_runs(SEEDS)
+    kept = MeasurementStore(ROOT / "docs" / "reproduction", known)
     command = "python launch/reproduce.py --keep=docs/reproduction"
-    made = page(known, pathlib.Path("runs/reproduce"), kept, SEEDS, command)
+    made = reproduction_page(known, pathlib.Path("runs/reproduce"), kept, SEEDS, command)
     assert made == (ROOT / "docs" / "reproduction.md").read_text()
 
 
@@ -203,8 +210,8 @@ def test_where_nothing_is_finished_no_page_is_touched(tmp_path, monkeypatch):
 def test_whatever_is_damaged_is_named(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     measured_in(tmp_path, "direct", ANSWERS)
-    known = {"direct": runs(SEEDS)["direct"]}
-    Kept(tmp_path / "kept", known).take(tmp_path)
+    known = {"direct": planned_runs(SEEDS)["direct"]}
+    MeasurementStore(tmp_path / "kept", known).add_finished(tmp_path)
     file = tmp_path / "kept" / "direct.json.gz"
     whole = file.read_bytes()
     told = json.loads(gzip.decompress(whole))
@@ -224,7 +231,7 @@ def test_whatever_is_damaged_is_named(tmp_path, monkeypatch):
     ):
         file.write_bytes(content)
         with pytest.raises(UserError, match=r"direct\.json\.gz is damaged .*delete it"):
-            Kept(tmp_path / "kept", known)
+            MeasurementStore(tmp_path / "kept", known)
 
 
 def start(*flags):

@@ -15,27 +15,39 @@ from rrl.parallel.runtime import cores_here
 from rrl.runs.launcher import load_config
 from rrl.studies.reproduction import queue
 from rrl.studies.reproduction.claims import CLAIMS
-from rrl.studies.reproduction.plan import Run, needed, runs
-from rrl.studies.reproduction.queue import Record, record_of, settings_of, shares, unlike, work
+from rrl.studies.reproduction.plan import PlannedRun, planned_runs, with_dependencies
+from rrl.studies.reproduction.queue import (
+    RunManifest,
+    core_shares,
+    load_manifest,
+    manifest_mismatch,
+    resolved_settings,
+    run_queue,
+)
 
 ROOT = pathlib.Path(__file__).parents[2]
 SEEDS = (0, 1, 2)
 
 
 def test_every_claim_has_its_runs_each_after_what_it_needs_and_all_fit_into_three_hours_on_two_cores():
-    known = runs(SEEDS)
+    known = planned_runs(SEEDS)
     names = list(known)
     assert all(name in known for claim in CLAIMS for name in claim.needs(SEEDS))
     assert all(names.index(need) < names.index(run.name) for run in known.values() for need in run.needs)
     assert sum(run.minutes for run in known.values()) < 2 * 180
-    wanted = {run.name for run in needed([n for claim in CLAIMS for n in claim.needs(SEEDS)], known)}
+    wanted = {
+        run.name for run in with_dependencies([n for claim in CLAIMS for n in claim.needs(SEEDS)], known)
+    }
     assert wanted == set(known)  # nothing is run that no claim reads
-    assert [run.name for run in needed(["r2ag_cold-eval"], known)] == ["r2ag_cold", "r2ag_cold-eval"]
+    assert [run.name for run in with_dependencies(["r2ag_cold-eval"], known)] == [
+        "r2ag_cold",
+        "r2ag_cold-eval",
+    ]
 
 
 @pytest.mark.parametrize("smoke", [False, True])
 def test_every_command_is_one_that_its_launcher_takes(smoke, tmp_path):
-    for run in runs([0], smoke).values():
+    for run in planned_runs([0], smoke).values():
         _, config, _, *fields = run.command(tmp_path)
         made = load_config(config.removeprefix("--config="), [f.removeprefix("--config.") for f in fields])
         assert {
@@ -45,7 +57,7 @@ def test_every_command_is_one_that_its_launcher_takes(smoke, tmp_path):
         }[run.launcher]
 
 
-class Told(Run):
+class Told(PlannedRun):
     """A run whose command is a line of Python."""
 
     def command(self, out):
@@ -64,21 +76,21 @@ def test_what_is_finished_is_not_run_again_and_what_failed_or_was_broken_off_is(
     monkeypatch.chdir(ROOT)
     second = told("b", f"{write('b.txt')}; 1 / 0", ("a",))
     plan = [told("a", write("a.txt")), second, told("c", write("c.txt"), ("b",)), told("d", write("d.txt"))]
-    found = work(plan, tmp_path, 1, lambda text: None)
+    found = run_queue(plan, tmp_path, 1, lambda text: None)
     assert set(found.failed) == {"b", "c"} and "exit code 1" in found.failed["b"]
     assert "ZeroDivisionError" in (tmp_path / "b.log").read_text()
-    seconds = record_of(plan[1], tmp_path).seconds
-    work(plan, tmp_path, 1, lambda text: None)
+    seconds = load_manifest(plan[1], tmp_path).seconds
+    run_queue(plan, tmp_path, 1, lambda text: None)
     assert [(tmp_path / f"{name}.txt").exists() for name in "abcd"] == [True, True, False, True]
     assert [(tmp_path / f"{name}.txt").read_text() for name in "abd"] == ["x", "xx", "x"]
-    assert record_of(plan[1], tmp_path).seconds > seconds > 0  # of both lives
+    assert load_manifest(plan[1], tmp_path).seconds > seconds > 0  # of both lives
 
 
 def test_a_run_that_another_command_made_is_refused_before_anything_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
-    work([told("a", write("a.txt"))], tmp_path, 1, lambda text: None)
+    run_queue([told("a", write("a.txt"))], tmp_path, 1, lambda text: None)
     with pytest.raises(UserError, match=r"a was made by .*delete that folder"):
-        work([told("b", write("b.txt")), told("a", write("z.txt"))], tmp_path, 1, lambda text: None)
+        run_queue([told("b", write("b.txt")), told("a", write("z.txt"))], tmp_path, 1, lambda text: None)
     assert not (tmp_path / "b.txt").exists()
 
 
@@ -87,67 +99,71 @@ def test_a_run_is_of_its_settings_not_of_the_words_about_them(tmp_path):
     text = "from ml_collections import ConfigDict\n\n\ndef get_config(arg=''):\n    return ConfigDict({'lr': 0.1, 'b': 2})\n"
     run = Told("a", write("a.txt"), f"{file}:seed=1", 1, {"b": 3})
     file.write_text(text)
-    work([run], tmp_path, 1, lambda text: None)
+    run_queue([run], tmp_path, 1, lambda text: None)
     file.write_text('"""What it is for."""\n\n' + text)
-    assert record_of(run, tmp_path).finished
+    assert load_manifest(run, tmp_path).finished
     file.write_text(text.replace("'b': 2", "'b': 2, 'c': {'later': 1}"))
-    assert record_of(run, tmp_path).finished  # a setting that came later
+    assert load_manifest(run, tmp_path).finished  # a setting that came later
     file.write_text(text.replace("'lr': 0.1, ", ""))
     with pytest.raises(UserError, match=r"a was made with lr=0\.1, which is None today"):
-        record_of(run, tmp_path)
+        load_manifest(run, tmp_path)
     file.write_text(text.replace("0.1", "0.2"))
     with pytest.raises(UserError, match=r"a was made with lr=0\.1, which is 0\.2 today; delete that folder"):
-        record_of(run, tmp_path)
+        load_manifest(run, tmp_path)
     with pytest.raises(UserError, match="was made with b=3, which is 4 today"):
-        record_of(dataclasses.replace(run, fields={"b": 4}), tmp_path)
+        load_manifest(dataclasses.replace(run, fields={"b": 4}), tmp_path)
 
 
 def test_arguments_may_be_others_that_come_to_the_same_settings(tmp_path, monkeypatch):
     """As where a default has moved since, and the plan names what it was."""
     monkeypatch.chdir(ROOT)
-    cold = Run("a", "sft", "configs/miniwiki_cold_start.py:recipe=r3rag", 1)
+    cold = PlannedRun("a", "sft", "configs/miniwiki_cold_start.py:recipe=r3rag", 1)
     named = dataclasses.replace(cold, config=f"{cold.config},demonstrations=100")
-    record = Record(cold.command("{out}"), settings_of(cold), "abc")
-    assert unlike(record, named) == ""
-    assert "was made by" in unlike(
-        record, dataclasses.replace(cold, config=f"{cold.config},demonstrations=99")
+    manifest = RunManifest(cold.command("{out}"), resolved_settings(cold), "abc")
+    assert manifest_mismatch(manifest, named) == ""
+    assert "was made by" in manifest_mismatch(
+        manifest, dataclasses.replace(cold, config=f"{cold.config},demonstrations=99")
     )
-    fewer = {name: value for name, value in record.settings["train"].items() if name != "minutes"}
-    earlier = dataclasses.replace(record, settings={**record.settings, "train": fewer})
-    assert unlike(earlier, cold) == unlike(earlier, named) == ""  # minutes came later
+    fewer = {name: value for name, value in manifest.settings["train"].items() if name != "minutes"}
+    earlier = dataclasses.replace(manifest, settings={**manifest.settings, "train": fewer})
+    assert manifest_mismatch(earlier, cold) == manifest_mismatch(earlier, named) == ""  # minutes came later
     # The default was 99 when it ran.
-    few = {**record.settings["data"]["demonstrations"], "number": 99}
-    moved = {**record.settings, "data": {**record.settings["data"], "demonstrations": few}}
-    moved = dataclasses.replace(record, settings=moved)
-    assert unlike(moved, dataclasses.replace(cold, config=f"{cold.config},demonstrations=99")) == ""
-    assert "was made with data.demonstrations.number=99, which is 100" in unlike(moved, cold)
+    few = {**manifest.settings["data"]["demonstrations"], "number": 99}
+    moved = {**manifest.settings, "data": {**manifest.settings["data"], "demonstrations": few}}
+    moved = dataclasses.replace(manifest, settings=moved)
+    assert (
+        manifest_mismatch(moved, dataclasses.replace(cold, config=f"{cold.config},demonstrations=99")) == ""
+    )
+    assert "was made with data.demonstrations.number=99, which is 100" in manifest_mismatch(moved, cold)
     timed = dataclasses.replace(named, fields={"train.minutes": 0.0})
-    assert unlike(earlier, timed) == ""  # as it is without
-    assert "was made by" in unlike(earlier, dataclasses.replace(timed, fields={"train.minutes": 2.0}))
-    strange = [flag.replace("recipe=", "system=") for flag in record.command]
-    assert "was made by" in unlike(dataclasses.replace(record, command=strange), named)
-    assert "was made by" in unlike(record, dataclasses.replace(named, name="b"))
+    assert manifest_mismatch(earlier, timed) == ""  # as it is without
+    assert "was made by" in manifest_mismatch(
+        earlier, dataclasses.replace(timed, fields={"train.minutes": 2.0})
+    )
+    strange = [flag.replace("recipe=", "system=") for flag in manifest.command]
+    assert "was made by" in manifest_mismatch(dataclasses.replace(manifest, command=strange), named)
+    assert "was made by" in manifest_mismatch(manifest, dataclasses.replace(named, name="b"))
 
 
 def test_to_another_command_a_field_that_came_later_was_at_its_default(monkeypatch):
     monkeypatch.chdir(ROOT)
-    plain = Run("a", "train", "configs/r3rag_ppo.py:steps=22", 1)
+    plain = PlannedRun("a", "train", "configs/r3rag_ppo.py:steps=22", 1)
     whole, half = (dataclasses.replace(plain, fields={"critic.layers": layers}) for layers in (0, 2))
-    settings = settings_of(whole)
-    assert settings_of(plain)["critic"]["layers"] == 2
+    settings = resolved_settings(whole)
+    assert resolved_settings(plain)["critic"]["layers"] == 2
     del settings["critic"]["layers"]
-    record = Record(plain.command("{out}"), settings, "abc")
-    assert unlike(record, whole) == ""
-    assert "was made by" in unlike(record, half)
-    nameless = dataclasses.replace(record, settings={**settings, "recipe": {}})
-    assert "was made by" in unlike(nameless, whole)
+    manifest = RunManifest(plain.command("{out}"), settings, "abc")
+    assert manifest_mismatch(manifest, whole) == ""
+    assert "was made by" in manifest_mismatch(manifest, half)
+    nameless = dataclasses.replace(manifest, settings={**settings, "recipe": {}})
+    assert "was made by" in manifest_mismatch(nameless, whole)
 
 
 @pytest.mark.skipif(cores_here() < 2, reason="two runs side by side need two cores")
 def test_two_runs_go_side_by_side_each_on_its_share_of_the_cores(tmp_path, monkeypatch):
-    assert sorted(core for share in shares(2) for core in share) == sorted(os.sched_getaffinity(0))
+    assert sorted(core for share in core_shares(2) for core in share) == sorted(os.sched_getaffinity(0))
     with pytest.raises(UserError, match="jobs=0 must be 1 to"):
-        shares(0)
+        core_shares(0)
     monkeypatch.chdir(ROOT)
     # Each waits for the other, and gives up after five minutes.
     wait = (
@@ -158,7 +174,7 @@ def test_two_runs_go_side_by_side_each_on_its_share_of_the_cores(tmp_path, monke
         told(mine, wait.format(mine=write(mine + ".txt"), other=other + ".txt"))
         for mine, other in (("a", "b"), ("b", "a"))
     ]
-    assert not work(plan, tmp_path, 2, lambda text: None).failed
+    assert not run_queue(plan, tmp_path, 2, lambda text: None).failed
 
 
 def test_a_signal_ends_the_runs_and_the_same_call_goes_on(tmp_path, monkeypatch):
@@ -171,11 +187,11 @@ def test_a_signal_ends_the_runs_and_the_same_call_goes_on(tmp_path, monkeypatch)
             time.sleep(0.01)
         os.kill(os.getpid(), queue.signal.SIGTERM)
 
-    assert work(plan, tmp_path, 1, stop).stopped
-    record = record_of(plan[0], tmp_path)
-    assert not record.finished
-    assert not work(plan, tmp_path, 1, lambda text: None).stopped
-    assert record_of(plan[0], tmp_path).finished
+    assert run_queue(plan, tmp_path, 1, stop).stopped
+    manifest = load_manifest(plan[0], tmp_path)
+    assert not manifest.finished
+    assert not run_queue(plan, tmp_path, 1, lambda text: None).stopped
+    assert load_manifest(plan[0], tmp_path).finished
 
 
 @pytest.mark.slow
@@ -187,8 +203,8 @@ def test_a_run_that_outlives_its_killed_parent_keeps_a_second_one_out(tmp_path, 
     plan = [told("a", line)]
     script = (
         "import pathlib\nfrom rrl.studies.reproduction import plan, queue\n"
-        f"class Told(plan.Run):\n    def command(self, out): return ['-c', {line!r}.replace('{{out}}', str(out))]\n"
-        f"queue.work([Told('a', 'train', {plan[0].config!r}, 1)], pathlib.Path({str(tmp_path)!r}), 1)"
+        f"class Told(plan.PlannedRun):\n    def command(self, out): return ['-c', {line!r}.replace('{{out}}', str(out))]\n"
+        f"queue.run_queue([Told('a', 'train', {plan[0].config!r}, 1)], pathlib.Path({str(tmp_path)!r}), 1)"
     )
     parent = subprocess.Popen([sys.executable, "-c", script], env={**os.environ, "PYTHONPATH": str(ROOT)})
     while not (there.exists() and there.read_text()):
@@ -197,11 +213,11 @@ def test_a_run_that_outlives_its_killed_parent_keeps_a_second_one_out(tmp_path, 
     parent.kill()
     parent.wait()
     with pytest.raises(UserError, match="another process runs there"):
-        work(plan, tmp_path, 1, lambda text: None)
+        run_queue(plan, tmp_path, 1, lambda text: None)
     os.kill(int(there.read_text()), queue.signal.SIGKILL)
     for _ in range(1000):
         with contextlib.suppress(UserError):
-            assert not work(plan, tmp_path, 1, lambda text: None).failed
+            assert not run_queue(plan, tmp_path, 1, lambda text: None).failed
             break
         time.sleep(0.01)
-    assert record_of(plan[0], tmp_path).finished
+    assert load_manifest(plan[0], tmp_path).finished

@@ -10,7 +10,7 @@ import pytest
 from rrl.errors import UserError
 from rrl.eval.comparison import as_markdown, coverage_table, group_table, load_runs, paired, records
 from rrl.files import SaveError
-from rrl.studies.report_html import told_most
+from rrl.studies.report_html import most_different_questions
 from rrl.studies.run_report import write_run_report
 from rrl.studies.sweep import plot_sweep, sweep, values_of
 from tests.eval.runs import QUESTIONS, finished
@@ -160,7 +160,7 @@ def test_the_page_is_whole_safe_and_shows_disagreements_first(tmp_path: Path) ->
         "default-src 'none'" in text
         and "//" not in text.replace("// ", "").replace("base64,", "").split("<body")[0]
     )
-    assert [question.id for question in told_most(load_runs(runs), 2)] == ["c", "a"]
+    assert [question.id for question in most_different_questions(load_runs(runs), 2)] == ["c", "a"]
     slots = [attrs for _, attrs in parser.tags if attrs.get("class") == "slot"]
     assert [slot["data-agreement"] for slot in slots] == ["some right", "all right", "all right", "all right"]
     assert text.count("<article>") == 8

@@ -10,13 +10,13 @@ from rrl.files import replaced, saving
 from rrl.parallel.runtime import cores_here
 from rrl.runs.launcher import load_config
 from rrl.runs.metrics import read_metrics
-from rrl.studies.analyses.listing import evaluated, named, trained
+from rrl.studies.analyses.catalogue import analysis_named, evaluation_points, training_points
 from rrl.studies.analyses.plot import draw
-from rrl.studies.analyses.table import as_text, csv_of, rows_of
-from rrl.studies.reproduction.kept import Kept
+from rrl.studies.analyses.table import as_text, csv_of, load_rows
 from rrl.studies.reproduction.page import list_of
-from rrl.studies.reproduction.plan import needed
-from rrl.studies.reproduction.queue import Work, as_rows, work
+from rrl.studies.reproduction.plan import with_dependencies
+from rrl.studies.reproduction.queue import QueueResult, run_queue, run_states
+from rrl.studies.reproduction.store import MeasurementStore
 
 SHARED = {False: "runs/reproduce", True: "runs/reproduce-smoke"}
 """Where the reproduction trains, whose runs analyses of training use and add to; smoke runs apart."""
@@ -38,50 +38,54 @@ def analyze(
     listed: bool = False,
     run: bool = True,
     command: str = "python launch/analyze.py",
-) -> Work:
+) -> QueueResult:
     """Runs what the analysis lacks and writes table.md, table.csv and plot.png into `out`, also when a signal ended the runs.
 
     Evaluations of policies that are there have their folders in `out`, training runs in `shared` (default: the reproduction's
     folder). What `keep` has of these (docs/reproduction: what was measured for the published page) is not run again.
-    `policies`, `values`, `arguments` and `fields`: see `rrl.studies.analyses.listing.evaluated`. `listed`: prints what
+    `policies`, `values`, `arguments` and `fields`: see `rrl.studies.analyses.catalogue.evaluation_points`. `listed`: prints what
     would be run instead. `run` false: writes table and plot of what is there.
 
-    Raises UserError for an unknown analysis, for what does not go with it, and as `rrl.studies.reproduction.queue.work`, before
-    anything is written; and where no row of the table is finished.
+    Raises UserError for an unknown analysis, for what does not go with it, and as
+    `rrl.studies.reproduction.queue.run_queue`, before anything is written; and where no row of the table is finished.
     """
-    analysis = named(what)
+    analysis = analysis_named(what)
     if analysis.arms:
         if policies or values or arguments or fields:
             raise UserError(
                 f"what={what!r} trains its own policies: leave out --policy, --values, --arguments and --set"
             )
-        cells, known = trained(analysis, seeds, smoke)
+        points, known = training_points(analysis, seeds, smoke)
         root = shared or Path(SHARED[smoke])
     else:
         if keep is not None:
             raise UserError(f"what={what!r} evaluates policies that are there: leave out --keep")
-        cells, known = evaluated(analysis, policies, values, arguments, fields, smoke)
+        points, known = evaluation_points(analysis, policies, values, arguments, fields, smoke)
         root = out
         for each in known.values():
             Settings.of(
                 load_config(each.config, [f"{field}={value}" for field, value in each.fields.items()])
             )
     jobs = jobs if jobs is not None else min(2, cores_here())
-    names = [name for cell in cells for name in cell.runs]
-    kept = None if keep is None else Kept(keep, known)
-    todo = needed(names, known) if kept is None else kept.lacking(names, root)
+    names = [name for point in points for name in point.runs]
+    kept = None if keep is None else MeasurementStore(keep, known)
+    todo = with_dependencies(names, known) if kept is None else kept.missing_runs(names, root)
     if listed:
         print(list_of(todo, known, root, jobs))
-        return Work({})
-    done = work(todo, root, jobs) if run else Work({})
-    there = {row["name"] for row in as_rows(todo, root) if row["state"] == "finished"}
-    old = {} if kept is None else {n: kept.measured(n) for n in names if n in kept.entries and n not in there}
+        return QueueResult({})
+    done = run_queue(todo, root, jobs) if run else QueueResult({})
+    there = {row["name"] for row in run_states(todo, root) if row["state"] == "finished"}
+    old = (
+        {}
+        if kept is None
+        else {n: kept.evaluation_run(n) for n in names if n in kept.entries and n not in there}
+    )
     there |= set(old)
-    whole = [cell for cell in cells if there.issuperset(cell.runs)]
+    whole = [point for point in points if there.issuperset(point.runs)]
     if not whole and (done.failed or done.stopped):
         return done
-    rows = rows_of(whole, root, cells[0], old)
-    missing = [f"{cell.system} {cell.value}".strip() for cell in cells if cell not in whole]
+    rows = load_rows(whole, root, points[0], old)
+    missing = [f"{point.system} {point.value}".strip() for point in points if point not in whole]
 
     def lines_of(evaluation: str) -> Sequence[Mapping[str, Any]]:
         name = evaluation.removesuffix("-eval")
@@ -90,7 +94,7 @@ def analyze(
         file = root / name / "metrics.jsonl"
         return read_metrics(file) if file.is_file() else ()
 
-    logs = {row.cell.system: [lines_of(name) for name in row.cell.runs] for row in rows if analysis.arms}
+    logs = {row.point.system: [lines_of(name) for name in row.point.runs] for row in rows if analysis.arms}
     curves = {arm: seeds for arm, seeds in logs.items() if all(seeds)}
     text = as_text(analysis, rows, command, missing, smoke)
     for name, content in (("table.md", text), ("table.csv", csv_of(rows))):

@@ -7,18 +7,18 @@ from typing import Any
 import numpy as np
 
 from rrl.report.curves import COLOURS, band, legend_below, new_figure, save_figure, style_axis
-from rrl.studies.analyses.listing import Analysis
-from rrl.studies.analyses.table import Row
+from rrl.studies.analyses.catalogue import Analysis
+from rrl.studies.analyses.table import AnalysisRow
 from rrl.studies.sweep import COSTS, RATES
 
-Point = tuple[float, float, float]
+ValueWithInterval = tuple[float, float, float]
 """A value, and how far its interval reaches below and above."""
 METRICS = {"em": "exact match", "f1": "F1", "acc": "accuracy", "judge": "right for the judge"}
 
 
 def draw(
     analysis: Analysis,
-    rows: Sequence[Row],
+    rows: Sequence[AnalysisRow],
     logs: Mapping[str, Sequence[Sequence[Mapping[str, Any]]]],
     png: Path,
 ) -> None:
@@ -58,15 +58,17 @@ def draw(
     save_figure(figure, png)
 
 
-def _percent(row: Row, name: str) -> Point:
+def _percent(row: AnalysisRow, name: str) -> ValueWithInterval:
     of = row.metrics[name]
     return 100 * of.mean, 100 * (of.mean - of.low), 100 * (of.high - of.mean)
 
 
-def _points(axis: Any, analysis: Analysis, rows: Sequence[Row], title: str, told: Sequence[Point]) -> None:
+def _points(
+    axis: Any, analysis: Analysis, rows: Sequence[AnalysisRow], title: str, told: Sequence[ValueWithInterval]
+) -> None:
     """One panel; `told` is of the rows."""
-    systems = list(dict.fromkeys(row.cell.system for row in rows))
-    values = list(dict.fromkeys(row.cell.value for row in rows)) if analysis.varies else systems
+    systems = list(dict.fromkeys(row.point.system for row in rows))
+    values = list(dict.fromkeys(row.point.value for row in rows)) if analysis.varies else systems
     style_axis(axis, title, analysis.varies.replace("_", " ") or " ")
     places = {value: float(at) for at, value in enumerate(values)}
     numeric = all(value.isdigit() for value in values)
@@ -79,10 +81,10 @@ def _points(axis: Any, analysis: Analysis, rows: Sequence[Row], title: str, told
     margin = 0.5 if len(places) > 1 else 1.0
     axis.set_xlim(min(places.values()) - margin, max(places.values()) + margin)
     for at, (system, colour) in enumerate(_colours(rows).items()):
-        mine = [(row, point) for row, point in zip(rows, told, strict=True) if row.cell.system == system]
+        mine = [(row, point) for row, point in zip(rows, told, strict=True) if row.point.system == system]
         # Points of several systems at one place stand beside each other, so that their intervals are told apart.
         aside = (0.06 if numeric else 0.16) * (at - (len(systems) - 1) / 2) if analysis.varies else 0.0
-        x = [places[row.cell.value if analysis.varies else system] + aside for row, _ in mine]
+        x = [places[row.point.value if analysis.varies else system] + aside for row, _ in mine]
         mean, low, high = np.array([point for _, point in mine]).T
         line = "-" if numeric and len(mine) > 1 else ""
         axis.errorbar(
@@ -92,7 +94,7 @@ def _points(axis: Any, analysis: Analysis, rows: Sequence[Row], title: str, told
         legend_below(axis)
 
 
-def _colours(rows: Sequence[Row]) -> dict[str, str]:
+def _colours(rows: Sequence[AnalysisRow]) -> dict[str, str]:
     """Of each policy or arm, the same in all panels."""
-    systems = dict.fromkeys(row.cell.system for row in rows)
+    systems = dict.fromkeys(row.point.system for row in rows)
     return {system: COLOURS[at % len(COLOURS)] for at, system in enumerate(systems)}

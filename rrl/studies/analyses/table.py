@@ -11,15 +11,15 @@ from jaxtyping import Float
 from rrl.errors import UserError
 from rrl.eval.comparison import COSTS, RETRIEVAL, Run, as_csv, common, load_run, records, remarks
 from rrl.eval.intervals import Interval, bootstrap, student
-from rrl.studies.analyses.listing import Analysis, Cell
+from rrl.studies.analyses.catalogue import Analysis, AnalysisPoint
 from rrl.studies.reproduction.page import SMOKE, markdown
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
-    """What the runs of a cell have measured."""
+class AnalysisRow:
+    """What the runs of a point have measured."""
 
-    cell: Cell
+    point: AnalysisPoint
     runs: Sequence[Run]
     """One for each seed."""
     metrics: Mapping[str, Interval]
@@ -31,31 +31,35 @@ class Row:
     """Costs and coverage, means over seeds."""
 
 
-def rows_of(
-    cells: Sequence[Cell], out: Path, first: Cell, kept: Mapping[str, Run] = types.MappingProxyType({})
-) -> list[Row]:
-    """Reads the finished runs of the cells from `out`, but for those that are given as `kept`.
+def load_rows(
+    points: Sequence[AnalysisPoint],
+    out: Path,
+    first: AnalysisPoint,
+    kept: Mapping[str, Run] = types.MappingProxyType({}),
+) -> list[AnalysisRow]:
+    """Reads the finished runs of the points from `out`, but for those that are given as `kept`.
 
     `first` is what the others are held against, if it is among them.
 
-    Raises UserError for no cell, for runs of one cell that were asked different questions, and as `load_run`.
+    Raises UserError for no point, for runs of one point that were asked different questions, and as `load_run`.
     """
-    if not cells:
+    if not points:
         raise UserError(f"{out}: no run of this analysis is finished there; leave out --norun")
     loaded = {
-        cell: [kept[name] if name in kept else load_run(out / name) for name in cell.runs] for cell in cells
+        point: [kept[name] if name in kept else load_run(out / name) for name in point.runs]
+        for point in points
     }
     base = loaded.get(first)
     rows = []
-    for cell, runs in loaded.items():
+    for point, runs in loaded.items():
         if len({run.card.questions_sha256 for run in runs}) > 1:
             raise UserError(
-                f"the runs {', '.join(cell.runs)} were asked different questions; delete those out of date"
+                f"the runs {', '.join(point.runs)} were asked different questions; delete those out of date"
             )
         names = [name for name in runs[0].metrics if all(name in run.metrics for run in runs)]
         metrics = {name: _share(interval([run.metrics[name] for run in runs])) for name in names}
         against = None if base is None or runs is base else _against(base, runs)
-        rows.append(Row(cell, runs, metrics, against, _facts(runs)))
+        rows.append(AnalysisRow(point, runs, metrics, against, _facts(runs)))
     return rows
 
 
@@ -90,7 +94,11 @@ def _facts(runs: Sequence[Run]) -> dict[str, float]:
 
 
 def as_text(
-    analysis: Analysis, rows: Sequence[Row], command: str, missing: Sequence[str] = (), smoke: bool = False
+    analysis: Analysis,
+    rows: Sequence[AnalysisRow],
+    command: str,
+    missing: Sequence[str] = (),
+    smoke: bool = False,
 ) -> str:
     """The table as Markdown, under the papers' figure or table: what all rows share, and below it in what they differ."""
     runs = [run for row in rows for run in row.runs]
@@ -121,7 +129,7 @@ def as_text(
     ]
     table: list[Sequence[str]] = [head]
     for row in rows:
-        told = [row.cell.system, *([row.cell.value] if varied else [])]
+        told = [row.point.system, *([row.point.value] if varied else [])]
         told += [_metric(row, name) for name in metrics]
         told.append(_signed(row.against) if row.against is not None else "–")
         told += [_fact(row.facts, name) for name in costs + found]
@@ -134,19 +142,19 @@ def as_text(
     return "\n".join(lines) + "\n"
 
 
-def csv_of(rows: Sequence[Row]) -> str:
+def csv_of(rows: Sequence[AnalysisRow]) -> str:
     """Each run a line, with all that a report has of it."""
     runs = [run for row in rows for run in row.runs]
-    told = [{"system": row.cell.system, "value": row.cell.value} for row in rows for _ in row.runs]
+    told = [{"system": row.point.system, "value": row.point.value} for row in rows for _ in row.runs]
     return as_csv([{**which, **record} for which, record in zip(told, records(runs), strict=True)])
 
 
-def _limits(rows: Sequence[Row]) -> dict[str, str]:
+def _limits(rows: Sequence[AnalysisRow]) -> dict[str, str]:
     """By policy or arm, those that all its runs have."""
     found: dict[str, dict[str, int]] = {}
     for row in rows:
         for run in row.runs:
-            shared = found.setdefault(row.cell.system, dict(run.card.limits))
+            shared = found.setdefault(row.point.system, dict(run.card.limits))
             for name in [name for name in shared if run.card.limits.get(name) != shared[name]]:
                 del shared[name]
     told = {
@@ -157,7 +165,7 @@ def _limits(rows: Sequence[Row]) -> dict[str, str]:
     return {"all rows": next(iter(told.values()))} if alike and len(told) > 1 else told
 
 
-def _metric(row: Row, name: str) -> str:
+def _metric(row: AnalysisRow, name: str) -> str:
     if name not in row.metrics:
         return "–"
     of = row.metrics[name]

@@ -10,13 +10,19 @@ import numpy as np
 
 from rrl.errors import UserError
 from rrl.retrieval.gold import hits_of
-from rrl.studies.reproduction.results import SEED, Evaluation, Results, names_of, refuse_unlike
-from rrl.studies.reproduction.verdict import Evidence, judge
+from rrl.studies.reproduction.results import (
+    SEED,
+    EvaluationResult,
+    ReproductionResults,
+    expand_seeds,
+    refuse_incomparable,
+)
+from rrl.studies.reproduction.verdict import ClaimEvidence, judge_claim
 
-Measure = Callable[[Results, Sequence[str]], Evidence]
+Measure = Callable[[ReproductionResults, Sequence[str]], ClaimEvidence]
 """Of the results and the claim's runs."""
 
-FOLLOWS = (
+NO_INSTRUCTIONS_FOLLOWED = (
     "a model of a million parameters follows no instruction it was not trained on, so that prompting it step by step is no "
     "test of the paper's method"
 )
@@ -27,10 +33,10 @@ class Claim:
     """One row of the page."""
 
     key: str
-    words: str
+    statement: str
     paper: str
     """With its table or figure."""
-    printed: str
+    paper_result: str
     """What the paper measured, in its own metric."""
     metric: str
     """What is measured here, in words."""
@@ -44,92 +50,92 @@ class Claim:
 
     def needs(self, seeds: Sequence[int]) -> list[str]:
         """The names of all runs that it reads."""
-        return [name for run in self.runs for name in names_of(run, seeds)]
+        return [name for run in self.runs for name in expand_seeds(run, seeds)]
 
 
 # -- measures ------------------------------------------------------------------------------------------------------------
 
 
-def more(column: str) -> Measure:
+def higher(column: str) -> Measure:
     """The mean of a column is higher in the first run than in the second, on the same questions."""
-    return lambda results, runs: _beside(results, runs, lambda run: run.columns[column], 1)
+    return lambda results, runs: _compared(results, runs, lambda run: run.columns[column], 1)
 
 
-def less(column: str) -> Measure:
+def lower(column: str) -> Measure:
     """The same: lower."""
-    return lambda results, runs: _beside(results, runs, lambda run: run.columns[column], -1)
+    return lambda results, runs: _compared(results, runs, lambda run: run.columns[column], -1)
 
 
-def found_more(results: Results, runs: Sequence[str]) -> Evidence:
+def higher_full_recall(results: ReproductionResults, runs: Sequence[str]) -> ClaimEvidence:
     """The first run's searches find all gold passages of more questions than the second's."""
-    return _beside(results, runs, lambda run: run.hits.full_recall(), 1)
+    return _compared(results, runs, lambda run: run.hits.full_recall(), 1)
 
 
-def less_for_a_right_answer(results: Results, runs: Sequence[str]) -> Evidence:
+def fewer_tokens_per_right_answer(results: ReproductionResults, runs: Sequence[str]) -> ClaimEvidence:
     """Tokens written for a question that is answered right, a mean over these: one number a run."""
 
-    def cost(run: Evaluation) -> np.ndarray:
+    def cost(run: EvaluationResult) -> np.ndarray:
         right = run.columns["em"].sum()
         return np.array([run.columns["tokens"] @ run.columns["em"] / right if right else np.inf])
 
-    return _beside(results, runs, cost, -1)
+    return _compared(results, runs, cost, -1)
 
 
-def more_than_the_best(results: Results, runs: Sequence[str]) -> Evidence:
+def higher_than_best_other(results: ReproductionResults, runs: Sequence[str]) -> ClaimEvidence:
     """The first run's exact match is higher than that of the best of the others."""
     others = {name: results.evaluations(name)[0].columns["em"].mean() for name in runs[1:]}
-    return more("em")(results, (runs[0], max(others, key=lambda name: others[name])))
+    return higher("em")(results, (runs[0], max(others, key=lambda name: others[name])))
 
 
-def the_best_more(results: Results, runs: Sequence[str]) -> Evidence:
+def best_higher_than_last(results: ReproductionResults, runs: Sequence[str]) -> ClaimEvidence:
     """The best exact match of all runs but the last is higher than that of the last."""
     means = {name: results.evaluations(name)[0].columns["em"].mean() for name in runs[:-1]}
-    return more("em")(results, (max(means, key=lambda name: means[name]), runs[-1]))
+    return higher("em")(results, (max(means, key=lambda name: means[name]), runs[-1]))
 
 
-def steady(points: float) -> Measure:
+def spread_below(points: float) -> Measure:
     """Between the best and the worst of the runs (one for each retriever) lie fewer than so many points of exact match.
 
     Which of them is the best, and which the worst, is settled once for each seed: a bootstrap that chose them anew each time
     would find wider spreads than there are.
     """
 
-    def measure(results: Results, runs: Sequence[str]) -> Evidence:
+    def measure(results: ReproductionResults, runs: Sequence[str]) -> ClaimEvidence:
         found = {name: results.evaluations(name) for name in runs}
-        refuse_unlike({name: each[0] for name, each in found.items()})
+        refuse_incomparable({name: each[0] for name, each in found.items()})
         spread, room = [], []
         for seed in zip(*found.values(), strict=True):
             right = sorted((run.columns["em"] for run in seed), key=np.mean)
             apart = right[-1] - right[0]
             spread.append(float(apart.mean()))
             room.append(points / 100 - apart)
-        return Evidence([points / 100], spread, room)
+        return ClaimEvidence([points / 100], spread, room)
 
     return measure
 
 
-def everywhere(results: Results, runs: Sequence[str]) -> Evidence:
+def higher_with_each_retriever(results: ReproductionResults, runs: Sequence[str]) -> ClaimEvidence:
     """With each retriever the policy's exact match is higher than the baseline's: that with the least certain lead is told.
 
     `runs` are the policy's, one for each retriever, and then the baseline's in the same order.
     """
     half = len(runs) // 2
-    pairs = [more("em")(results, pair) for pair in zip(runs[:half], runs[half:], strict=True)]
+    pairs = [higher("em")(results, pair) for pair in zip(runs[:half], runs[half:], strict=True)]
 
-    def lead(pair: Evidence) -> tuple[float, float]:
-        verdict = judge(pair)
+    def lead(pair: ClaimEvidence) -> tuple[float, float]:
+        verdict = judge_claim(pair)
         return min(verdict.difference, 0.0), verdict.low
 
     return min(pairs, key=lead)
 
 
-def tree(results: Results, runs: Sequence[str]) -> Evidence:
+def higher_recall_at_equal_passages(results: ReproductionResults, runs: Sequence[str]) -> ClaimEvidence:
     """Full recall of the first run against that of the second, cut for each question to as many passages as the first found.
 
     The second searched once, with the question (R2AG, Table 1: "under comparable k"); no more passages than it found count.
     """
     (single,) = results.evaluations(runs[1])
-    refuse_unlike({runs[0]: results.evaluations(runs[0])[0], runs[1]: single})
+    refuse_incomparable({runs[0]: results.evaluations(runs[0])[0], runs[1]: single})
     ranked = [list(dict.fromkeys(titles)) for titles in single.titles]
     most = max(map(len, ranked))
     left, right = [], []
@@ -141,7 +147,7 @@ def tree(results: Results, runs: Sequence[str]) -> Evidence:
     return _evidence(left, right, 1)
 
 
-def collapse(results: Results, runs: Sequence[str]) -> Evidence:
+def smaller_reward_drop(results: ReproductionResults, runs: Sequence[str]) -> ClaimEvidence:
     """How much of its best answer reward training has lost at the end: less in the first run than in the second.
 
     Both are means over a quarter of the updates, the last and the best one.
@@ -156,21 +162,24 @@ def collapse(results: Results, runs: Sequence[str]) -> Evidence:
     return _evidence(left, right, -1)
 
 
-def _beside(
-    results: Results, runs: Sequence[str], values: Callable[[Evaluation], np.ndarray], sign: int
-) -> Evidence:
+def _compared(
+    results: ReproductionResults,
+    runs: Sequence[str],
+    values: Callable[[EvaluationResult], np.ndarray],
+    sign: int,
+) -> ClaimEvidence:
     left, right = (results.evaluations(name) for name in runs)
-    refuse_unlike({runs[0]: left[0], runs[1]: right[0]})
+    refuse_incomparable({runs[0]: left[0], runs[1]: right[0]})
     trained = any(SEED in name for name in runs)
     return dataclasses.replace(
         _evidence([values(run) for run in left], [values(run) for run in right], sign), trained=trained
     )
 
 
-def _evidence(left: Sequence[np.ndarray], right: Sequence[np.ndarray], sign: int) -> Evidence:
+def _evidence(left: Sequence[np.ndarray], right: Sequence[np.ndarray], sign: int) -> ClaimEvidence:
     """Seed beside seed; what has no seeds stands beside each."""
     pairs = [(left[at % len(left)], right[at % len(right)]) for at in range(max(len(left), len(right)))]
-    return Evidence(
+    return ClaimEvidence(
         [float(values.mean()) for values in left],
         [float(values.mean()) for values in right],
         [sign * (ours - theirs) for ours, theirs in pairs],
@@ -187,7 +196,7 @@ CLAIMS = (
         "46.4 against 45.2 EM on HotpotQA",
         "EM, R-Search",
         (f"rsearch-{SEED}-eval", "rsearch_cold-eval"),
-        more("em"),
+        higher("em"),
     ),
     Claim(
         "rl-r3rag",
@@ -196,7 +205,7 @@ CLAIMS = (
         "46.4 against 45.2 EM on HotpotQA",
         "EM, R3-RAG",
         (f"r3rag-{SEED}-eval", "r3rag_cold-eval"),
-        more("em"),
+        higher("em"),
     ),
     Claim(
         "rl-tiresrag",
@@ -206,7 +215,7 @@ CLAIMS = (
         "EM, TIRESRAG-R1 against a weak cold start, of 150 demonstrations (the paper's SFT learns answers alone); from 500 RL "
         "finds nothing to add (docs/recipes.md)",
         (f"tiresrag-{SEED}-eval", "tiresrag_cold-eval"),
-        more("em"),
+        higher("em"),
     ),
     Claim(
         "cold-start",
@@ -215,8 +224,8 @@ CLAIMS = (
         "45.2 against IRCoT's 35.7 EM on HotpotQA",
         "EM, against the better of IRCoT and ITER-RETGEN",
         ("rsearch_cold-eval", "ircot", "iter_retgen"),
-        more_than_the_best,
-        untestable=FOLLOWS,
+        higher_than_best_other,
+        untestable=NO_INSTRUCTIONS_FOLLOWED,
     ),
     Claim(
         "iterative",
@@ -225,8 +234,8 @@ CLAIMS = (
         "IRCoT 31.8, ITER-RETGEN 25.5, vanilla RAG 24.4, mean of multi-hop, 3B",
         "EM, the better of IRCoT and ITER-RETGEN",
         ("ircot", "iter_retgen", "naive_rag"),
-        the_best_more,
-        untestable=FOLLOWS,
+        best_higher_than_last,
+        untestable=NO_INSTRUCTIONS_FOLLOWED,
     ),
     Claim(
         "naive-rag",
@@ -235,7 +244,7 @@ CLAIMS = (
         "29.2 against 18.0, mean of multi-hop, 7B",
         "EM",
         ("naive_rag", "direct"),
-        more("em"),
+        higher("em"),
     ),
     Claim(
         "process",
@@ -244,7 +253,7 @@ CLAIMS = (
         "46.6 against 45.2",
         "EM, R3-RAG",
         (f"r3rag-{SEED}-eval", f"r3rag_no_process-{SEED}-eval"),
-        more("em"),
+        higher("em"),
     ),
     Claim(
         "outcome",
@@ -253,7 +262,7 @@ CLAIMS = (
         "45.2 against 41.6",
         "EM, R3-RAG",
         (f"r3rag_no_process-{SEED}-eval", "r3rag_cold-eval"),
-        more("em"),
+        higher("em"),
     ),
     Claim(
         "evidence",
@@ -262,7 +271,7 @@ CLAIMS = (
         "72.6 against 66.6 F1 on 2Wiki, 3B; without writing evidence either",
         "F1; without its rewards evidence is still written, as the cold start shows it",
         (f"rsearch-{SEED}-eval", f"rsearch_no_evidence-{SEED}-eval"),
-        more("f1"),
+        higher("f1"),
     ),
     Claim(
         "grpo-ppo",
@@ -271,7 +280,7 @@ CLAIMS = (
         "72.6 against 60.3 F1 on 2Wiki, 3B",
         "F1, R-Search, about as many minutes each",
         (f"rsearch-{SEED}-eval", f"rsearch_ppo-{SEED}-eval"),
-        more("f1"),
+        higher("f1"),
     ),
     Claim(
         "tiresrag",
@@ -280,7 +289,7 @@ CLAIMS = (
         "59.6 against 53.1 F1 on 2Wiki",
         "F1",
         (f"tiresrag-{SEED}-eval", f"tiresrag_naive-{SEED}-eval"),
-        more("f1"),
+        higher("f1"),
     ),
     Claim(
         "filter",
@@ -289,7 +298,7 @@ CLAIMS = (
         "59.6 against 26.5 F1 on 2Wiki",
         "F1",
         (f"tiresrag-{SEED}-eval", f"tiresrag_no_filter-{SEED}-eval"),
-        more("f1"),
+        higher("f1"),
     ),
     Claim(
         "collapse",
@@ -299,7 +308,7 @@ CLAIMS = (
         "answer reward in training that the last quarter lost of the best one, against naive GRPO; 0 where it never stopped "
         "rising",
         (f"tiresrag-{SEED}", f"tiresrag_naive-{SEED}"),
-        collapse,
+        smaller_reward_drop,
     ),
     Claim(
         "retrievers",
@@ -308,7 +317,7 @@ CLAIMS = (
         "61.7, 63.9, 64.7 ACC with BM25, E5, BGE",
         "EM, R3-RAG; 3 points against the best less the worst of ScaNN, exact and BM25",
         (f"r3rag-{SEED}-eval", f"r3rag-{SEED}-exact", f"r3rag-{SEED}-bm25"),
-        steady(3),
+        spread_below(3),
     ),
     Claim(
         "retrievers-rl",
@@ -320,7 +329,7 @@ CLAIMS = (
             *(f"r3rag-{SEED}-{name}" for name in ("eval", "exact", "bm25")),
             *("r3rag_cold-eval", "r3rag_cold-exact", "r3rag_cold-bm25"),
         ),
-        everywhere,
+        higher_with_each_retriever,
     ),
     Claim(
         "retrievers-lead",
@@ -332,7 +341,7 @@ CLAIMS = (
             *(f"r3rag-{SEED}-{name}" for name in ("eval", "exact", "bm25")),
             *("naive_rag", "naive_rag_exact", "naive_rag_bm25"),
         ),
-        everywhere,
+        higher_with_each_retriever,
     ),
     Claim(
         "tree",
@@ -341,7 +350,7 @@ CLAIMS = (
         "full recall 94.1 with 4.5 passages against 0.2 with 5 on 2Wiki",
         "full recall",
         (f"r2ag-{SEED}-eval", "naive_rag_top16"),
-        tree,
+        higher_recall_at_equal_passages,
     ),
     Claim(
         "tree-rl",
@@ -350,7 +359,7 @@ CLAIMS = (
         "full recall 46.8 against 34.9 on MuSiQue, of a prompted model",
         "full recall, against a weak cold start, of 150 demonstrations; from 500 RL adds some 4 points (docs/recipes.md)",
         (f"r2ag-{SEED}-eval", "r2ag_cold-eval"),
-        found_more,
+        higher_full_recall,
     ),
     Claim(
         "tokens",
@@ -359,7 +368,7 @@ CLAIMS = (
         "274 against 324 tokens of thinking",
         "tokens written for a question",
         (f"tiresrag-{SEED}-eval", f"tiresrag_naive-{SEED}-eval"),
-        less("tokens"),
+        lower("tokens"),
         percent=False,
     ),
     Claim(
@@ -369,7 +378,7 @@ CLAIMS = (
         "2.35 against 2.93",
         "searches for a question",
         (f"tiresrag-{SEED}-eval", f"tiresrag_naive-{SEED}-eval"),
-        less("searches"),
+        lower("searches"),
         percent=False,
     ),
     Claim(
@@ -379,7 +388,7 @@ CLAIMS = (
         "405 against 524 of ReSearch, which is paid for outcomes alone",
         "tokens written for the questions answered right, against R3-RAG itself without process reward",
         (f"r3rag-{SEED}-eval", f"r3rag_no_process-{SEED}-eval"),
-        less_for_a_right_answer,
+        fewer_tokens_per_right_answer,
         percent=False,
     ),
 )

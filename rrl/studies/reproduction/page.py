@@ -6,10 +6,18 @@ from pathlib import Path
 
 from rrl.eval.result_card import ResultCard
 from rrl.studies.reproduction.claims import CLAIMS, Claim
-from rrl.studies.reproduction.kept import Kept
-from rrl.studies.reproduction.plan import Run, needed
-from rrl.studies.reproduction.queue import as_rows
-from rrl.studies.reproduction.verdict import FAILS, HOLDS, MISSING, UNTESTED, Evidence, Verdict, judge
+from rrl.studies.reproduction.plan import PlannedRun, with_dependencies
+from rrl.studies.reproduction.queue import run_states
+from rrl.studies.reproduction.store import MeasurementStore
+from rrl.studies.reproduction.verdict import (
+    FAILS,
+    HOLDS,
+    MISSING,
+    UNTESTED,
+    ClaimEvidence,
+    ClaimVerdict,
+    judge_claim,
+)
 
 HEAD = """# The reproduction in the small
 
@@ -37,8 +45,13 @@ mechanism is at work in this code; one that does not says nothing of the paper's
 SMOKE = "**This is a smoke run: sizes at which nothing can be measured. No row is a result.**"
 
 
-def page(
-    runs: Mapping[str, Run], out: Path, kept: Kept, seeds: Sequence[int], command: str, smoke: bool = False
+def reproduction_page(
+    runs: Mapping[str, PlannedRun],
+    out: Path,
+    kept: MeasurementStore,
+    seeds: Sequence[int],
+    command: str,
+    smoke: bool = False,
 ) -> str:
     """The page as Markdown, of what is kept; claims that lack runs are listed with the command, whose folder is `out`."""
     there, results = set(kept.entries), kept.results(seeds)
@@ -51,8 +64,8 @@ def page(
             table.append(
                 (
                     claim.key,
-                    claim.words,
-                    f"{claim.paper}: {claim.printed}",
+                    claim.statement,
+                    f"{claim.paper}: {claim.paper_result}",
                     claim.metric,
                     "–",
                     "–",
@@ -62,7 +75,7 @@ def page(
             )
             continue
         evidence = claim.measure(results, claim.runs)
-        verdict = judge(evidence, claim.untestable)
+        verdict = judge_claim(evidence, claim.untestable)
         counts[verdict.word] += 1
         table.append(row_of(claim, evidence, verdict))
     lines = [HEAD.format(command=command, what=SMOKE if smoke else f"Seeds {', '.join(map(str, seeds))}.")]
@@ -75,14 +88,14 @@ def page(
     return "\n".join(lines) + "\n"
 
 
-def row_of(claim: Claim, evidence: Evidence, verdict: Verdict) -> tuple[str, ...]:
+def row_of(claim: Claim, evidence: ClaimEvidence, verdict: ClaimVerdict) -> tuple[str, ...]:
     """One line of the table."""
     said = f"**{verdict.word}**" + (f": {verdict.reason}" if verdict.reason else "")
     sides = " against ".join(_values(values, claim.percent) for values in (evidence.left, evidence.right))
     return (
         claim.key,
-        claim.words,
-        f"{claim.paper}: {claim.printed}",
+        claim.statement,
+        f"{claim.paper}: {claim.paper_result}",
         claim.metric,
         sides,
         _difference(verdict, claim.percent),
@@ -95,7 +108,7 @@ def _values(values: Sequence[float], percent: bool) -> str:
     return ", ".join(f"{100 * value:.1f}" if percent else f"{value:.2f}" for value in values)
 
 
-def _difference(verdict: Verdict, percent: bool) -> str:
+def _difference(verdict: ClaimVerdict, percent: bool) -> str:
     """With its interval, where there is one."""
     scale, digits = (100, 1) if percent else (1, 2)
     mean, *ends = (
@@ -110,9 +123,9 @@ def markdown(rows: Sequence[Sequence[str]]) -> list[str]:
     return [f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *body)]
 
 
-def _provenance(runs: Mapping[str, Run], out: Path, kept: Kept) -> list[str]:
+def _provenance(runs: Mapping[str, PlannedRun], out: Path, kept: MeasurementStore) -> list[str]:
     """Commits, versions, minutes, and the command of each finished run."""
-    found = [(name, kept.entries[name].record) for name in runs if name in kept.entries]
+    found = [(name, kept.entries[name].manifest) for name in runs if name in kept.entries]
     if not found:
         return ["None is finished."]
     minutes = sum(record.seconds for _, record in found) / 60
@@ -148,9 +161,9 @@ def _distinct(values: Iterable[str]) -> list[str]:
     return sorted({value for value in values if value})
 
 
-def list_of(runs: Sequence[Run], known: Mapping[str, Run], out: Path, jobs: int) -> str:
+def list_of(runs: Sequence[PlannedRun], known: Mapping[str, PlannedRun], out: Path, jobs: int) -> str:
     """What would be run, in order, with its state, minutes and command."""
-    rows = as_rows(needed([run.name for run in runs], known), out)
+    rows = run_states(with_dependencies([run.name for run in runs], known), out)
     todo = sum(row["minutes"] for row in rows if row["state"] != "finished")
     lines = [
         f"{row['minutes']:5.1f}  {row['state']:<10}  {row['name']:<24}  {row['command']}" for row in rows

@@ -12,12 +12,12 @@ from typing import Any
 
 from rrl.studies.compare import with_arguments
 
-SHIPPED = "assets/miniwiki-policy"
-READER = "assets/miniwiki-reader"
+SHIPPED_POLICY = "assets/miniwiki-policy"
+SHIPPED_READER = "assets/miniwiki-reader"
 
 
 @dataclasses.dataclass(frozen=True)
-class Run:
+class PlannedRun:
     """One command, whose workdir is a folder of its name."""
 
     name: str
@@ -52,7 +52,7 @@ class Arm:
 
 
 # What the published page was measured with, where the configs have gone on.
-R3RAG = {
+R3RAG_FIELDS = {
     "optim.lr": 3e-4,
     "optim.warmup_ratio": 0.3,
     "critic.layers": 0,
@@ -60,16 +60,16 @@ R3RAG = {
     "critic.warmup_steps": 3,
     "rollout.rows": 64,
 }
-R2AG = {"train.questions": 32, "train.samples": 8, "optim.lr": 3e-4}
+R2AG_FIELDS = {"train.questions": 32, "train.samples": 8, "optim.lr": 3e-4}
 ARMS: Mapping[str, Arm] = {
     "rsearch": Arm("rsearch", "configs/rsearch_grpo.py", 11),
     # The evidence stays in what the policy was shown to write, and neither reward reads it.
     "rsearch_no_evidence": Arm("rsearch", "configs/rsearch_grpo.py", 11, {"recipe.use_evidence": False}),
     # As long as GRPO's run: an update learns from all answers, and teaches the critic.
     "rsearch_ppo": Arm("rsearch", "configs/rsearch_ppo.py:steps=30", 14),
-    "r3rag": Arm("r3rag", "configs/r3rag_ppo.py:steps=22", 15, R3RAG, start="r3rag_cold"),
+    "r3rag": Arm("r3rag", "configs/r3rag_ppo.py:steps=22", 15, R3RAG_FIELDS, start="r3rag_cold"),
     "r3rag_no_process": Arm(
-        "r3rag", "configs/r3rag_ppo.py:steps=22,ablation=process", 15, R3RAG, start="r3rag_cold"
+        "r3rag", "configs/r3rag_ppo.py:steps=22,ablation=process", 15, R3RAG_FIELDS, start="r3rag_cold"
     ),
     "tiresrag": Arm("tiresrag", "configs/tiresrag_grpo.py:steps=42", 7, start="tiresrag_cold"),
     "tiresrag_no_filter": Arm(
@@ -78,7 +78,7 @@ ARMS: Mapping[str, Arm] = {
     "tiresrag_naive": Arm(
         "tiresrag", "configs/tiresrag_grpo.py:steps=42,ablation=naive", 10, start="tiresrag_cold"
     ),
-    "r2ag": Arm("r2ag", "configs/r2ag.py:steps=48", 10, R2AG, start="r2ag_cold"),
+    "r2ag": Arm("r2ag", "configs/r2ag.py:steps=48", 10, R2AG_FIELDS, start="r2ag_cold"),
 }
 COLD_STARTS = {
     "r3rag_cold": "recipe=r3rag,demonstrations=150",
@@ -103,7 +103,7 @@ EVALUATION = {"rsearch": 0.5, "r3rag": 0.6, "tiresrag": 0.5, "r2ag": 1.0}
 """Minutes of an evaluation, by recipe."""
 RETRIEVERS = ("exact", "bm25")
 """Other ones than R3-RAG's policy is trained with."""
-WATCHED = {"data.held_out_per_kind": 20, "train.eval_every": 0}
+SHORT_HELD_OUT = {"data.held_out_per_kind": 20, "train.eval_every": 0}
 """Training looks at few held-out questions: each policy is evaluated on all of them afterwards."""
 
 SMOKE: Mapping[str, tuple[str, Mapping[str, Any]]] = {
@@ -126,59 +126,66 @@ SMOKE: Mapping[str, tuple[str, Mapping[str, Any]]] = {
 """Arguments and fields that make a run so small that it is only looked at whether it goes through."""
 
 
-def runs(seeds: Sequence[int], smoke: bool = False, arms: Mapping[str, Arm] | None = None) -> dict[str, Run]:
+def planned_runs(
+    seeds: Sequence[int], smoke: bool = False, arms: Mapping[str, Arm] | None = None
+) -> dict[str, PlannedRun]:
     """All runs of these arms (none given: of `ARMS`) by name, in an order in which each comes after those that it needs."""
-    found = [_evaluation(name, *told) for name, told in PROMPTED.items()]
-    found.append(_policy("rsearch_cold-eval", "rsearch", SHIPPED))
+    found = [_prompted_evaluation(name, *told) for name, told in PROMPTED.items()]
+    found.append(_policy_evaluation("rsearch_cold-eval", "rsearch", SHIPPED_POLICY))
     for arm, how in (ARMS if arms is None else arms).items():
         if how.start and how.start not in {run.name for run in found}:
-            shown = f"configs/miniwiki_cold_start.py:{COLD_STARTS[how.start]},init={SHIPPED}"
-            found.append(Run(how.start, "sft", shown, 4))
-            found += _everywhere(how.start, how.recipe, f"{{out}}/{how.start}/model")
+            shown = f"configs/miniwiki_cold_start.py:{COLD_STARTS[how.start]},init={SHIPPED_POLICY}"
+            found.append(PlannedRun(how.start, "sft", shown, 4))
+            found += _evaluations(how.start, how.recipe, f"{{out}}/{how.start}/model")
         for seed in seeds:
-            found += _trained(arm, how, seed)
-    return {run.name: small(run) if smoke else run for run in found}
+            found += _training(arm, how, seed)
+    return {run.name: smoke_run(run) if smoke else run for run in found}
 
 
-def _trained(arm: str, how: Arm, seed: int) -> list[Run]:
+def _training(arm: str, how: Arm, seed: int) -> list[PlannedRun]:
     """A training run and the evaluations of its policy."""
     name = f"{arm}-{seed}"
     start = [f"policy={{out}}/{how.start}/model"] * bool(how.start)
     config = with_arguments(how.config, f"seed={seed}", *start)
     needs = (how.start,) if how.start else ()
     policy = f"{{out}}/{name}/policy"
-    found = [Run(name, "train", config, how.minutes, {**WATCHED, **how.fields}, needs)]
+    found = [PlannedRun(name, "train", config, how.minutes, {**SHORT_HELD_OUT, **how.fields}, needs)]
     if arm == "r3rag":
-        return found + _everywhere(name, how.recipe, policy)
-    return [*found, _policy(f"{name}-eval", how.recipe, policy, (name,))]
+        return found + _evaluations(name, how.recipe, policy)
+    return [*found, _policy_evaluation(f"{name}-eval", how.recipe, policy, (name,))]
 
 
-def _everywhere(name: str, recipe: str, policy: str) -> list[Run]:
+def _evaluations(name: str, recipe: str, policy: str) -> list[PlannedRun]:
     """The evaluations of a run's policy; R3-RAG's with the other retrievers too."""
     others = RETRIEVERS if recipe == "r3rag" else ()
-    found = [_policy(f"{name}-{other}", recipe, policy, (name,), f"retriever={other}") for other in others]
-    return [_policy(f"{name}-eval", recipe, policy, (name,)), *found]
+    found = [
+        _policy_evaluation(f"{name}-{other}", recipe, policy, (name,), f"retriever={other}")
+        for other in others
+    ]
+    return [_policy_evaluation(f"{name}-eval", recipe, policy, (name,)), *found]
 
 
-def _policy(name: str, recipe: str, policy: str, needs: tuple[str, ...] = (), *more: str) -> Run:
+def _policy_evaluation(
+    name: str, recipe: str, policy: str, needs: tuple[str, ...] = (), *more: str
+) -> PlannedRun:
     # R2AG's: a passage for each query, as it is trained.
-    tree = [f"reader={READER}", "top_k=1"] * (recipe == "r2ag")
+    tree = [f"reader={SHIPPED_READER}", "top_k=1"] * (recipe == "r2ag")
     config = with_arguments("configs/eval.py", f"method={recipe}", f"policy={policy}", *tree, *more)
-    return Run(name, "eval", config, EVALUATION[recipe], needs=needs)
+    return PlannedRun(name, "eval", config, EVALUATION[recipe], needs=needs)
 
 
-def _evaluation(name: str, arguments: str, minutes: float, fields: Mapping[str, Any]) -> Run:
-    return Run(name, "eval", f"configs/eval.py:{arguments},policy={READER}", minutes, fields)
+def _prompted_evaluation(name: str, arguments: str, minutes: float, fields: Mapping[str, Any]) -> PlannedRun:
+    return PlannedRun(name, "eval", f"configs/eval.py:{arguments},policy={SHIPPED_READER}", minutes, fields)
 
 
-def small(run: Run) -> Run:
+def smoke_run(run: PlannedRun) -> PlannedRun:
     """The same run so small that it is only looked at whether it goes through."""
     arguments, fields = SMOKE[run.launcher]
     config = with_arguments(run.config, *arguments.split(","))
     return dataclasses.replace(run, config=config, fields={**run.fields, **fields})
 
 
-def needed(names: Sequence[str], known: Mapping[str, Run]) -> list[Run]:
+def with_dependencies(names: Sequence[str], known: Mapping[str, PlannedRun]) -> list[PlannedRun]:
     """These runs and all that they need, in the order of `known`."""
     wanted, todo = set[str](), list(names)
     while todo:

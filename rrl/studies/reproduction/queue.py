@@ -1,6 +1,6 @@
 """Runs side by side, each on cores of its own, and what each took.
 
-Beside a run's folder lie its log and its record: the command and the settings that make it, the commit, the seconds of all its
+Beside a run's folder lie its log and its manifest: the command and the settings that make it, the commit, the seconds of all its
 lives, and whether it is finished. What is finished is not run again; what was broken off goes on.
 """
 
@@ -18,6 +18,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
+from rrl.config.renamed import new_name, rename_stored
 from rrl.errors import UserError
 from rrl.eval import evaluate
 from rrl.eval.result_card import commit_here
@@ -26,17 +27,17 @@ from rrl.parallel.runtime import cores_here
 from rrl.runs.launcher import TRY_AGAIN, load_config
 from rrl.sft import stages
 from rrl.stopping import stop_requested
-from rrl.studies.reproduction.plan import Run
+from rrl.studies.reproduction.plan import PlannedRun
 from rrl.train import experiment
 
-PINS = hasattr(os, "sched_setaffinity")
+CAN_PIN_CORES = hasattr(os, "sched_setaffinity")
 """Whether the system (Linux) gives a process cores of its own."""
-POLL = 0.2
+POLL_SECONDS = 0.2
 """Seconds between looks at what runs."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Record:
+class RunManifest:
     """What is known of a run that was started."""
 
     command: Sequence[str]
@@ -45,7 +46,7 @@ class Record:
     """All that the command's config comes to: what a comment says is none of them, and a value that several config files have
     from one place is one."""
     commit: str
-    """Where its last life began."""
+    """Where its last process began."""
     seconds: float = 0.0
     """Of all lives."""
     finished: bool = False
@@ -56,99 +57,106 @@ class Record:
             stream.write(json.dumps(dataclasses.asdict(self), indent=2).encode() + b"\n")
 
 
-def record_of(run: Run, out: Path, others: bool = False) -> Record | None:
-    """The record of a run, if it was ever started.
+def load_manifest(run: PlannedRun, out: Path, allow_mismatch: bool = False) -> RunManifest | None:
+    """The manifest of a run, if it was ever started.
 
     Raises UserError for a damaged one, and for one that another command or other settings made, unless that is given too
-    (`others`).
+    (`allow_mismatch`).
     """
-    file = _file(run, out)
+    file = _manifest_file(run, out)
     if not file.exists():
         return None
     try:
-        found = Record(**json.loads(file.read_text(encoding="utf-8")))
+        found = RunManifest(**json.loads(file.read_text(encoding="utf-8")))
     except (ValueError, TypeError) as error:
         raise UserError(f"{file} is damaged ({error}); delete it and {out / run.name}") from error
-    if not others and (why := unlike(found, run)):
+    if not allow_mismatch and (why := manifest_mismatch(found, run)):
         raise UserError(f"{out / run.name} {why}; delete that folder and {file}, or give another --out")
     return found
 
 
-def unlike(record: Record, run: Run) -> str:
-    """Why the command as it is today would not make what the record is of; "" where it would.
+def manifest_mismatch(manifest: RunManifest, run: PlannedRun) -> str:
+    """Why the command as it is today would not make what the manifest is of; "" where it would.
 
     Where the command is the same, settings that came later are taken for what was done before there was a choice. Another command
     may come to the same settings, as where a config has moved on and the plan names what it was.
     """
-    was, now, settings = list(record.command), run.command("{out}"), settings_of(run)
-    if was != now and (_beside_config(was) != _beside_config(now) or _whole(record, run) != settings):
+    was, now, settings = list(manifest.command), run.command("{out}"), resolved_settings(run)
+    if was != now and (
+        _without_config(was) != _without_config(now) or _completed_settings(manifest, run) != settings
+    ):
         return f"was made by {' '.join(was)}, not by {' '.join(now)}"
-    return _changed(record.settings, settings)
+    return _first_change(rename_stored(manifest.settings), settings)
 
 
-def _beside_config(command: Sequence[str]) -> list[str]:
+def _without_config(command: Sequence[str]) -> list[str]:
     return [part for part in command if not part.startswith("--config")]
 
 
-def _whole(record: Record, run: Run) -> Any:
-    """The settings of a record, with those that came later: a field at its default, all else as its command has it today; None
+def _completed_settings(manifest: RunManifest, run: PlannedRun) -> Any:
+    """The settings of a manifest, with those that came later: a field at its default, all else as its command has it today; None
     where that is no command today."""
-    flags = [part.removeprefix("--config") for part in record.command if part.startswith("--config")]
+    flags = [part.removeprefix("--config") for part in manifest.command if part.startswith("--config")]
     if not flags or not flags[0].startswith("="):
         return None
-    fields = dict(flag.removeprefix(".").split("=", 1) for flag in flags[1:])
+    fields = {
+        new_name(name): value
+        for name, _, value in (flag.removeprefix(".").partition("=") for flag in flags[1:])
+    }
     filled = {"train": experiment.with_defaults, "sft": stages.with_defaults, "eval": evaluate.with_defaults}
     try:
-        today = settings_of(dataclasses.replace(run, config=flags[0][1:], fields=fields))
-        was = filled[run.launcher](ConfigDict(_over(_outline(today), record.settings)))
-    except (UserError, AttributeError, KeyError):  # a record too old to be a config
+        today = resolved_settings(dataclasses.replace(run, config=flags[0][1:], fields=fields))
+        was = filled[run.launcher](
+            ConfigDict(_overlaid(_empty_sections(today), rename_stored(manifest.settings)))
+        )
+    except (UserError, AttributeError, KeyError):  # a manifest too old to be a config
         return None
-    return _over(today, json.loads(json.dumps(was.to_dict(), default=str)))
+    return _overlaid(today, json.loads(json.dumps(was.to_dict(), default=str)))
 
 
-def _outline(settings: Any) -> dict[str, Any]:
+def _empty_sections(settings: Any) -> dict[str, Any]:
     """Its sections, without fields."""
-    return {key: _outline(value) for key, value in settings.items() if isinstance(value, Mapping)}
+    return {key: _empty_sections(value) for key, value in settings.items() if isinstance(value, Mapping)}
 
 
-def _over(below: Any, above: Any) -> Any:
+def _overlaid(below: Any, above: Any) -> Any:
     if not (isinstance(below, Mapping) and isinstance(above, Mapping)):
         return above
-    both = {key: _over(below[key], above[key]) for key in below.keys() & above.keys()}
+    both = {key: _overlaid(below[key], above[key]) for key in below.keys() & above.keys()}
     return {**below, **above, **both}
 
 
-def _changed(was: Any, now: Any, name: str = "") -> str:
+def _first_change(was: Any, now: Any, name: str = "") -> str:
     """The first setting that is another one now, in words."""
     if isinstance(was, Mapping) and isinstance(now, Mapping):
         inside = (
-            _changed(value, now.get(key), f"{name}.{key}" if name else key) for key, value in was.items()
+            _first_change(value, now.get(key), f"{name}.{key}" if name else key) for key, value in was.items()
         )
         return next(filter(None, inside), "")
     return "" if was == now else f"was made with {name}={was!r}, which is {now!r} today"
 
 
-def work(
-    runs: Sequence[Run],
+def run_queue(
+    runs: Sequence[PlannedRun],
     out: Path,
     jobs: int,
-    say: Callable[[str], None] = lambda text: print(text, file=sys.stderr, flush=True),
-) -> "Work":
+    progress: Callable[[str], None] = lambda text: print(text, file=sys.stderr, flush=True),
+) -> "QueueResult":
     """Does what is not finished, `jobs` runs at a time.
 
-    What needs a failed run is left. On a signal the runs are told to save and end. Raises UserError as `shares` and `record_of`,
-    and where another process runs in `out`, before anything is written.
+    What needs a failed run is left. On a signal the runs are told to save and end. Raises UserError as `core_shares` and
+    `load_manifest`, and where another process runs in `out`, before anything is written.
     """
-    cores = shares(jobs)
-    found = {run.name: record_of(run, out) for run in runs}
-    done = {name for name, record in found.items() if record is not None and record.finished}
+    cores = core_shares(jobs)
+    found = {run.name: load_manifest(run, out) for run in runs}
+    done = {name for name, manifest in found.items() if manifest is not None and manifest.finished}
     todo = [run for run in runs if run.name not in done]
     if not todo:
-        return Work({})
+        return QueueResult({})
     out.mkdir(parents=True, exist_ok=True)
     failed: dict[str, str] = {}
     codes: set[int] = set()
-    active: dict[int, _Life] = {}
+    active: dict[int, _RunProcess] = {}
     with (
         locked(out, f"out {out}: another process runs there. Wait for that, or stop it.") as lock,
         stop_requested() as stop,
@@ -159,62 +167,64 @@ def work(
                     ready = next((run for run in todo if done.issuperset(run.needs)), None)
                     if ready is not None:
                         todo.remove(ready)
-                        active[place] = _Life(ready, out, found[ready.name], cores[place], lock)
-                        say(f"{ready.name} ...")
+                        active[place] = _RunProcess(ready, out, found[ready.name], cores[place], lock)
+                        progress(f"{ready.name} ...")
                 if not active:  # what is left needs what failed
                     failed |= {run.name: f"needs {', '.join(run.needs)}" for run in todo}
                     break
-                time.sleep(POLL)
-                for place, life in list(active.items()):
-                    code = life.process.poll()
+                time.sleep(POLL_SECONDS)
+                for place, running in list(active.items()):
+                    code = running.process.poll()
                     if code is None:
                         continue
                     del active[place]
-                    record = life.end(code)
+                    manifest = running.end(code)
                     if code:
                         codes.add(code)
-                        failed[life.run.name] = f"exit code {code}; see {life.log}"
-                        say(f"{life.run.name}: {failed[life.run.name]}")
+                        failed[running.run.name] = f"exit code {code}; see {running.log}"
+                        progress(f"{running.run.name}: {failed[running.run.name]}")
                     else:
-                        done.add(life.run.name)
+                        done.add(running.run.name)
                         left = sum(r.minutes for r in [*todo, *(a.run for a in active.values())]) / jobs
-                        say(
-                            f"{life.run.name}: {record.seconds / 60:.1f} minutes; {len(done)} of {len(runs)} are there, some "
-                            f"{left:.0f} minutes left"
+                        progress(
+                            f"{running.run.name}: {manifest.seconds / 60:.1f} minutes; {len(done)} of {len(runs)} are there, "
+                            f"some {left:.0f} minutes left"
                         )
         finally:
-            for life in active.values():
-                life.process.send_signal(signal.SIGTERM)
-            for life in active.values():
-                life.end(life.process.wait())
-    return Work(failed, bool(stop), codes == {TRY_AGAIN})
+            for running in active.values():
+                running.process.send_signal(signal.SIGTERM)
+            for running in active.values():
+                running.end(running.process.wait())
+    return QueueResult(failed, bool(stop), codes == {TRY_AGAIN})
 
 
 @dataclasses.dataclass(frozen=True)
-class Work:
+class QueueResult:
     """What came of it."""
 
     failed: Mapping[str, str]
     """Runs that failed, or need one that did, with the reason."""
     stopped: bool = False
     """By a signal; the same call goes on."""
-    again: bool = False
+    retryable: bool = False
     """Whether all that failed did so because a service was away; the same call goes on."""
 
 
-class _Life:
+class _RunProcess:
     """A run's process, from its start to its end."""
 
-    def __init__(self, run: Run, out: Path, before: Record | None, cores: Sequence[int], lock: int) -> None:
-        self.run, self._file, self._began = run, _file(run, out), time.monotonic()
+    def __init__(
+        self, run: PlannedRun, out: Path, before: RunManifest | None, cores: Sequence[int], lock: int
+    ) -> None:
+        self.run, self._file, self._began = run, _manifest_file(run, out), time.monotonic()
         self.log = out / f"{run.name}.log"
-        self._record = Record(
+        self._manifest = RunManifest(
             run.command("{out}"),
-            settings_of(run),
+            resolved_settings(run),
             commit_here(),
             before.seconds if before is not None else 0.0,
         )
-        self._record.save(self._file)
+        self._manifest.save(self._file)
         with self.log.open("a", encoding="utf-8") as stream:
             # A run that outlives us, when we are killed, keeps others out as well.
             self.process = subprocess.Popen(
@@ -226,30 +236,30 @@ class _Life:
         if cores:  # its threads, which come later, have the same
             os.sched_setaffinity(self.process.pid, cores)
 
-    def end(self, code: int) -> Record:
+    def end(self, code: int) -> RunManifest:
         """Writes down how long it took, and whether it is done."""
-        took = self._record.seconds + time.monotonic() - self._began
-        record = dataclasses.replace(self._record, seconds=took, finished=code == 0)
-        record.save(self._file)
-        return record
+        took = self._manifest.seconds + time.monotonic() - self._began
+        manifest = dataclasses.replace(self._manifest, seconds=took, finished=code == 0)
+        manifest.save(self._file)
+        return manifest
 
 
-def shares(jobs: int) -> list[list[int]]:
+def core_shares(jobs: int) -> list[list[int]]:
     """The cores of each of so many runs; empty lists where the system has no such thing.
 
     Raises UserError for more runs than cores.
     """
-    known = sorted(os.sched_getaffinity(0)) if PINS else []
+    known = sorted(os.sched_getaffinity(0)) if CAN_PIN_CORES else []
     if not 1 <= jobs <= cores_here():
         raise UserError(f"jobs={jobs} must be 1 to {cores_here()}, the cores that there are")
     return [known[place::jobs] for place in range(jobs)]
 
 
-def _file(run: Run, out: Path) -> Path:
+def _manifest_file(run: PlannedRun, out: Path) -> Path:
     return out / f"{run.name}.json"
 
 
-def settings_of(run: Run) -> dict[str, Any]:
+def resolved_settings(run: PlannedRun) -> dict[str, Any]:
     """All that the config of a run's command comes to today, as JSON holds it."""
     file = Path(run.config.partition(":")[0])
     if not file.is_file():
@@ -264,20 +274,20 @@ def _settings(_: bytes, config: str, *overrides: str) -> str:
     return json.dumps(load_config(config, overrides).to_dict(), sort_keys=True, default=str)
 
 
-def as_rows(runs: Sequence[Run], out: Path) -> list[dict[str, Any]]:
+def run_states(runs: Sequence[PlannedRun], out: Path) -> list[dict[str, Any]]:
     """Each run with its state and minutes: those that it took, or about those that it will."""
     rows = []
     for run in runs:
-        record = record_of(run, out)
-        state = "to do" if record is None else "finished" if record.finished else "broken off"
-        finished = record is not None and record.finished
+        manifest = load_manifest(run, out)
+        state = "to do" if manifest is None else "finished" if manifest.finished else "broken off"
+        finished = manifest is not None and manifest.finished
         rows.append(
             {
                 "name": run.name,
                 "state": state,
-                "minutes": record.seconds / 60 if record is not None and finished else run.minutes,
+                "minutes": manifest.seconds / 60 if manifest is not None and finished else run.minutes,
                 "command": "python " + " ".join(run.command(out)),
-                "commit": record.commit if record is not None else "",
+                "commit": manifest.commit if manifest is not None else "",
             }
         )
     return rows

@@ -17,7 +17,7 @@ SEED = "{seed}"
 
 
 @dataclasses.dataclass(frozen=True)
-class Evaluation:
+class EvaluationResult:
     """One evaluation, in the order of its questions."""
 
     ids: Sequence[str]
@@ -37,7 +37,7 @@ class Evaluation:
         return hits_of(self.titles, self.gold)
 
 
-def read_evaluation(folder: Path) -> Evaluation:
+def read_evaluation(folder: Path) -> EvaluationResult:
     """Reads what launch/eval.py left. Raises UserError for a folder that is no finished evaluation."""
     run = load_run(folder)
     file = folder / "results.jsonl"
@@ -49,10 +49,10 @@ def read_evaluation(folder: Path) -> Evaluation:
     columns["tokens"] = np.array([line["tokens"] for line in answered], float)
     titles = [[title for search in line["searches"] for title in search["titles"]] for line in answered]
     ids, gold = [q.id for q in questions], [q.gold for q in questions]
-    return Evaluation(ids, columns, titles, gold, run.card.questions_sha256, run.card.corpus_sha256)
+    return EvaluationResult(ids, columns, titles, gold, run.card.questions_sha256, run.card.corpus_sha256)
 
 
-def refuse_unlike(evaluations: Mapping[str, Evaluation]) -> None:
+def refuse_incomparable(evaluations: Mapping[str, EvaluationResult]) -> None:
     """Raises UserError where evaluations, by their runs' names, had other questions or another corpus than the first."""
     first, *others = evaluations
     for name in others:
@@ -65,29 +65,29 @@ def refuse_unlike(evaluations: Mapping[str, Evaluation]) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class Results:
+class ReproductionResults:
     """The finished runs of a folder."""
 
     seeds: Sequence[int]
-    evaluation: Callable[[str], Evaluation]
+    evaluation: Callable[[str], EvaluationResult]
     """By the run's name."""
     training: Callable[[str], Sequence[Mapping[str, float]]]
     """The lines of metrics.jsonl, by the run's name."""
 
-    def evaluations(self, name: str) -> list[Evaluation]:
+    def evaluations(self, name: str) -> list[EvaluationResult]:
         """That of each seed, or the only one of a name without `SEED`.
 
         Raises UserError where they were not asked the same questions over the same corpus.
         """
-        found = {each: self.evaluation(each) for each in names_of(name, self.seeds)}
-        refuse_unlike(found)
+        found = {each: self.evaluation(each) for each in expand_seeds(name, self.seeds)}
+        refuse_incomparable(found)
         return list(found.values())
 
     def trainings(self, name: str) -> list[Sequence[Mapping[str, float]]]:
         """The same of training runs."""
-        return [self.training(each) for each in names_of(name, self.seeds)]
+        return [self.training(each) for each in expand_seeds(name, self.seeds)]
 
 
-def names_of(name: str, seeds: Sequence[int]) -> list[str]:
+def expand_seeds(name: str, seeds: Sequence[int]) -> list[str]:
     """The runs that a name with `SEED` stands for, or the one without."""
     return [name.replace(SEED, str(seed)) for seed in seeds] if SEED in name else [name]

@@ -16,7 +16,7 @@ HOLDS, FAILS, UNTESTED, MISSING = "holds", "does not hold", "can't be tested at 
 
 
 @dataclasses.dataclass(frozen=True)
-class Evidence:
+class ClaimEvidence:
     """What was measured for a claim; a difference above 0 is on the claim's side."""
 
     left: Sequence[float]
@@ -35,7 +35,7 @@ class Evidence:
 
 
 @dataclasses.dataclass(frozen=True)
-class Verdict:
+class ClaimVerdict:
     """What is said of a claim, and by what."""
 
     word: str
@@ -46,7 +46,7 @@ class Verdict:
     """Why it can't be tested."""
 
 
-def judge(evidence: Evidence, untestable: str = "", level: float = 0.95) -> Verdict:
+def judge_claim(evidence: ClaimEvidence, untestable: str = "", level: float = 0.95) -> ClaimVerdict:
     """Holds where the whole interval is above 0; does not where the mean is not; else the size is too small to tell.
 
     A difference on the claim's other side is "does not hold" however wide the interval. `untestable` is a reason known
@@ -55,7 +55,7 @@ def judge(evidence: Evidence, untestable: str = "", level: float = 0.95) -> Verd
     means = [float(values.mean()) for values in evidence.differences]
     difference = float(np.mean(means))
     if not np.isfinite(difference):
-        return Verdict(UNTESTED, difference, difference, difference, "a run has no right answer")
+        return ClaimVerdict(UNTESTED, difference, difference, difference, "a run has no right answer")
     intervals = []
     if evidence.trained and len(means) > 1:
         intervals.append(student(means, level=level))
@@ -72,4 +72,4 @@ def judge(evidence: Evidence, untestable: str = "", level: float = 0.95) -> Verd
         word, reason = UNTESTED, "one seed says nothing of how far seeds differ"
     elif low <= 0:
         word, reason = UNTESTED, "the interval reaches 0"
-    return Verdict(word, difference, low, high, reason)
+    return ClaimVerdict(word, difference, low, high, reason)

@@ -13,15 +13,22 @@ from rrl.recipes.card import read_card
 from rrl.recipes.catalogue import RECIPES, make_recipe
 from rrl.recipes.prompted.catalogue import METHODS, make_method
 from rrl.studies.compare import with_arguments
-from rrl.studies.reproduction.plan import ARMS, READER, SHIPPED, Arm, Run, small
-from rrl.studies.reproduction.plan import runs as planned
-from rrl.studies.reproduction.results import SEED, names_of
+from rrl.studies.reproduction.plan import (
+    ARMS,
+    SHIPPED_POLICY,
+    SHIPPED_READER,
+    Arm,
+    PlannedRun,
+    planned_runs,
+    smoke_run,
+)
+from rrl.studies.reproduction.results import SEED, expand_seeds
 from rrl.studies.sweep import folder_of
 
 ONE_TO_TEN = tuple(map(str, range(1, 11)))
-STEPS = ("max_steps", "max_searches", "expansions", "steps", "rounds", "sentences", "searches")
+STEP_LIMITS = ("max_steps", "max_searches", "expansions", "steps", "rounds", "sentences", "searches")
 """What the most steps are called in the environments of recipes and the options of prompted methods."""
-ANSWERED_BY_A_READER = ("r2ag",)
+RETRIEVAL_ONLY = ("r2ag",)
 """Recipes that only find."""
 
 
@@ -35,7 +42,7 @@ class Analysis:
     varies: str = ""
     """What of an evaluation is varied: "steps", "top_k", "retriever"; "": nothing."""
     values: tuple[str, ...] = ()
-    policies: tuple[str, ...] = (f"rsearch@{SHIPPED}",)
+    policies: tuple[str, ...] = (f"rsearch@{SHIPPED_POLICY}",)
     """METHOD@FOLDER, where no others are given."""
     arms: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Of what is trained: what a row is called, and the evaluation it tells of, a run of the plan."""
@@ -47,20 +54,24 @@ def _variant(arm: str, argument: str) -> Arm:
     return dataclasses.replace(ARMS[arm], config=with_arguments(ARMS[arm].config, argument))
 
 
-PARTS = ("difficulty", "penalty", "reflect", "sufficient", "thinking")
+ABLATED_PARTS = ("difficulty", "penalty", "reflect", "sufficient", "thinking")
 """What TIRESRAG-R1's ablations leave out, beside the filter, whose arm the reproduction has."""
-TRAINED: Mapping[str, Arm] = {
+TRAINING_ARMS: Mapping[str, Arm] = {
     **ARMS,
-    **{f"tiresrag_no_{part}": _variant("tiresrag", f"ablation={part}") for part in PARTS},
+    **{f"tiresrag_no_{part}": _variant("tiresrag", f"ablation={part}") for part in ABLATED_PARTS},
     **{f"tiresrag_{name}": _variant("tiresrag", f"schedule={name}") for name in ("fixed", "linear", "fast")},
     "tiresrag_reinforce": _variant("tiresrag", "estimator=reinforce_pp"),
 }
 """The reproduction's arms, and those that only analyses have, with the same sizes."""
-REWARD = {"reward/total": "reward", "reward/answer": "answer reward", "train/searches": "searches a question"}
-ANSWER = {"reward/answer": "answer reward", "reward/thinking": "thinking reward"}
+REWARD_CURVES = {
+    "reward/total": "reward",
+    "reward/answer": "answer reward",
+    "train/searches": "searches a question",
+}
+ANSWER_CURVES = {"reward/answer": "answer reward", "reward/thinking": "thinking reward"}
 
 
-def _of(arm: str) -> str:
+def _evaluation_of(arm: str) -> str:
     return f"{arm}-{SEED}-eval"
 
 
@@ -77,69 +88,72 @@ ANALYSES: Mapping[str, Analysis] = {
         "R3-RAG, Tables 3 and 5",
         "retriever",
         ("scann", "exact", "bm25"),
-        (f"rsearch@{SHIPPED}", f"naive_rag@{READER}"),
+        (f"rsearch@{SHIPPED_POLICY}", f"naive_rag@{SHIPPED_READER}"),
     ),
     "tokens": Analysis(
         "Tokens of a right answer",
         "R3-RAG, Table 4; TIRESRAG-R1, Table 5",
         policies=(
-            f"rsearch@{SHIPPED}",
-            *(f"{name}@{READER}" for name in ("direct", "naive_rag", "iter_retgen")),
+            f"rsearch@{SHIPPED_POLICY}",
+            *(f"{name}@{SHIPPED_READER}" for name in ("direct", "naive_rag", "iter_retgen")),
         ),
     ),
     "rewards_r3rag": Analysis(
         "Effect of the rewards",
         "R3-RAG, Table 2",
         arms={
-            "R3-RAG": _of("r3rag"),
-            "- process reward": _of("r3rag_no_process"),
+            "R3-RAG": _evaluation_of("r3rag"),
+            "- process reward": _evaluation_of("r3rag_no_process"),
             "- outcome reward (cold start)": "r3rag_cold-eval",
         },
-        curves=REWARD,
+        curves=REWARD_CURVES,
     ),
     "rewards_tiresrag": Analysis(
         "Ablation study",
         "TIRESRAG-R1, Table 7, Figures 6 and 7",
         arms={
-            "TIRESRAG-R1": _of("tiresrag"),
-            "naive GRPO": _of("tiresrag_naive"),
-            **{f"w/o {part}": _of(f"tiresrag_no_{part}") for part in ("filter", *PARTS)},
+            "TIRESRAG-R1": _evaluation_of("tiresrag"),
+            "naive GRPO": _evaluation_of("tiresrag_naive"),
+            **{f"w/o {part}": _evaluation_of(f"tiresrag_no_{part}") for part in ("filter", *ABLATED_PARTS)},
         },
-        curves=ANSWER,
+        curves=ANSWER_CURVES,
     ),
     "evidence": Analysis(
         "Evidence rewards",
         "R-Search, Tables 3 and 6",
-        arms={"R-Search": _of("rsearch"), "w/o evidence rewards": _of("rsearch_no_evidence")},
-        curves=REWARD,
+        arms={
+            "R-Search": _evaluation_of("rsearch"),
+            "w/o evidence rewards": _evaluation_of("rsearch_no_evidence"),
+        },
+        curves=REWARD_CURVES,
     ),
     "grpo_ppo": Analysis(
         "PPO against GRPO",
         "R-Search, Tables 4 and 7, Figure 3",
-        arms={"GRPO": _of("rsearch"), "PPO": _of("rsearch_ppo")},
-        curves=REWARD,
+        arms={"GRPO": _evaluation_of("rsearch"), "PPO": _evaluation_of("rsearch_ppo")},
+        curves=REWARD_CURVES,
     ),
     "estimators": Analysis(
         "GRPO against REINFORCE++",
         "TIRESRAG-R1, Table 4",
-        arms={"GRPO": _of("tiresrag"), "REINFORCE++": _of("tiresrag_reinforce")},
-        curves=ANSWER,
+        arms={"GRPO": _evaluation_of("tiresrag"), "REINFORCE++": _evaluation_of("tiresrag_reinforce")},
+        curves=ANSWER_CURVES,
     ),
     "schedules": Analysis(
         "Schedules of the weight a_t",
         "TIRESRAG-R1, Figures 4 and 5",
         arms={
-            "paper": _of("tiresrag"),
-            **{name: _of(f"tiresrag_{name}") for name in ("fixed", "linear", "fast")},
+            "paper": _evaluation_of("tiresrag"),
+            **{name: _evaluation_of(f"tiresrag_{name}") for name in ("fixed", "linear", "fast")},
         },
-        curves={"train/auxiliary_weight": "weight a_t", **ANSWER},
+        curves={"train/auxiliary_weight": "weight a_t", **ANSWER_CURVES},
     ),
 }
 """By the name that a command gives them."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Cell:
+class AnalysisPoint:
     """One point of the plot and one row of the table."""
 
     system: str
@@ -150,30 +164,32 @@ class Cell:
     """Evaluations, one for each seed of training."""
 
 
-def named(what: str) -> Analysis:
+def analysis_named(what: str) -> Analysis:
     """The analysis of that name; UserError for an unknown one."""
     if what not in ANALYSES:
         raise UserError(f"what={what!r} is unknown; there are {', '.join(ANALYSES)}")
     return ANALYSES[what]
 
 
-def trained(
+def training_points(
     analysis: Analysis, seeds: Sequence[int], smoke: bool = False
-) -> tuple[list[Cell], dict[str, Run]]:
-    """The cells of an analysis of arms, and all runs that there are."""
-    cells = [Cell(label, "", tuple(names_of(run, seeds))) for label, run in analysis.arms.items()]
-    return cells, planned(seeds, smoke, TRAINED)
+) -> tuple[list[AnalysisPoint], dict[str, PlannedRun]]:
+    """The points of an analysis of arms, and all runs that there are."""
+    points = [
+        AnalysisPoint(label, "", tuple(expand_seeds(run, seeds))) for label, run in analysis.arms.items()
+    ]
+    return points, planned_runs(seeds, smoke, TRAINING_ARMS)
 
 
-def evaluated(
+def evaluation_points(
     analysis: Analysis,
     policies: Sequence[str] = (),
     values: Sequence[str] = (),
     arguments: Sequence[str] = (),
     fields: Mapping[str, Any] | None = None,
     smoke: bool = False,
-) -> tuple[list[Cell], dict[str, Run]]:
-    """The cells of an analysis of policies that are there, and their runs.
+) -> tuple[list[AnalysisPoint], dict[str, PlannedRun]]:
+    """The points of an analysis of policies that are there, and their runs.
 
     Args:
       policies: METHOD@FOLDER, or the FOLDER of a policy whose recipe card says the method; none: the analysis's own.
@@ -199,21 +215,21 @@ def evaluated(
     rest = [argument for argument in arguments if argument not in reader]
     builtin = not any(argument.startswith("dataset=") for argument in arguments)
     methods = [method for method, _ in given]
-    cells, known = [], {}
+    points, known = [], {}
     for method, folder in given:
         label = method if methods.count(method) == 1 else f"{method}@{folder}"
         for value in values:
-            more, changed = _changed(analysis.varies, method, value)
+            more, changed = _overrides(analysis.varies, method, value)
             config = with_arguments("configs/eval.py", f"method={method}", f"policy={folder}", *more, *rest)
-            if method in ANSWERED_BY_A_READER:
-                config = with_arguments(config, *(reader or [f"reader={READER}"] * builtin))
+            if method in RETRIEVAL_ONLY:
+                config = with_arguments(config, *(reader or [f"reader={SHIPPED_READER}"] * builtin))
             name = _folder_of(label, value)
             if name in known:
                 raise UserError(f"policy={label}, value={value}: two runs would have the folder {name}")
-            run = Run(name, "eval", config, 1.0, {**(fields or {}), **changed})
-            known[name] = small(run) if smoke else run
-            cells.append(Cell(label, value, (name,)))
-    return cells, known
+            run = PlannedRun(name, "eval", config, 1.0, {**(fields or {}), **changed})
+            known[name] = smoke_run(run) if smoke else run
+            points.append(AnalysisPoint(label, value, (name,)))
+    return points, known
 
 
 def _system(policy: str) -> tuple[str, str]:
@@ -229,17 +245,17 @@ def _system(policy: str) -> tuple[str, str]:
     return card.recipe, folder
 
 
-def _changed(varies: str, method: str, value: str) -> tuple[list[str], dict[str, str]]:
+def _overrides(varies: str, method: str, value: str) -> tuple[list[str], dict[str, str]]:
     """The arguments and the fields of configs/eval.py that set what is varied."""
     if varies == "retriever":
         kind, at, encoder = value.partition("@")
         return [f"retriever={kind}", *([f"encoder={encoder}"] if at else [])], {}
     if varies == "top_k":
         return [f"top_k={value}"], {}
-    return [], {_steps_of(method): value} if varies == "steps" else {}
+    return [], {_step_limit_of(method): value} if varies == "steps" else {}
 
 
-def _steps_of(method: str) -> str:
+def _step_limit_of(method: str) -> str:
     """The field that holds the most steps of a method. Raises UserError for one that has none, and an unknown one."""
     if method in METHODS:
         where, names = "method", list(make_method(method).defaults)
@@ -250,7 +266,7 @@ def _steps_of(method: str) -> str:
         raise UserError(
             f"method={method!r} is unknown; recipes are {', '.join(RECIPES)}; prompted methods {', '.join(METHODS)}"
         )
-    found = next((name for name in STEPS if name in names), None)
+    found = next((name for name in STEP_LIMITS if name in names), None)
     if found is None:
         raise UserError(f"method={method!r} has no steps that could be varied; leave it out")
     return f"{where}.{found}"

@@ -17,9 +17,9 @@ from rrl.models.config import DecoderConfig, matrix_parameters
 from rrl.parallel.mesh import AXES
 from rrl.parallel.topology import CHIPS, GIB, Topology
 from rrl.plan import programs
-from rrl.plan.estimate import Cost, Workload, costs, forward_flops
-from rrl.plan.plan import PUBLISHED, Plan, default_mesh, first_knob, plan, policy_shape
-from rrl.plan.programs import Program
+from rrl.plan.capacity import PUBLISHED, CapacityPlan, default_mesh, first_change, plan_capacity, policy_shape
+from rrl.plan.estimate import StepCost, Workload, forward_flops, step_costs
+from rrl.plan.programs import CompiledProgram
 from rrl.plan.report import report
 from rrl.train.experiment import Settings
 
@@ -55,13 +55,13 @@ def tiny_config(folder, make=get_config):
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory):
     config = with_mesh(tiny_config(tmp_path_factory.mktemp("policy")), fsdp=4, tensor=2)
-    return plan(config, "cpu:8")
+    return plan_capacity(config, "cpu:8")
 
 
 def test_a_plan_compiles_the_programs_and_reports_memory_traffic_and_the_verdict(compiled):
     assert [program.name for program in compiled.programs] == ["rollout", "update", "optimiser step"]
     assert compiled.fits
-    assert first_knob(compiled) == ""
+    assert first_change(compiled) == ""
     text = report(compiled)
     for line in (
         "8 x CPU",
@@ -93,7 +93,7 @@ def test_the_parts_are_those_of_the_shapes(compiled):
 
 @pytest.mark.slow
 def test_ppos_critic_is_compiled_and_counted(tmp_path):
-    found = plan(with_mesh(tiny_config(tmp_path, get_ppo), fsdp=4, tensor=2), "cpu:8")
+    found = plan_capacity(with_mesh(tiny_config(tmp_path, get_ppo), fsdp=4, tensor=2), "cpu:8")
     assert [program.name for program in found.programs][3:] == ["critic update", "critic step"]
     assert list(found.memory) == list(found.costs) == [program.name for program in found.programs]
     rollout, update = found.memory["rollout"], found.memory["critic update"]
@@ -107,7 +107,7 @@ def test_ppos_critic_is_compiled_and_counted(tmp_path):
 
 
 def test_a_critic_of_7b_is_another_model_beside_the_policy():
-    alone, both = (plan(make("size=7b"), "h100:8") for make in (get_config, get_ppo))
+    alone, both = (plan_capacity(make("size=7b"), "h100:8") for make in (get_config, get_ppo))
     more = both.memory["update"]["critic"] + both.memory["update"]["critic's optimiser"]
     assert more * 8 == pytest.approx(
         12 * (7.616e9 - 152064 * 3584), rel=0.01
@@ -121,9 +121,9 @@ def test_a_critic_of_7b_is_another_model_beside_the_policy():
 
 def test_a_critic_of_fewer_layers_is_counted_as_what_it_is():
     config = get_ppo("size=7b")
-    whole = plan(config, "h100:8")
+    whole = plan_capacity(config, "h100:8")
     config.critic.layers = 7  # of 28
-    found = plan(config, "h100:8")
+    found = plan_capacity(config, "h100:8")
     layers = 7.616e9 - 2 * 152064 * 3584
     assert (whole.memory["update"]["critic"] - found.memory["update"]["critic"]) * 8 == pytest.approx(
         4 * 0.75 * layers, rel=0.01
@@ -134,25 +134,25 @@ def test_a_critic_of_fewer_layers_is_counted_as_what_it_is():
     with pytest.raises(
         UserError, match=r"^critic\.layers=29 must be at most 28, the policy's \(0: all of them\)"
     ):
-        plan(config, "h100:8")
+        plan_capacity(config, "h100:8")
 
 
 def test_what_is_frozen_is_counted_in_the_dtype_of_the_computation_as_the_run_holds_it():
     config = get_config("size=7b")
     config.lora.rank = 8
-    found = plan(config, "h100:8")
+    found = plan_capacity(config, "h100:8")
     assert found.trained < 0.01 * found.parameters
     whole = 2 * (found.parameters - found.trained) + 4 * found.trained  # bfloat16 base, float32 adapters
     assert whole / 8 <= found.memory["rollout"]["parameters"] < 1.3 * whole / 8
     assert "float32 trained parameters" in report(found)
     config.compute.param_dtype = "bfloat16"
-    narrow = plan(config, "h100:8")
+    narrow = plan_capacity(config, "h100:8")
     assert narrow.memory["update"]["gradients"] == found.memory["update"]["gradients"] / 2
     assert "bfloat16 trained parameters" in report(narrow)
 
 
 def test_nothing_of_a_7b_run_is_compiled_or_allocated_for_gpus_and_the_report_says_so():
-    found = plan(get_config("size=7b"), "h100:8")
+    found = plan_capacity(get_config("size=7b"), "h100:8")
     assert found.programs == []
     assert found.parameters == pytest.approx(7.616e9, rel=1e-3)
     text = report(found)
@@ -173,17 +173,17 @@ def test_nothing_of_a_7b_run_is_compiled_or_allocated_for_gpus_and_the_report_sa
 )
 def test_what_does_not_go_together_is_refused_before_anything_is_compiled(topology, mesh, message):
     with pytest.raises(UserError, match=message):
-        plan(with_mesh(get_config("size=7b"), **mesh), topology)
+        plan_capacity(with_mesh(get_config("size=7b"), **mesh), topology)
 
 
 def test_spare_rows_are_planned_for():
     config = get_config("size=7b")
     config.rollout.spare_rows = 64
-    found = plan(config, "h100:8")
+    found = plan_capacity(config, "h100:8")
     assert "256 rows and 64 spare ones of" in report(found)
     config.rollout.spare_rows = 6
     with pytest.raises(UserError, match=r"rollout.spare_rows=6 .* give --config.rollout.spare_rows=8"):
-        plan(with_mesh(config, fsdp=8), "h100:8")
+        plan_capacity(with_mesh(config, fsdp=8), "h100:8")
 
 
 def test_a_context_beyond_the_policys_positions_is_refused(tmp_path):
@@ -191,7 +191,7 @@ def test_a_context_beyond_the_policys_positions_is_refused(tmp_path):
     with config.unlocked():
         config.rollout.context, config.objective.lengths = 256, (256,)
     with pytest.raises(UserError, match=r"a context of 256 tokens .* max_position_embeddings=128"):
-        plan(config, "cpu:8")
+        plan_capacity(config, "cpu:8")
 
 
 def test_a_policy_without_folder_or_published_shape_is_refused():
@@ -214,25 +214,25 @@ def test_flops_are_counted_by_hand():
 
 def test_the_roofline_is_the_slowest_of_arithmetic_memory_and_links():
     chip = CHIPS["v5e"]
-    assert Cost(2 * 197e12, 1, 1).seconds(chip, 2) == pytest.approx(1)
-    assert Cost(1, 3 * 819e9, 1).seconds(chip, 1) == pytest.approx(3)
-    assert Cost(1, 1, 400e9).seconds(chip, 16) == pytest.approx(2)
+    assert StepCost(2 * 197e12, 1, 1).seconds(chip, 2) == pytest.approx(1)
+    assert StepCost(1, 3 * 819e9, 1).seconds(chip, 1) == pytest.approx(3)
+    assert StepCost(1, 1, 400e9).seconds(chip, 16) == pytest.approx(2)
 
 
 def test_recomputing_layers_costs_one_more_pass():
     settings, mesh = Settings.parse(get_config("size=7b")), AbstractMesh((1, 4, 4), AXES)
     work = Workload.of(settings)
     full, none = (
-        costs(settings, SEVEN, mesh, work, remat=remat, trained=7e9, traffic={})["update"].flops
+        step_costs(settings, SEVEN, mesh, work, remat=remat, trained=7e9, traffic={})["update"].flops
         for remat in ("full", "none")
     )
     assert full / none == pytest.approx(5 / 4)
 
 
 def test_adapters_leave_the_gradients_and_state_of_all_else_away():
-    whole, narrow = plan(get_config("size=7b"), "h100:8"), get_config("size=7b")
+    whole, narrow = plan_capacity(get_config("size=7b"), "h100:8"), get_config("size=7b")
     narrow.lora.rank = 32
-    found = plan(narrow, "h100:8")
+    found = plan_capacity(narrow, "h100:8")
     assert found.trained < 0.02 * found.parameters
     for part in ("optimiser state", "gradients", "reference"):
         assert found.memory["update"][part] < 0.05 * whole.memory["update"][part]
@@ -248,7 +248,7 @@ def made(memory, sizes=(1, 4, 4), remat="full", spare=0, **objective):
     train = dataclasses.replace(
         settings.train, objective=dataclasses.replace(settings.train.objective, **objective)
     )
-    return Plan(
+    return CapacityPlan(
         dataclasses.replace(settings, train=train),
         Topology("v5e:4x4", CHIPS["v5e"], 16, None),
         AbstractMesh(sizes, AXES),
@@ -336,11 +336,11 @@ def test_a_program_that_the_compiler_refuses_for_its_size_is_part_of_the_plan():
     mesh = Topology("cpu:8", CHIPS["cpu"], 8, tuple(jax.devices())).mesh(1, 8, 1)
     shapes = (programs._whole((2**20,), jnp.float32, mesh),)
     program = programs._compile("update", Refuses(), shapes, mesh)
-    assert program.arguments + program.temporaries == 26 * GIB
-    assert "(26.00G)" in program.too_large
+    assert program.argument_bytes + program.temporary_bytes == 26 * GIB
+    assert "(26.00G)" in program.refusal
     refused = dataclasses.replace(made({"update": STATE | {"activations": 16}}), programs=[program])
     assert "the compiler refused it" in report(refused)
-    assert isinstance(program, Program)
+    assert isinstance(program, CompiledProgram)
 
 
 @pytest.mark.slow
@@ -362,9 +362,9 @@ def test_the_7b_rollout_and_updates_compile_and_fit(make, topology, rank):
     config = make("size=7b")
     config.lora.rank = rank
     config.rollout.draft_tokens = 3 if make is get_config else 0
-    found = plan(config, topology)
+    found = plan_capacity(config, topology)
     print(report(found))
-    assert not any(program.too_large for program in found.programs)
+    assert not any(program.refusal for program in found.programs)
     assert found.fits, report(found)
     rollout = found.memory["rollout"]
     assert rollout["activations"] < rollout["KV cache"], (

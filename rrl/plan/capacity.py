@@ -23,8 +23,8 @@ from rrl.models.hf import check_context, read_decoder_config
 from rrl.parallel.mesh import data_shards
 from rrl.parallel.topology import GIB, Topology, open_topology
 from rrl.plan import programs
-from rrl.plan.estimate import Cost, Workload, cache_device_bytes, costs, temporaries
-from rrl.plan.programs import Model, Program, device_bytes
+from rrl.plan.estimate import StepCost, Workload, cache_device_bytes, estimate_temporaries, step_costs
+from rrl.plan.programs import CompiledProgram, ModelShapes, device_bytes
 from rrl.train.experiment import Settings
 
 _QWEN = {"model_type": "qwen2", "max_position_embeddings": 32768, "rope_theta": 1e6, "rms_norm_eps": 1e-6}
@@ -56,47 +56,47 @@ STATE = ("parameters", "reference", "optimiser state", "critic", "critic's optim
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class CapacityPlan:
     """What `plan` found."""
 
     settings: Settings
     topology: Topology
     mesh: Mesh | AbstractMesh
     config: DecoderConfig
-    shape_of: str
+    config_source: str
     """Where the policy's shape is from."""
     parameters: float
     trained: float
     """Of the parameters, those that the optimiser changes."""
-    computation: str
+    compute_dtype: str
     remat: Remat
     attention: Backend
     memory: dict[str, dict[str, float]]
     """Bytes of one device by phase (rollout, update, optimiser step, and the critic's two) and part."""
-    programs: list[Program]
+    programs: list[CompiledProgram]
     """What was compiled; empty where sizes are counted."""
-    costs: dict[str, Cost]
+    costs: dict[str, StepCost]
     workload: Workload
 
     @property
-    def fullest(self) -> str:
+    def largest_phase(self) -> str:
         """The phase that needs the most memory."""
         return max(self.memory, key=lambda phase: sum(self.memory[phase].values()))
 
     @property
     def fits(self) -> bool:
         """Whether every phase has room on each device."""
-        return sum(self.memory[self.fullest].values()) <= self.topology.chip.memory
+        return sum(self.memory[self.largest_phase].values()) <= self.topology.chip.memory
 
 
-def plan(
+def plan_capacity(
     config: Mapping[str, Any],
     topology: str,
     *,
     tokens: int = 0,
     policy_tokens: int = 0,
-    say: Callable[[str], None] = lambda text: None,
-) -> Plan:
+    progress: Callable[[str], None] = lambda text: None,
+) -> CapacityPlan:
     """Plans a config (of the form of configs/rsearch_grpo.py) on a topology such as v5e:4x4.
 
     The mesh is the config's, over all chips; where that is a single device, `default_mesh`.
@@ -129,7 +129,7 @@ def plan(
     compute = settings.compute.on(slice_.chip.platform)
     dtype, remat = jnp.dtype(compute.dtype), compute.remat
     attention = compute.backend(slice_.chip.platform, settings.train.objective.share_prefixes)
-    model = Model.of(
+    model = ModelShapes.of(
         shape,
         settings,
         devices,
@@ -153,27 +153,31 @@ def plan(
             "critic": device_bytes(critic.params) + device_bytes(critic.fixed),
             "critic's optimiser": device_bytes(optim),
         }
-    compiled: list[Program] = []
+    compiled: list[CompiledProgram] = []
     if isinstance(devices, Mesh):
         for compiler in (*programs.COMPILERS, *(programs.CRITIC_COMPILERS if critic else ())):
-            say(f"compiling {compiler.__name__} for {topology} ...")
+            progress(f"compiling {compiler.__name__} for {topology} ...")
             compiled.append(compiler(settings, model, devices))
             last = compiled[-1]
-            say(
-                f"{last.name}: {last.seconds:.0f} s; the program and its arguments take "
-                f"{(last.arguments + last.temporaries) / GIB:.2f} GiB of each device"
+            progress(
+                f"{last.name}: {last.compile_seconds:.0f} s; the program and its arguments take "
+                f"{(last.argument_bytes + last.temporary_bytes) / GIB:.2f} GiB of each device"
             )
-        rest = {program.name: program.temporaries for program in compiled}
+        rest = {program.name: program.temporary_bytes for program in compiled}
     else:
-        rest = temporaries(settings, shape, devices, remat=remat, parameters=trained + fixed, trained=trained)
+        rest = estimate_temporaries(
+            settings, shape, devices, remat=remat, parameters=trained + fixed, trained=trained
+        )
         if critic is not None and settings.train.critic is not None:
             counts = [_count(part) for part in (critic.params, critic.fixed)]
             body = settings.train.critic.body(shape)
-            own = temporaries(settings, body, devices, remat=remat, parameters=sum(counts), trained=counts[0])
+            own = estimate_temporaries(
+                settings, body, devices, remat=remat, parameters=sum(counts), trained=counts[0]
+            )
             rest |= {"critic update": own["update"], "critic step": own["optimiser step"]}
     itemsize = jnp.dtype(dtype).itemsize
     cache = cache_device_bytes(shape, settings.rollout.in_flight, settings.rollout.context, itemsize, devices)
-    if compiled and not compiled[0].too_large:
+    if compiled and not compiled[0].refusal:
         rest["rollout"] -= cache
     gradients = {"gradients": device_bytes(model.params)}
     memory = {
@@ -189,7 +193,7 @@ def plan(
         }
     workload = Workload.of(settings, tokens, policy_tokens)
     traffic = {part: kinds for program in compiled for part, kinds in program.traffic.items()}
-    return Plan(
+    return CapacityPlan(
         settings,
         slice_,
         devices,
@@ -202,7 +206,7 @@ def plan(
         attention,
         memory,
         compiled,
-        costs(settings, shape, devices, workload, remat=remat, trained=trained, traffic=traffic),
+        step_costs(settings, shape, devices, workload, remat=remat, trained=trained, traffic=traffic),
         workload,
     )
 
@@ -228,11 +232,11 @@ def default_mesh(config: DecoderConfig, chips: int, rows: int) -> dict[str, int]
     return {"data": chips // tensor // fsdp, "fsdp": fsdp, "tensor": tensor}
 
 
-def first_knob(plan: Plan) -> str:
+def first_change(plan: CapacityPlan) -> str:
     """The setting to change first where it does not fit: the one behind the largest part that can give way; "" where it fits."""
     if plan.fits:
         return ""
-    phase, room = plan.fullest, plan.topology.chip.memory
+    phase, room = plan.largest_phase, plan.topology.chip.memory
     parts = plan.memory[phase]
     excess = sum(parts.values()) - room
     objective, rows = plan.settings.train.objective, plan.settings.rollout.rows

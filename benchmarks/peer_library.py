@@ -6,14 +6,14 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping
 
 from benchmarks.fixed_lengths import FixedLengths
-from benchmarks.measure import NOT_MEASURED, Peer, imports, start
+from benchmarks.measure import NOT_MEASURED, PeerProcess, imports, start
 from rrl.models.hf import save_decoder
 
 
-class Fastest:
+class PeerLibrary:
     """A peer's process, and the settings that its script knows: none (""), or one that is named after what is asked."""
 
-    def __init__(self, name: str, peer: Peer, settings: tuple[str, ...] = ("",)) -> None:
+    def __init__(self, name: str, peer: PeerProcess, settings: tuple[str, ...] = ("",)) -> None:
         self.name, self.peer, self.settings = name, peer, settings
         self._failed: dict[str, str] = {}
 
@@ -32,16 +32,16 @@ class Fastest:
             self._failed[setting] = answer["error"]
         return math.inf
 
-    def best(self, took: Mapping[str, float], say: Callable[[float], str]) -> tuple[float, str]:
-        """The fewest seconds, and words for a row: what `say` makes of them, and of other settings, and the versions."""
+    def best(self, took: Mapping[str, float], render: Callable[[float], str]) -> tuple[float, str]:
+        """The fewest seconds, and words for a row: what `render` makes of them, and of other settings, and the versions."""
         times = {setting: took[self._side(setting)] for setting in self.settings}
         first, *others = sorted(times, key=times.__getitem__)
         told = [f"{first} cache"] if first else []
         for setting in others:
             failed = self._failed.get(setting)
-            told.append(f"{setting} {f'{NOT_MEASURED}, {failed}' if failed else say(times[setting])}")
-        told.append(self.peer.says["versions"])
-        return times[first], f"{self.name} {say(times[first])} ({'; '.join(told)})"
+            told.append(f"{setting} {f'{NOT_MEASURED}, {failed}' if failed else render(times[setting])}")
+        told.append(self.peer.info["versions"])
+        return times[first], f"{self.name} {render(times[first])} ({'; '.join(told)})"
 
     def _side(self, setting: str) -> str:
         return f"{self.name}, {setting} cache" if setting else self.name
@@ -57,9 +57,9 @@ _SETTINGS = {HF: CACHES, TUNIX: ("",)}
 @contextlib.contextmanager
 def peers(
     model: FixedLengths, pythons: Mapping[str, str], batch: int, prompt: int, new: int
-) -> Iterator[tuple[dict[str, Fastest], dict[str, str]]]:
+) -> Iterator[tuple[dict[str, PeerLibrary], dict[str, str]]]:
     """Those named in `pythons` over the model's weights, in processes of those Pythons; and why one of them is not there."""
-    found: dict[str, Fastest] = {}
+    found: dict[str, PeerLibrary] = {}
     missing: dict[str, str] = {}
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         if any(imports(python, _NEEDED[name][0]) for name, python in pythons.items()):
@@ -69,6 +69,6 @@ def peers(
             if isinstance(peer, str):
                 missing[name] = peer
             else:
-                found[name] = Fastest(name, peer, _SETTINGS[name])
+                found[name] = PeerLibrary(name, peer, _SETTINGS[name])
                 stack.callback(peer.close)
         yield found, missing

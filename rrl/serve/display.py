@@ -10,7 +10,7 @@ from rrl.text.spans import Tag
 
 
 @dataclasses.dataclass(slots=True, repr=False)
-class Shown(Trajectory):
+class DisplayedTrajectory(Trajectory):
     """A trajectory with what is needed to show it: Jupyter draws it where it ends a cell."""
 
     tags: Mapping[Tag, str] = dataclasses.field(default_factory=lambda: RSEARCH_TAGS)
@@ -21,7 +21,7 @@ class Shown(Trajectory):
     @classmethod
     def of(
         cls, trajectory: Trajectory, tags: Mapping[Tag, str], token_bytes: Sequence[bytes] | None
-    ) -> "Shown":
+    ) -> "DisplayedTrajectory":
         """The same trajectory, to be shown."""
         values = {field.name: getattr(trajectory, field.name) for field in dataclasses.fields(Trajectory)}
         return cls(**values, tags=tags, token_bytes=token_bytes)
