@@ -285,8 +285,8 @@ def refuse_mixed_models(plan: Sequence[ArmRun]) -> None:
             other, wanted = first.setdefault(place, (run, found)) if found else (run, found)
             if found != wanted:
                 raise UserError(
-                    f"{other.workdir} and {run.workdir} used different models ({name}: {wanted} and {found}); delete the one "
-                    "that is out of date and run the comparison again"
+                    f"{other.workdir} and {run.workdir} used different models ({name}: {wanted} and {found}); delete "
+                    "the one that is out of date and run the comparison again"
                 )
 
 

@@ -145,7 +145,8 @@ def _slot(at: int, question: Question, side: Sequence[Trajectory], runs: Sequenc
     )
     return (
         f'<div class="slot" id="t{at}" data-kind="{_text(question.kind)}" data-agreement="{_agreement(side)}" '
-        f'data-words="{_text(" ".join(searchable).lower())}"><h2>{_text(question.text)}</h2><div class="sides">{columns}</div></div>'
+        f'data-words="{_text(" ".join(searchable).lower())}">'
+        f'<h2>{_text(question.text)}</h2><div class="sides">{columns}</div></div>'
     )
 
 
