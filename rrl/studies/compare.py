@@ -260,8 +260,8 @@ def _stored_provenance(run: ArmRun) -> str | None:
     except (OSError, UnicodeDecodeError) as error:
         reason = "it is not UTF-8" if isinstance(error, UnicodeDecodeError) else error.strerror
         raise UserError(
-            f"{file}, which holds the run's provenance, cannot be read ({reason}); put back the file that the comparison wrote, give "
-            "another --out, or delete that folder"
+            f"{file}, which holds the run's provenance, cannot be read ({reason}); restore the file, give another "
+            "--out, or delete that folder"
         ) from error
 
 
