@@ -69,7 +69,7 @@ def test_a_plan_compiles_the_programs_and_reports_memory_traffic_and_verdict(com
         "mesh      data=1, fsdp=4, tensor=2",
         "float32 computation",
         "microbatches of 4 rows of 64 tokens",
-        "less than a row for each of the 4 data shards",
+        "less than one row for each of the 4 data shards",
         "as compiled",
         "KV cache",
         "optimiser state",
@@ -196,7 +196,7 @@ def test_a_context_beyond_the_positions_of_the_policy_is_refused(tmp_path):
 
 
 def test_a_policy_without_folder_or_published_shape_is_refused():
-    with pytest.raises(UserError, match=r"policy='models/Other-1B' is no Hugging Face folder.*Qwen2.5-7B"):
+    with pytest.raises(UserError, match=r"policy='models/Other-1B' is not a Hugging Face folder.*Qwen2.5-7B"):
         policy_shape("models/Other-1B")
 
 
