@@ -85,7 +85,7 @@ class TimedRollouts:
         """`longest`: tokens of a row, with those that it writes."""
         self.model, self.batch = FixedLengths(decoder, load_tokenizer(TINY)), batch
         # Two more than a prompt is what the engine asks for.
-        config = EngineConfig(rows=batch, context=longest + 1, feeds=batch, feed_tokens=8192)
+        config = EngineConfig(rows=batch, context=longest + 1, wake_threshold=batch, prefill_tokens=8192)
         self._engine = self.model.engine(config)
 
     def seconds(self, prompt: int, new: int) -> float:

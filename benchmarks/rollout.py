@@ -72,7 +72,9 @@ def single_turn(args: argparse.Namespace) -> SectionResult:
     batch, prompt, new = args.batch, 256, 256
     what = f"one turn, batch {batch}, {prompt} prompt and {new} new tokens, tokens/s"
     target = {HF: "1.5x", TUNIX: "3x"}
-    made = model().engine(EngineConfig(rows=batch, context=prompt + new, feeds=batch, feed_tokens=512))
+    made = model().engine(
+        EngineConfig(rows=batch, context=prompt + new, wake_threshold=batch, prefill_tokens=512)
+    )
     environment = SingleTurn(turn_tokens=new)
     ours = {HF: "ours, drawn", TUNIX: "ours, greedy"}
     sides = {
@@ -161,8 +163,8 @@ def episodes(args: argparse.Namespace) -> SectionResult:
         config = EngineConfig(
             rows=batch,
             context=histories[-1] + live.turn_tokens + 64,
-            feeds=max(16, batch // 2),
-            feed_tokens=1024,
+            wake_threshold=max(16, batch // 2),
+            prefill_tokens=1024,
             share_prompts=False,
         )
         asked = model().requests(batch, live.prompt)
@@ -202,7 +204,7 @@ def episodes(args: argparse.Namespace) -> SectionResult:
 
 def group(args: argparse.Namespace) -> SectionResult:
     """The prefill of eight samples of a prompt, against one sample's."""
-    config = EngineConfig(rows=8, context=1100, feeds=8, feed_tokens=256)
+    config = EngineConfig(rows=8, context=1100, wake_threshold=8, prefill_tokens=256)
     environment, params = SingleTurn(turn_tokens=1), nnx.state(model().decoder)
     sides = {}
     for samples in (1, 8):
@@ -246,7 +248,9 @@ def latency(args: argparse.Namespace) -> SectionResult:
     """Searches of 50 ms, against searches of no time, with the spare rows that the configs have for waiting. No two episodes or
     turns ask the same, so that none waits for another's search."""
     spare, searches = args.batch // 2, 4
-    config = EngineConfig(rows=args.batch, spare_rows=spare, context=1600, feeds=16, feed_tokens=256)
+    config = EngineConfig(
+        rows=args.batch, oversubscribed_slots=spare, context=1600, wake_threshold=16, prefill_tokens=256
+    )
 
     @dataclasses.dataclass(frozen=True)
     class VariedTurns(FixedTurns):
@@ -284,7 +288,7 @@ def latency(args: argparse.Namespace) -> SectionResult:
 
 def mixed(args: argparse.Namespace) -> SectionResult:
     """How many slots write, where lengths are geometric, ten to one; and how many would if each were refilled at once."""
-    config = EngineConfig(rows=args.batch, context=640, feeds=16, feed_tokens=256)
+    config = EngineConfig(rows=args.batch, context=640, wake_threshold=16, prefill_tokens=256)
     draws = np.random.default_rng(0).geometric(1 / 100, 16 * args.batch).clip(20, 200)
     asked = [
         dataclasses.replace(request, turn_tokens=int(length))
@@ -319,8 +323,10 @@ def training(args: argparse.Namespace) -> SectionResult:
     encoder = load_text_encoder("assets/miniwiki-encoder")
     found, notes = [], []
     for batch in (args.batch, args.batch // 2):
-        config = EngineConfig(rows=batch, context=1024, feeds=16, feed_tokens=256, top_k=2, top_p=0.95)
-        more = dataclasses.replace(config, spare_rows=batch // 2)
+        config = EngineConfig(
+            rows=batch, context=1024, wake_threshold=16, prefill_tokens=256, top_k=2, top_p=0.95
+        )
+        more = dataclasses.replace(config, oversubscribed_slots=batch // 2)
         made = [
             Engine(
                 decoder,

@@ -75,7 +75,7 @@ class StepRunner:
     def step(self, batches: Sequence[Batch], total: float) -> None:
         """One optimiser step on packed rows."""
         frozen = (self.reference, self.fixed)
-        self.params, self.state, found = self.updater.descent.step(
+        self.params, self.state, found = self.updater.accumulator.step(
             self.params, self.state, frozen, batches, total
         )
         self.loss = found["loss"]
@@ -114,7 +114,11 @@ def step(args: argparse.Namespace) -> list[BenchmarkRow]:
             continue
         decoder = Decoder(config, rngs=nnx.Rngs(0), attention=KERNEL)
         objective = ObjectiveConfig(
-            kl_coef=0.1, clip_high=0.28, lengths=(length,), microbatch_tokens=rows * length // 4, streams=2
+            kl_coef=0.1,
+            clip_high=0.28,
+            row_lengths=(length,),
+            microbatch_tokens=rows * length // 4,
+            parallel_microbatches=2,
         )
         batches, total = microbatches(
             *random_trajectories(rows, length, prompt, config.vocab_size), objective
@@ -199,14 +203,16 @@ def packing(args: argparse.Namespace) -> list[BenchmarkRow]:
     recipe = make_recipe("rsearch", {"instruction": card.fields["instruction"]}, {"max_searches": 4})
     wiki = generate("train", 1, 1000, 5)
     retriever = make_retriever(wiki.passages, "bm25")
-    config = EngineConfig(rows=64, context=1024, feeds=16, feed_tokens=256, top_k=2, top_p=0.95)
+    config = EngineConfig(rows=64, context=1024, wake_threshold=16, prefill_tokens=256, top_k=2, top_p=0.95)
     engine = Engine(decoder, tokenizer, config, retriever=retriever)
     questions = [item.question for item in mixed_questions(wiki, 8, KINDS, 1)][:32]
     traces = run_questions(engine, nnx.state(decoder), recipe, questions, key=jax.random.key(0), samples=4)
     advantages = np.random.default_rng(0).normal(size=len(traces)).astype(np.float32)
     longest = -(-max(len(t.tokens) for t in traces) // 128) * 128
-    packed = ObjectiveConfig(lengths=(1024,), microbatch_tokens=2048, streams=2)  # as configs/rsearch_grpo.py
-    padded = ObjectiveConfig(lengths=(longest,), microbatch_tokens=longest, streams=2)
+    packed = ObjectiveConfig(
+        row_lengths=(1024,), microbatch_tokens=2048, parallel_microbatches=2
+    )  # as configs/rsearch_grpo.py
+    padded = ObjectiveConfig(row_lengths=(longest,), microbatch_tokens=longest, parallel_microbatches=2)
     together = max(1, 4096 // longest)
     few = range(len(traces) // together * together)
     alone = [microbatches([traces[i]], advantages[[i]], padded)[0][0] for i in few]
@@ -254,7 +260,11 @@ def prompts(args: argparse.Namespace) -> list[BenchmarkRow]:
         slots = {}
         for name, share in (("shared", True), ("apart", False)):
             objective = ObjectiveConfig(
-                kl_coef=0.1, lengths=(length,), microbatch_tokens=2 * length, streams=2, share_prefixes=share
+                kl_coef=0.1,
+                row_lengths=(length,),
+                microbatch_tokens=2 * length,
+                parallel_microbatches=2,
+                share_prefixes=share,
             )
             batches, total = microbatches(trajectories, advantages, objective)
             slots[name] = sum(batch.tokens.size for batch in batches)

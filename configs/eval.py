@@ -48,8 +48,8 @@ def get_config(arg: str = "") -> ConfigDict:
     from rrl.eval.evaluate import with_defaults
     from rrl.recipes.card import read_card
     from rrl.recipes.catalogue import is_recipe
-    from rrl.recipes.prompted.base import Settings
-    from rrl.rewards.judge_settings import sections_of
+    from rrl.recipes.prompted.base import PromptedSettings
+    from rrl.rewards.judge_settings import judge_sections
 
     real = args.dataset != "miniwiki"
     if real and not args.policy:
@@ -77,7 +77,7 @@ def get_config(arg: str = "") -> ConfigDict:
             config.recipe.environment = {**config.recipe.get("environment", {}), "document_characters": 0}
     else:
         config.prompted = {"tokens": 128 if tiny else 256}
-        if args.method in ONE_SHOT and (args.top_k or 0) > Settings.most_passages:
+        if args.method in ONE_SHOT and (args.top_k or 0) > PromptedSettings.most_passages:
             config.prompted.most_passages = args.top_k  # all passages of its only search
     config.eval = {
         "temperature": args.temperature,
@@ -101,18 +101,18 @@ def get_config(arg: str = "") -> ConfigDict:
     config.rollout = {
         "rows": 64,
         "context": card.context if card and card.context else 1024 if tiny else 8192,
-        "feeds": 16,
-        "feed_tokens": 256 if tiny else 2048,
+        "wake_threshold": 16,
+        "prefill_tokens": 256 if tiny else 2048,
         # The papers evaluate with 5; a policy with a recipe card uses the number of its training.
         "top_k": args.top_k if args.top_k is not None else card.top_k if card else 2 if tiny else 5,
     }
     config.reader_rollout = {
         "rows": 32 if tiny else 128,
         "context": 512 if tiny else 8192,
-        "feed_tokens": 512 if tiny else 2048,
+        "prefill_tokens": 512 if tiny else 2048,
     }
     config.mesh = {}
     config.compute = {}
     if args.judge or args.judge_model:
-        config.update(sections_of(args.judge, args.judge_model))
+        config.update(judge_sections(args.judge, args.judge_model))
     return with_defaults(config)

@@ -30,8 +30,8 @@ def get_config(arg: str = "") -> ConfigDict:
         "temperature": 0.05,
     }
     # These modules import jax, so they are imported only after the arguments have been checked.
-    from rrl.config.sections import fill
-    from rrl.sft.encoder import EncoderTraining
+    from rrl.config.sections import fill_defaults
+    from rrl.sft.encoder import EncoderTrainingConfig
 
-    fill(config.training, EncoderTraining)
+    fill_defaults(config.training, EncoderTrainingConfig)
     return config

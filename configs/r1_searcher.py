@@ -20,7 +20,13 @@ Llama-3.1-8B-Instruct (prompt=instruct). Its retriever is BGE-large-en-v1.5 over
 
 from ml_collections import ConfigDict
 
-from rrl.config.shared import begin, is_smoke, learn_in_miniwiki, parse_run, shorten
+from rrl.config.shared import (
+    base_config,
+    is_smoke,
+    parse_run_arguments,
+    set_miniwiki_training,
+    shrink_to_smoke,
+)
 
 QUESTIONS = {1: 350, 2: 8148}
 """Stage -> number of training questions; one epoch over them."""
@@ -28,19 +34,19 @@ QUESTIONS = {1: 350, 2: 8148}
 
 def get_config(arg: str = "") -> ConfigDict:
     """Return the config of `--config=configs/r1_searcher.py:ARG`."""
-    args = parse_run(arg, stage=(2, 1), prompt=("auto", "base", "instruct", "bare"))
+    args = parse_run_arguments(arg, stage=(2, 1), prompt=("auto", "base", "instruct", "bare"))
     # This module imports jax, so it is imported only after the arguments have been checked.
     from rrl.train.experiment import with_defaults
 
     tiny = args.size == "tiny"
-    config = begin("r1_searcher", arg, args)
+    config = base_config("r1_searcher", arg, args)
     config.policy = args.policy or (
         "runs/r1_searcher_cold_start/model" if tiny else f"models/Qwen2.5-{args.size.upper()}"
     )
     opening = {"auto": "bare" if tiny else "base"}.get(args.prompt, args.prompt)
     recipe = {"name": "r1_searcher", "opening": opening, "stage": args.stage}
     if tiny:
-        learn_in_miniwiki(config, args, recipe)
+        set_miniwiki_training(config, args, recipe)
         config.objective.kl_coef = 0.05
         config.recipe.malformed_penalty = 0.5
         # REINFORCE++ needs no groups: more questions are more informative than more samples of one question.
@@ -53,8 +59,8 @@ def get_config(arg: str = "") -> ConfigDict:
         config.rollout = {
             "rows": 256,
             "context": 16384,
-            "feeds": 16,
-            "feed_tokens": 2048,
+            "wake_threshold": 16,
+            "prefill_tokens": 2048,
             "top_k": 3,
             "top_p": 1.0,
         }
@@ -72,7 +78,7 @@ def get_config(arg: str = "") -> ConfigDict:
             "clip_low": 0.2,
             "clip_high": 0.2,
             "minibatches": 4,
-            "lengths": (2048, 4096, 8192, 16384),
+            "row_lengths": (2048, 4096, 8192, 16384),
             "microbatch_tokens": 32768,
         }
         config.optim = {"name": "adamw", "lr": 2e-6, "clip_norm": 1.0, "b2": 0.999}
@@ -81,5 +87,5 @@ def get_config(arg: str = "") -> ConfigDict:
         config.guard.reward = -(0.5 if tiny else 2.0)
     config.objective.update({"kl_estimator": "k1", "kl_in": "reward", "whiten": True})
     if is_smoke(args):
-        shorten(config)
+        shrink_to_smoke(config)
     return with_defaults(config)

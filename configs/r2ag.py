@@ -28,7 +28,7 @@ query. `t`: how many base queries of an output are searched: `most` is M, the la
 
 from ml_collections import ConfigDict
 
-from rrl.config.shared import begin, is_smoke, parse_run, shorten
+from rrl.config.shared import base_config, is_smoke, parse_run_arguments, shrink_to_smoke
 from rrl.errors import UserError
 
 POLICIES = {
@@ -40,7 +40,7 @@ POLICIES = {
 
 def get_config(arg: str = "") -> ConfigDict:
     """Return the config of `--config=configs/r2ag.py:ARG`."""
-    args = parse_run(
+    args = parse_run_arguments(
         arg,
         reader="",
         prompt=("auto", "instruct", "bare"),
@@ -56,7 +56,7 @@ def get_config(arg: str = "") -> ConfigDict:
     from rrl.train.experiment import with_defaults  # imports jax: only after the arguments are checked
 
     tiny = args.size == "tiny"
-    config = begin("r2ag", arg, args)
+    config = base_config("r2ag", arg, args)
     config.policy = args.policy or POLICIES[args.size]
     config.reader = args.reader or ("assets/miniwiki-reader" if tiny else POLICIES["7b"])
     queries = args.hops if args.t == "most" else max(1, args.hops // 2)
@@ -78,17 +78,17 @@ def get_config(arg: str = "") -> ConfigDict:
     config.rollout = {
         "rows": 64 if tiny else 256,
         "context": 640 if tiny else 16384,
-        "feeds": 16,
-        "feed_tokens": 256 if tiny else 2048,
-        "loops": 2 if tiny else 0,
+        "wake_threshold": 16,
+        "prefill_tokens": 256 if tiny else 2048,
+        "workers": 2 if tiny else 0,
         "top_k": args.top_k,
         "top_p": 1.0,
     }
     config.reader_rollout = {
         "rows": 32 if tiny else 128,
         "context": 512 if tiny else 8192,
-        "feed_tokens": 512 if tiny else 2048,
-        "loops": 2 if tiny else 0,
+        "prefill_tokens": 512 if tiny else 2048,
+        "workers": 2 if tiny else 0,
     }
     steps = args.steps if args.steps is not None else (46 if tiny else 80)
     config.train = {
@@ -111,10 +111,10 @@ def get_config(arg: str = "") -> ConfigDict:
         "aggregation": "group_token_mean",
         "drop_spread": 0.0,
         # A row holds two or three groups, with each prompt stored once. Shorter rows would often hold only one.
-        "lengths": (1792,) if tiny else (2048, 4096, 8192, 16384),
+        "row_lengths": (1792,) if tiny else (2048, 4096, 8192, 16384),
         "microbatch_tokens": 3584 if tiny else 32768,
         "share_prefixes": tiny,
-        "streams": 2 if tiny else 1,
+        "parallel_microbatches": 2 if tiny else 1,
     }
     config.optim = {
         "name": "adamw",
@@ -127,6 +127,6 @@ def get_config(arg: str = "") -> ConfigDict:
         "frozen": ("^embedding$",) if tiny else (),
     }
     if is_smoke(args):
-        shorten(config)
+        shrink_to_smoke(config)
         config.recipe.trees = 16
     return with_defaults(config)

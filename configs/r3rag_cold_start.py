@@ -52,7 +52,7 @@ def get_config(arg: str = "") -> ConfigDict:
         )
     # These modules import jax, so they are imported only after the arguments have been checked.
     from rrl.recipes.card import read_card
-    from rrl.rewards.judge_settings import sections_of
+    from rrl.rewards.judge_settings import judge_sections
     from rrl.sft.cold_start import with_defaults
 
     real, served = args.data != "miniwiki", args.model.startswith("http")
@@ -81,7 +81,7 @@ def get_config(arg: str = "") -> ConfigDict:
         "document_characters": 0 if real else 512,
     }
     if args.judge or args.judge_model:
-        config.update(sections_of(args.judge, args.judge_model))
+        config.update(judge_sections(args.judge, args.judge_model))
     questions = args.questions if args.questions is not None else (0 if real else 1000)
     config.sampling = {
         "questions": questions,
@@ -92,7 +92,7 @@ def get_config(arg: str = "") -> ConfigDict:
     config.rollout = {
         "rows": 64,
         "context": 8192 if real else 1024,
-        "feed_tokens": 2048 if real else 512,
+        "prefill_tokens": 2048 if real else 512,
         "top_k": 5 if real else 2,
     }
     config.data = {"path": args.data, "seed": 0, "held_out_per_kind": 1, "held_out_worlds": 1}

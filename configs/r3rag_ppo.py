@@ -36,7 +36,13 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from rrl.config.shared import begin, is_smoke, parse_run, refuse_void, shorten
+from rrl.config.shared import (
+    base_config,
+    is_smoke,
+    parse_run_arguments,
+    refuse_unused_with_ablation,
+    shrink_to_smoke,
+)
 
 ABLATIONS: dict[str, dict[str, Any]] = {
     "none": {},
@@ -48,7 +54,7 @@ ABLATIONS: dict[str, dict[str, Any]] = {
 
 def get_config(arg: str = "") -> ConfigDict:
     """Return the config of `--config=configs/r3rag_ppo.py:ARG`."""
-    args = parse_run(
+    args = parse_run_arguments(
         arg,
         judge="",
         judge_model="",
@@ -57,15 +63,15 @@ def get_config(arg: str = "") -> ConfigDict:
         malformed=("paper", "released"),
         cut=("document", "block"),
     )
-    refuse_void(args, "outcome", last_step="figure")
+    refuse_unused_with_ablation(args, "outcome", last_step="figure")
     if args.size == "tiny" and args.data == "miniwiki":  # there the judge scores documents only
-        refuse_void(args, "process", judge="")
+        refuse_unused_with_ablation(args, "process", judge="")
     # These modules import jax, so they are imported only after the arguments have been checked.
-    from rrl.rewards.judge_settings import sections_of
+    from rrl.rewards.judge_settings import judge_sections
     from rrl.train.experiment import with_defaults
 
     tiny, real = args.size == "tiny", args.data != "miniwiki"
-    config = begin("r3rag_ppo", arg, args)
+    config = base_config("r3rag_ppo", arg, args)
     config.policy = args.policy or (
         "runs/r3rag_cold_start/model" if tiny else f"models/R3-RAG-CS-Qwen2.5-{args.size.upper()}"
     )
@@ -85,16 +91,16 @@ def get_config(arg: str = "") -> ConfigDict:
     }
     config.rollout = {
         "rows": 128 if tiny else 64,
-        "spare_rows": 0,
+        "oversubscribed_slots": 0,
         "context": 1024 if tiny else 8192,
-        "feeds": 16,
-        "feed_tokens": 512 if tiny else 2048,
-        "loops": 2 if tiny else 0,
+        "wake_threshold": 16,
+        "prefill_tokens": 512 if tiny else 2048,
+        "workers": 2 if tiny else 0,
         "top_k": 2 if tiny else 5,
         "top_p": 0.95 if tiny else 1.0,
     }
     judge = args.judge or ("oracle" if not real else "models/Qwen2.5-14B-Instruct")
-    config.update(sections_of(judge, args.judge_model))
+    config.update(judge_sections(judge, args.judge_model))
     steps = args.steps if args.steps is not None else (20 if tiny else 512)
     config.train = {
         "steps": steps,
@@ -118,14 +124,14 @@ def get_config(arg: str = "") -> ConfigDict:
         "clip_high": 0.2,
         # Short rows, so that a minibatch of the critic fills an even number of them. A single length compiles one program;
         # trajectories whose steps are longer in total are split (`rrl.rl.prefix_tree`).
-        "lengths": (2048,) if tiny else (1024, 2048, 4096, 8192),
+        "row_lengths": (2048,) if tiny else (1024, 2048, 4096, 8192),
         "microbatch_tokens": 2048 if tiny else 32768,
         "share_prefixes": tiny,
-        "streams": 2 if tiny else 1,
+        "parallel_microbatches": 2 if tiny else 1,
     }
     config.critic = {
         "discount": 1.0,
-        "trace": 1.0,
+        "gae_lambda": 1.0,
         # With returns within a step only, a small policy learns to answer at once, which is often correct by luck.
         "across_contexts": tiny,
         # Half of the layers take 6 s per update instead of 11 (docs/recipes.md). Each of six minibatches fills an even number
@@ -152,5 +158,5 @@ def get_config(arg: str = "") -> ConfigDict:
         "frozen": ("^embedding$",) if tiny else (),
     }
     if is_smoke(args):
-        shorten(config)
+        shrink_to_smoke(config)
     return with_defaults(config)

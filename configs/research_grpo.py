@@ -16,24 +16,30 @@ its retriever is E5-base-v2 over Wikipedia of 2018.
 
 from ml_collections import ConfigDict
 
-from rrl.config.shared import begin, is_smoke, learn_in_miniwiki, parse_run, shorten
+from rrl.config.shared import (
+    base_config,
+    is_smoke,
+    parse_run_arguments,
+    set_miniwiki_training,
+    shrink_to_smoke,
+)
 
 
 def get_config(arg: str = "") -> ConfigDict:
     """Return the config of `--config=configs/research_grpo.py:ARG`."""
-    args = parse_run(arg, prompt=("auto", "instruct", "base", "bare"))
+    args = parse_run_arguments(arg, prompt=("auto", "instruct", "base", "bare"))
     # This module imports jax, so it is imported only after the arguments have been checked.
     from rrl.train.experiment import with_defaults
 
     tiny = args.size == "tiny"
-    config = begin("research_grpo", arg, args)
+    config = base_config("research_grpo", arg, args)
     config.policy = args.policy or (
         "runs/research_cold_start/model" if tiny else f"models/Qwen2.5-{args.size.upper()}-Instruct"
     )
     opening = {"auto": "bare" if tiny else "instruct"}.get(args.prompt, args.prompt)
     recipe = {"name": "research", "opening": opening}
     if tiny:
-        learn_in_miniwiki(config, args, recipe)
+        set_miniwiki_training(config, args, recipe)
         # Groups whose answers are all correct, or all have F1 0, differ only by format.
         config.objective.drop_spread = 0.15
     else:
@@ -42,8 +48,8 @@ def get_config(arg: str = "") -> ConfigDict:
         config.rollout = {
             "rows": 256,
             "context": 8192,
-            "feeds": 16,
-            "feed_tokens": 2048,
+            "wake_threshold": 16,
+            "prefill_tokens": 2048,
             "top_k": 5,
             "top_p": 1.0,
         }
@@ -60,10 +66,10 @@ def get_config(arg: str = "") -> ConfigDict:
             "kl_coef": 0.001,
             "clip_low": 0.2,
             "clip_high": 0.2,
-            "lengths": (1024, 2048, 4096, 8192),
+            "row_lengths": (1024, 2048, 4096, 8192),
             "microbatch_tokens": 32768,
         }
         config.optim = {"name": "adamw", "lr": 1e-6, "clip_norm": 1.0, "b2": 0.999}
     if is_smoke(args):
-        shorten(config)
+        shrink_to_smoke(config)
     return with_defaults(config)

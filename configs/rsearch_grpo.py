@@ -18,7 +18,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from rrl.config.shared import begin, is_smoke, parse_run, shorten
+from rrl.config.shared import base_config, is_smoke, parse_run_arguments, shrink_to_smoke
 
 ARGUMENTS: dict[str, Any] = {"reader": "", "prompt": ("auto", "bare", "paper")}
 """Arguments beside those of every training config."""
@@ -26,7 +26,7 @@ ARGUMENTS: dict[str, Any] = {"reader": "", "prompt": ("auto", "bare", "paper")}
 
 def get_config(arg: str = "") -> ConfigDict:
     """Return the config of `--config=configs/rsearch_grpo.py:ARG`."""
-    args = parse_run(arg, **ARGUMENTS)
+    args = parse_run_arguments(arg, **ARGUMENTS)
     # These modules import jax, so they are imported only after the arguments have been checked.
     from rrl.recipes.card import read_card
     from rrl.train.experiment import with_defaults
@@ -42,7 +42,7 @@ def get_config(arg: str = "") -> ConfigDict:
     def sized(small: Any, single_device: Any, paper: Any) -> Any:
         return small if cold_started else single_device if tiny else paper
 
-    config = begin("rsearch_grpo", arg, args)
+    config = base_config("rsearch_grpo", arg, args)
     config.policy = policy
     config.reader = args.reader or ("assets/miniwiki-reader" if tiny else "models/Llama-3.2-3B-Instruct")
 
@@ -63,22 +63,22 @@ def get_config(arg: str = "") -> ConfigDict:
         config.recipe.environment.correction = ""
     config.rollout = {
         "rows": sized(64, 16, 256),
-        "spare_rows": sized(32, 0, 0),  # they decode while others wait for passages
+        "oversubscribed_slots": sized(32, 0, 0),  # they decode while others wait for passages
         "context": sized(1024, 4096, 8192),
-        "feeds": 16,
-        "feed_tokens": sized(256, 1024, 2048),
+        "wake_threshold": 16,
+        "prefill_tokens": sized(256, 1024, 2048),
         # Its samples are similar and copy passages, so drafts are often right.
         "draft_tokens": sized(1, 0, 0),
         # Fixed, so that the result is bitwise the same on any number of cores.
-        "loops": 2 if cold_started else 0,
+        "workers": 2 if cold_started else 0,
         "top_k": 2 if cold_started else 3,
         "top_p": 0.95,
     }
     config.reader_rollout = {
         "rows": 32 if tiny else 128,
         "context": 384 if tiny else 4096,
-        "feed_tokens": 512 if tiny else 2048,
-        "loops": 2 if cold_started else 0,
+        "prefill_tokens": 512 if tiny else 2048,
+        "workers": 2 if cold_started else 0,
     }
     steps = args.steps if args.steps is not None else (66 if tiny else 195)
     config.train = {
@@ -101,9 +101,9 @@ def get_config(arg: str = "") -> ConfigDict:
         # Groups whose answers are all correct or all wrong differ only by format and reader rewards, by at most 0.7. They are
         # a third of the update's time and of its noise.
         "drop_spread": 0.7 if cold_started and not real else None,
-        "lengths": sized((1024,), (1024, 2048, 4096), (1024, 2048, 4096, 8192)),
+        "row_lengths": sized((1024,), (1024, 2048, 4096), (1024, 2048, 4096, 8192)),
         "microbatch_tokens": sized(2048, 8192, 32768),
-        "streams": sized(2, 1, 1),
+        "parallel_microbatches": sized(2, 1, 1),
     }
     config.optim = {
         "name": "adamw",
@@ -117,7 +117,7 @@ def get_config(arg: str = "") -> ConfigDict:
         "frozen": ("^embedding$",) if cold_started else (),
     }
     if is_smoke(args):
-        shorten(config)
+        shrink_to_smoke(config)
     elif tiny and not args.policy and not real and args.control == "none":
         # Result of the same policy after SFT on 4,000 demonstrations: docs/recipes.md, "R-Search".
         config.reference = ("SFT on 4,000 clean demonstrations", 0.733)

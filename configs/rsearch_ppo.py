@@ -17,13 +17,13 @@ import types
 
 from ml_collections import ConfigDict
 
-from rrl.config.shared import is_smoke, parse_run
+from rrl.config.shared import is_smoke, parse_run_arguments
 
 
 def get_config(arg: str = "") -> ConfigDict:
     """Return the config of `--config=configs/rsearch_ppo.py:ARG`."""
     grpo = _load_sibling("rsearch_grpo")
-    args, config = parse_run(arg, **grpo.ARGUMENTS), grpo.get_config(arg)
+    args, config = parse_run_arguments(arg, **grpo.ARGUMENTS), grpo.get_config(arg)
     from rrl.train.experiment import with_defaults
 
     # A cold-started policy of the built-in world, by the context that rsearch_grpo.py sets.

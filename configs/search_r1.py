@@ -21,12 +21,18 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from rrl.config.shared import begin, is_smoke, learn_in_miniwiki, parse_run, shorten
+from rrl.config.shared import (
+    base_config,
+    is_smoke,
+    parse_run_arguments,
+    set_miniwiki_training,
+    shrink_to_smoke,
+)
 
 
 def get_config(arg: str = "") -> ConfigDict:
     """Return the config of `--config=configs/search_r1.py:ARG`."""
-    args = parse_run(
+    args = parse_run_arguments(
         arg, algorithm=("grpo", "ppo"), reward=("format", "em"), prompt=("auto", "bare", "instruct")
     )
     # These modules import jax, so they are imported only after the arguments have been checked.
@@ -34,7 +40,7 @@ def get_config(arg: str = "") -> ConfigDict:
     from rrl.train.experiment import with_defaults
 
     tiny, ppo = args.size == "tiny", args.algorithm == "ppo"
-    config = begin("search_r1", arg, args)
+    config = base_config("search_r1", arg, args)
     config.policy = args.policy or (
         "runs/search_r1_cold_start/model" if tiny else f"models/Qwen2.5-{args.size.upper()}-Instruct"
     )
@@ -45,7 +51,7 @@ def get_config(arg: str = "") -> ConfigDict:
         "use_format": args.reward == "format",
     }
     if tiny:
-        learn_in_miniwiki(config, args, recipe)
+        set_miniwiki_training(config, args, recipe)
         if not ppo:
             # Rewards of correct and wrong answers differ by at least 0.6, rewards of equally correct ones by at most 0.2.
             # Groups below 0.3 therefore differ only by format.
@@ -72,7 +78,7 @@ def get_config(arg: str = "") -> ConfigDict:
             "frozen": ("^embedding$",) if tiny else (),
         }
     if is_smoke(args):
-        shorten(config)
+        shrink_to_smoke(config)
     return with_defaults(config)
 
 
@@ -84,8 +90,8 @@ def set_published(config: ConfigDict, args: types.SimpleNamespace, recipe: dict[
     config.rollout = {
         "rows": 256,
         "context": 4096,
-        "feeds": 16,
-        "feed_tokens": 2048,
+        "wake_threshold": 16,
+        "prefill_tokens": 2048,
         "top_k": 3,
         "top_p": 1.0,
     }
@@ -103,7 +109,7 @@ def set_published(config: ConfigDict, args: types.SimpleNamespace, recipe: dict[
         "clip_low": 0.2,
         "clip_high": 0.2,
         "minibatches": 2 if ppo else 10,
-        "lengths": (1024, 2048, 4096),
+        "row_lengths": (1024, 2048, 4096),
         "microbatch_tokens": 32768,
     }
     config.optim = {"name": "adamw", "lr": 1e-6, "warmup_ratio": 0.285, "clip_norm": 1.0, "b2": 0.999}

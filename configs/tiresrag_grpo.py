@@ -26,7 +26,13 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from rrl.config.shared import begin, is_smoke, parse_run, refuse_void, shorten
+from rrl.config.shared import (
+    base_config,
+    is_smoke,
+    parse_run_arguments,
+    refuse_unused_with_ablation,
+    shrink_to_smoke,
+)
 
 ABLATIONS: dict[str, dict[str, Any]] = {
     "none": {},
@@ -46,7 +52,7 @@ ABLATIONS["naive"] = {name: value for fields in ABLATIONS.values() for name, val
 
 def get_config(arg: str = "") -> ConfigDict:
     """Return the config of `--config=configs/tiresrag_grpo.py:ARG`."""
-    args = parse_run(
+    args = parse_run_arguments(
         arg,
         judge="",
         judge_model="",
@@ -56,14 +62,14 @@ def get_config(arg: str = "") -> ConfigDict:
         schedule=("paper", "fixed", "linear", "fast"),
         reflect=("paper", "released"),
     )
-    refuse_void(args, "naive", schedule="paper", reflect="paper", judge="")
-    refuse_void(args, "reflect", reflect="paper")
+    refuse_unused_with_ablation(args, "naive", schedule="paper", reflect="paper", judge="")
+    refuse_unused_with_ablation(args, "reflect", reflect="paper")
     # These modules import jax, so they are imported only after the arguments have been checked.
-    from rrl.rewards.judge_settings import sections_of
+    from rrl.rewards.judge_settings import judge_sections
     from rrl.train.experiment import with_defaults
 
     tiny, real = args.size == "tiny", args.data != "miniwiki"
-    config = begin("tiresrag_grpo", arg, args)
+    config = base_config("tiresrag_grpo", arg, args)
     config.policy = args.policy or (
         "runs/tiresrag_cold_start/model" if tiny else f"models/Qwen2.5-{args.size.upper()}-Instruct"
     )
@@ -83,18 +89,18 @@ def get_config(arg: str = "") -> ConfigDict:
     }
     config.rollout = {
         "rows": 64,
-        "spare_rows": 32 if tiny else 0,
+        "oversubscribed_slots": 32 if tiny else 0,
         "context": 1024 if tiny else 16384,
-        "feeds": 16,
-        "feed_tokens": 256 if tiny else 2048,
+        "wake_threshold": 16,
+        "prefill_tokens": 256 if tiny else 2048,
         "draft_tokens": 1 if tiny else 0,
-        "loops": 2 if tiny else 0,
+        "workers": 2 if tiny else 0,
         "top_k": 2 if tiny else 5,
         "top_p": 0.95,
     }
     judge = args.judge or ("oracle" if not real else "models/Qwen3-8B")
     # The context holds a whole trajectory, the judge's reasoning and its answer.
-    config.update(sections_of(judge, args.judge_model, context=0 if tiny else 20480))
+    config.update(judge_sections(judge, args.judge_model, context=0 if tiny else 20480))
     config.judge_rollout.rows = 64 if tiny else 32
     steps = args.steps if args.steps is not None else (60 if tiny else 75)
     config.train = {
@@ -116,9 +122,9 @@ def get_config(arg: str = "") -> ConfigDict:
         # The paper sums over tokens (section 4.2). In the built-in world the mean over tokens was used.
         "aggregation": "token_mean" if tiny else "constant",
         "constant_tokens": 1,
-        "lengths": (1024,) if tiny else (2048, 4096, 8192, 16384),
+        "row_lengths": (1024,) if tiny else (2048, 4096, 8192, 16384),
         "microbatch_tokens": 2048 if tiny else 32768,
-        "streams": 2 if tiny else 1,
+        "parallel_microbatches": 2 if tiny else 1,
     }
     config.optim = {
         "name": "adamw",
@@ -131,5 +137,5 @@ def get_config(arg: str = "") -> ConfigDict:
         "frozen": ("^embedding$",) if tiny else (),
     }
     if is_smoke(args):
-        shorten(config)
+        shrink_to_smoke(config)
     return with_defaults(config)

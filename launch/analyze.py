@@ -72,7 +72,7 @@ def main(_: Sequence[str]) -> None:
         run=_RUN.value,
         command=shlex.join(["python", "launch/analyze.py", *sys.argv[1:]]),
     )
-    launcher.end(done.failed, done.stopped, done.retryable)
+    launcher.exit_after_runs(done.failed, done.stopped, done.retryable)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ def main(_: Sequence[str]) -> None:
     from rrl.sft.cold_start import run
 
     if run(_CONFIG.value, _WORKDIR.value or launcher.default_workdir(flags.FLAGS["config"])) is None:
-        sys.exit(launcher.STOPPED)
+        sys.exit(launcher.EXIT_STOPPED)
 
 
 if __name__ == "__main__":

@@ -57,8 +57,8 @@ def main(_: Sequence[str]) -> None:
             )
         )
     except subprocess.CalledProcessError as error:
-        if error.returncode == launcher.REFUSED:  # the run has printed its error
-            sys.exit(launcher.REFUSED)
+        if error.returncode == launcher.EXIT_USER_ERROR:  # the run has printed its error
+            sys.exit(launcher.EXIT_USER_ERROR)
         sys.exit(
             f"error: exit code {error.returncode} of python {shlex.join(error.cmd)}; what it printed is above"
         )

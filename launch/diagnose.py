@@ -26,16 +26,16 @@ def main(_: Sequence[str]) -> None:
     from rrl.data.trajectory_files import load_trajectories
     from rrl.eval.diagnose import diagnose, report
     from rrl.models.hardware import ComputeConfig, MeshConfig
-    from rrl.rewards.cases import Finding, Sufficiency
     from rrl.rewards.judge_card import JudgeCard, read_judge_card
-    from rrl.rewards.judge_settings import JudgeSettings, sections_of
+    from rrl.rewards.judge_prompts import ErrorAnalysis, Sufficiency
+    from rrl.rewards.judge_settings import JudgeSettings, judge_sections
     from rrl.text.spans import tag_named
 
     trajectories = load_trajectories(_TRAJECTORIES.value or "")
-    settings = JudgeSettings.parse(sections_of(_JUDGE.value, _MODEL.value, _CONTEXT.value))
+    settings = JudgeSettings.parse(judge_sections(_JUDGE.value, _MODEL.value, _CONTEXT.value))
     settings.check()
     if settings.judge.kind == "model":  # before it judges the first of many
-        (read_judge_card(settings.judge.folder) or JudgeCard()).check(Sufficiency, Finding)
+        (read_judge_card(settings.judge.folder) or JudgeCard()).check(Sufficiency, ErrorAnalysis)
     judge = settings.load([t.question for t in trajectories], ComputeConfig(), MeshConfig().make())
     print(report(diagnose(trajectories, judge, tag_named(_TAG.value))))
 

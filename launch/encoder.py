@@ -20,11 +20,11 @@ flags.mark_flags_as_required(["config"])
 def main(_: Sequence[str]) -> None:
     """Trains, writes the encoder's folder and prints recall beside BM25's."""
     from rrl.config.sections import build
-    from rrl.sft.encoder import EncoderTraining, train_and_save
+    from rrl.sft.encoder import EncoderTrainingConfig, train_and_save
 
     config = _CONFIG.value
     train_and_save(
-        build(EncoderTraining, config.training.to_dict(), "training"),
+        build(EncoderTrainingConfig, config.training.to_dict(), "training"),
         config.tokenizer,
         config.out or f"{_WORKDIR.value}/model",
     )

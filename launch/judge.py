@@ -34,14 +34,14 @@ def main(_: Sequence[str]) -> None:
     """Asks and prints."""
     from rrl.data.trajectory_files import load_trajectories
     from rrl.models.hardware import ComputeConfig, MeshConfig
-    from rrl.sft.judge_agreement import held_out_verdicts, judge_report, verdicts_of
-    from rrl.sft.judge_examples import VerdictConfig
+    from rrl.sft.judge_agreement import held_out_judge_examples, judge_examples_of, judge_report
+    from rrl.sft.judge_examples import JudgeExamplesConfig
     from rrl.text.spans import tag_named
 
     if _TRAJECTORIES.value:
-        cases = verdicts_of(load_trajectories(_TRAJECTORIES.value), tag_named(_TAG.value))
+        cases = judge_examples_of(load_trajectories(_TRAJECTORIES.value), tag_named(_TAG.value))
     else:
-        cases = held_out_verdicts(_QUESTIONS.value, VerdictConfig(), _SPLIT.value, _SEED.value)
+        cases = held_out_judge_examples(_QUESTIONS.value, JudgeExamplesConfig(), _SPLIT.value, _SEED.value)
     judge, mesh = _JUDGE.value or "", MeshConfig().make()
     print(judge_report(judge, _MODEL.value, cases, ComputeConfig(), mesh, context=_CONTEXT.value))
 

@@ -24,7 +24,7 @@ def main(_: Sequence[str]) -> None:
     from rrl.data.leakage import shared_questions
     from rrl.data.questions import load_questions
     from rrl.errors import UserError
-    from rrl.files import replaced
+    from rrl.files import atomic_stream
 
     assert _TRAIN.value is not None and _HELD_OUT.value is not None  # required flags
     train, held_out = (load_questions(file, unanswered=True) for file in (_TRAIN.value, _HELD_OUT.value))
@@ -50,7 +50,7 @@ def main(_: Sequence[str]) -> None:
             for leak in leaks
         ]
         try:
-            with replaced(Path(_OUT.value)) as stream:
+            with atomic_stream(Path(_OUT.value)) as stream:
                 stream.write("".join(line + "\n" for line in lines).encode())
         except OSError as error:
             raise UserError(

@@ -24,7 +24,7 @@ def main(_: Sequence[str]) -> None:
 
     workdir = _WORKDIR.value or launcher.default_workdir(flags.FLAGS["config"])
     if run(_CONFIG.value, workdir).stopped == "signal":
-        sys.exit(launcher.STOPPED)
+        sys.exit(launcher.EXIT_STOPPED)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ def main(_: Sequence[str]) -> None:
     config = _CONFIG.value
     outcome = run(config, _WORKDIR.value or f"runs/{config.name}")
     if outcome.stopped != "done":
-        sys.exit(launcher.STOPPED if outcome.stopped == "signal" else launcher.COLLAPSED)
+        sys.exit(launcher.EXIT_STOPPED if outcome.stopped == "signal" else launcher.EXIT_COLLAPSED)
 
 
 if __name__ == "__main__":

@@ -25,13 +25,13 @@ def main(_: Sequence[str]) -> None:
     """Draws, measures and prints."""
     from rrl.data.trajectory_files import load_trajectories
     from rrl.errors import UserError
-    from rrl.eval.single_step import as_text, beside_single_step
+    from rrl.eval.single_step import as_text, compare_single_step
     from rrl.recipes.r2ag import R2AG
     from rrl.report.trees_html import write_trees
-    from rrl.runs.tasks import load_corpora
-    from rrl.train.experiment import Settings
+    from rrl.runs.datasets import load_datasets
+    from rrl.train.experiment import TrainSettings
 
-    settings = Settings.parse(_CONFIG.value)
+    settings = TrainSettings.parse(_CONFIG.value)
     if not isinstance(settings.recipe, R2AG):
         raise UserError(
             f"--config is one of {type(settings.recipe).__name__}, which grows no trees: give configs/r2ag.py"
@@ -46,11 +46,11 @@ def main(_: Sequence[str]) -> None:
     page = workdir / "trees.html"
     write_trees(trajectories[: _SHOWN.value], settings.recipe, page, f"{settings.name}: retrieval trees")
     print(page)
-    retriever = load_corpora(settings.data, settings.retriever, workdir=workdir)[1].retriever
+    retriever = load_datasets(settings.data, settings.retriever, workdir=workdir)[1].retriever
     if retriever is None:
         print("retriever.kind=off: there is no single-step retrieval to compare with")
     else:
-        print(as_text(beside_single_step(trajectories, retriever)))
+        print(as_text(compare_single_step(trajectories, retriever)))
 
 
 if __name__ == "__main__":

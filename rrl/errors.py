@@ -11,7 +11,7 @@ class UserError(ValueError):
     """
 
 
-def shown(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """It in words, where others wait for some: not every error can be written."""
     try:
         return repr(error)
@@ -19,7 +19,7 @@ def shown(error: BaseException) -> str:
         return type(error).__name__
 
 
-def number(settings: object, *fields: str, where: str = "") -> None:
+def require_number(settings: object, *fields: str, where: str = "") -> None:
     """Raises UserError for the first of these fields of `settings` that is no number; `where` stands before its name."""
     for field in fields:
         value = getattr(settings, field)
@@ -28,8 +28,8 @@ def number(settings: object, *fields: str, where: str = "") -> None:
 
 
 def at_least(least: float, settings: object, *fields: str, where: str = "") -> None:
-    """Raises UserError for the first of these fields of `settings` that is smaller; before that as `number`."""
-    number(settings, *fields, where=where)
+    """Raises UserError for the first of these fields of `settings` that is smaller; before that as `require_number`."""
+    require_number(settings, *fields, where=where)
     for field in fields:
         value = getattr(settings, field)
         if not value >= least:  # nan is not
@@ -37,15 +37,15 @@ def at_least(least: float, settings: object, *fields: str, where: str = "") -> N
 
 
 def at_most(most: float, settings: object, *fields: str, where: str = "") -> None:
-    """Raises UserError for the first of these fields of `settings` that is larger; before that as `number`."""
-    number(settings, *fields, where=where)
+    """Raises UserError for the first of these fields of `settings` that is larger; before that as `require_number`."""
+    require_number(settings, *fields, where=where)
     for field in fields:
         value = getattr(settings, field)
         if not value <= most:
             raise UserError(f"{where}{field}={value} must be at most {most}")
 
 
-def whole(least: float, settings: object, *fields: str, where: str = "") -> None:
+def integer_at_least(least: float, settings: object, *fields: str, where: str = "") -> None:
     """Raises UserError for the first of these fields of `settings` that is no whole number; then as `at_least`."""
     for field in fields:
         value = getattr(settings, field)

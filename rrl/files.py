@@ -14,12 +14,12 @@ from typing import Any, BinaryIO
 
 from rrl.errors import UserError
 
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """Error numbers of a full disk, a full quota, and a file that has reached its limit."""
-NAME_BYTES = 255
+MAX_NAME_BYTES = 255
 """Bytes of the longest name of a file or folder."""
 LOCK = "lock"
-"""Name of the file that `locked` holds."""
+"""Name of the file that `exclusive_lock` holds."""
 
 
 class SaveError(UserError):
@@ -32,7 +32,7 @@ def saving(path: str | os.PathLike[str]) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if not _of_the_system(error):
+        if not _is_file_system_error(error):
             raise
         raise save_error(Path(path), error) from error
 
@@ -50,7 +50,9 @@ def save_error(path: Path, error: BaseException) -> SaveError:
         reason, cure = "a file is in its place", "Move that file away"
     elif isinstance(error, IsADirectoryError):
         reason, cure = "a folder is in its place", "Move that folder away"
-    elif getattr(error, "errno", None) in FULL or re.search("RESOURCE_EXHAUSTED|No space left|quota", text):
+    elif getattr(error, "errno", None) in DISK_FULL or re.search(
+        "RESOURCE_EXHAUSTED|No space left|quota", text
+    ):
         reason, cure = "the disk, its inodes or the quota are full", "Free space"
     elif isinstance(error, FileNotFoundError):
         reason, cure = "it is gone", "Put it back"
@@ -62,7 +64,7 @@ def save_error(path: Path, error: BaseException) -> SaveError:
     )
 
 
-def _of_the_system(error: Exception) -> bool:
+def _is_file_system_error(error: Exception) -> bool:
     """Whether an error comes from the file system: Hugging Face's Rust code raises a bare Exception for those, TensorStore
     (in Orbax) a ValueError that begins with a status code."""
     return (
@@ -73,7 +75,7 @@ def _of_the_system(error: Exception) -> bool:
 
 
 @contextlib.contextmanager
-def replaced(file: Path, beside: str = ".part") -> Iterator[BinaryIO]:
+def atomic_stream(file: Path, beside: str = ".part") -> Iterator[BinaryIO]:
     """A stream to a file that appears under its name only when it is whole; until then it is one `beside` it, of that ending.
 
     Raises OSError that names the file.
@@ -86,23 +88,23 @@ def replaced(file: Path, beside: str = ".part") -> Iterator[BinaryIO]:
             os.fsync(stream.fileno())
         work.replace(file)
     except BaseException as error:
-        _name(file, error)
+        _add_file_name(file, error)
         # Where the folder is gone, this fails too: the first error says why.
         with contextlib.suppress(OSError):
             work.unlink(missing_ok=True)
         raise
 
 
-def write_whole(file: Path, text: str) -> None:
+def write_atomically(file: Path, text: str) -> None:
     """The same of a text; several may write it at a time, and one of theirs is there. A file that says it already is left."""
     content = text.encode()
     if file.is_file() and file.read_bytes() == content:
         return
-    with replaced(file, f".{uuid.uuid4().hex}") as stream:
+    with atomic_stream(file, f".{uuid.uuid4().hex}") as stream:
         stream.write(content)
 
 
-def append(file: Path, data: bytes) -> None:
+def append_bytes(file: Path, data: bytes) -> None:
     """Appends to a file that must be there. A write that fails leaves the file as it was.
 
     The file is opened for each call, so that one that was deleted or replaced meanwhile is noticed.
@@ -114,19 +116,19 @@ def append(file: Path, data: bytes) -> None:
             while rest:
                 rest = rest[stream.write(rest) :]
         except OSError as error:
-            _name(file, error)
+            _add_file_name(file, error)
             stream.truncate(size)
             raise
 
 
-def _name(file: Path, error: BaseException) -> None:
+def _add_file_name(file: Path, error: BaseException) -> None:
     """Adds the file to an error that has none, as that of a write to a stream."""
     if isinstance(error, OSError) and error.errno is not None and error.filename is None:
         error.filename = os.fspath(file)
 
 
 @contextlib.contextmanager
-def in_turn(folder: Path) -> Iterator[None]:
+def wait_for_lock(folder: Path) -> Iterator[None]:
     """Waits until no other process is within such a block of the same folder. A file system without locks lets all in."""
     with (folder / LOCK).open("w") as stream:
         try:
@@ -143,7 +145,7 @@ def _refuse_unless_lockless(error: OSError) -> None:
 
 
 @contextlib.contextmanager
-def locked(folder: Path, refusal: str) -> Iterator[int]:
+def exclusive_lock(folder: Path, refusal: str) -> Iterator[int]:
     """Keeps other processes, whose writing would mix with ours, out of a folder; UserError(`refusal`) where one is in it.
 
     The system lets go of it with the process, however that ends, and with those that were given the descriptor that is yielded. A
@@ -159,7 +161,7 @@ def locked(folder: Path, refusal: str) -> Iterator[int]:
         yield stream.fileno()
 
 
-def json_lines(file: Path, remedy: str) -> Iterator[tuple[int, dict[str, Any]]]:
+def read_json_lines(file: Path, remedy: str) -> Iterator[tuple[int, dict[str, Any]]]:
     """The number, from 1, and the object of each line of a file of JSON lines; blank lines are passed over.
 
     A last line without its newline that is not a whole object was cut short by a kill, and is ignored.

@@ -6,11 +6,11 @@ import threading
 from collections.abc import Callable, Iterator
 
 
-class Unavailable(OSError):
+class ServiceUnavailable(OSError):
     """A service gave no answer, in spite of all attempts, or because the run is to stop. Asked again later it may."""
 
 
-class Stopped(Exception):
+class RunStopped(Exception):
     """A signal stopped a run that this process had started, after it had saved. The same command continues."""
 
 
@@ -26,21 +26,21 @@ class StopSignal:
     def set(self, *_: object) -> None:
         """Asks for the stop."""
         self._event.set()
-        for call in list(_calls):
+        for call in list(_callbacks):
             call()
 
 
-_calls: list[Callable[[], None]] = []
+_callbacks: list[Callable[[], None]] = []
 
 
 @contextlib.contextmanager
-def when_stopped(call: Callable[[], None]) -> Iterator[None]:
+def on_stop(call: Callable[[], None]) -> Iterator[None]:
     """Within the block a stop that is asked for calls this too, from the signal's handler: it must be quick."""
-    _calls.append(call)
+    _callbacks.append(call)
     try:
         yield
     finally:
-        _calls.remove(call)
+        _callbacks.remove(call)
 
 
 @contextlib.contextmanager

@@ -54,9 +54,9 @@ MANY_MAPS = 10_000
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """How many processes `-n auto` starts (pyproject.toml)."""
-    from rrl.parallel.runtime import cores_here
+    from rrl.parallel.runtime import available_cores
 
-    return min(cores_here(), WORKERS)
+    return min(available_cores(), WORKERS)
 
 
 @pytest.fixture(autouse=True)

@@ -8,12 +8,12 @@ import stat
 import pytest
 
 from rrl.errors import UserError
-from rrl.files import SaveError, append, json_lines, replaced, saving, write_whole
+from rrl.files import SaveError, append_bytes, atomic_stream, read_json_lines, saving, write_atomically
 
 
 def test_a_file_is_replaced_whole_and_others_may_read_it(tmp_path):
-    write_whole(tmp_path / "a.json", "old")
-    write_whole(tmp_path / "a.json", "näu\n")
+    write_atomically(tmp_path / "a.json", "old")
+    write_atomically(tmp_path / "a.json", "näu\n")
     assert (tmp_path / "a.json").read_text(encoding="utf-8") == "näu\n"
     mask = os.umask(0)
     os.umask(mask)
@@ -21,23 +21,23 @@ def test_a_file_is_replaced_whole_and_others_may_read_it(tmp_path):
 
 
 def test_what_cannot_be_written_leaves_the_old_file_and_nothing_beside(tmp_path):
-    write_whole(tmp_path / "a.json", "old")
+    write_atomically(tmp_path / "a.json", "old")
     with pytest.raises(UnicodeEncodeError):
-        write_whole(tmp_path / "a.json", "half \udc80")
+        write_atomically(tmp_path / "a.json", "half \udc80")
     assert [file.name for file in tmp_path.iterdir()] == ["a.json"]
     assert (tmp_path / "a.json").read_text(encoding="utf-8") == "old"
 
 
 def test_a_full_disk_while_a_stream_is_written_names_the_file(tmp_path):
-    with pytest.raises(OSError, match=r"No space left.*a\.html"), replaced(tmp_path / "a.html"):
+    with pytest.raises(OSError, match=r"No space left.*a\.html"), atomic_stream(tmp_path / "a.html"):
         raise OSError(errno.ENOSPC, "No space left on device")
 
 
 def test_a_file_that_says_the_same_already_is_left(tmp_path):
     file = tmp_path / "a.json"
-    write_whole(file, "old")
+    write_atomically(file, "old")
     before = file.stat()
-    write_whole(file, "old")
+    write_atomically(file, "old")
     assert (file.stat().st_ino, file.stat().st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
 
 
@@ -48,7 +48,7 @@ def test_json_lines_come_with_their_numbers_and_a_cut_one_is_ignored(tmp_path):
         file.write_bytes(whole[:cut])
         # A line that is whole but for its newline counts.
         expected = [(1, {"a": "é"})] * (cut >= 11) + [(3, {"b": 1})] * (cut >= len(whole) - 1)
-        assert list(json_lines(file, "")) == expected
+        assert list(read_json_lines(file, "")) == expected
 
 
 @pytest.mark.parametrize("line", [b'"\xff"', b"[1]", b"null", b"7", b"{", b"nonsense"])
@@ -56,14 +56,14 @@ def test_a_line_that_is_no_json_object_is_named(tmp_path, line):
     file = tmp_path / "a.jsonl"
     file.write_bytes(b"{}\n" + line + b"\n")
     with pytest.raises(UserError, match=rf"^{re.escape(str(file))}, line 2: .*; mend it$"):
-        list(json_lines(file, "mend it"))
+        list(read_json_lines(file, "mend it"))
 
 
 def test_a_file_of_lines_that_cannot_be_read_is_named(tmp_path):
     with pytest.raises(UserError, match=r"metrics.jsonl cannot be read \(.*\); move it away"):
-        list(json_lines(tmp_path / "metrics.jsonl", "move it away"))
+        list(read_json_lines(tmp_path / "metrics.jsonl", "move it away"))
     with pytest.raises(UserError, match=r"cannot be read \(Is a directory\); move it away"):
-        list(json_lines(tmp_path, "move it away"))
+        list(read_json_lines(tmp_path, "move it away"))
 
 
 @pytest.mark.parametrize(
@@ -116,9 +116,9 @@ def test_errors_of_programs_and_users_pass_a_save(tmp_path):
 def test_an_append_that_fails_leaves_the_file_as_it_was(tmp_path, monkeypatch):
     file = tmp_path / "lines"
     with pytest.raises(FileNotFoundError):
-        append(file, b"never begun\n")
+        append_bytes(file, b"never begun\n")
     file.write_bytes(b"first\n")
-    append(file, b"second\n")
+    append_bytes(file, b"second\n")
     assert file.read_bytes() == b"first\nsecond\n"
     opened = type(file).open
 
@@ -146,6 +146,6 @@ def test_an_append_that_fails_leaves_the_file_as_it_was(tmp_path, monkeypatch):
 
     monkeypatch.setattr(type(file), "open", Full)
     with pytest.raises(OSError, match="No space left"):
-        append(file, b"third\n")
+        append_bytes(file, b"third\n")
     monkeypatch.undo()
     assert file.read_bytes() == b"first\nsecond\n"

@@ -17,7 +17,7 @@ import types
 from typing import Any
 
 from rrl.errors import UserError
-from rrl.files import NAME_BYTES
+from rrl.files import MAX_NAME_BYTES
 
 _TRUE, _FALSE = ("true", "1", "yes"), ("false", "0", "no")
 _KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
@@ -69,10 +69,10 @@ def run_name(stem: str, arg: str) -> str:
     folder of its own.
     """
     name = "-".join([stem, *re.findall(r"[\w.=]+", arg)])
-    if len(name.encode()) <= NAME_BYTES:
+    if len(name.encode()) <= MAX_NAME_BYTES:
         return name
     digest = hashlib.sha256(name.encode()).hexdigest()[:12]
-    return f"{name.encode()[: NAME_BYTES - 13].decode(errors='ignore')}-{digest}"
+    return f"{name.encode()[: MAX_NAME_BYTES - 13].decode(errors='ignore')}-{digest}"
 
 
 def _first(key: str, default: Any) -> Any:

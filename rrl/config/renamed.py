@@ -13,11 +13,22 @@ from ml_collections import ConfigDict
 
 log = logging.getLogger(__name__)
 
-RENAMED: Mapping[str, Mapping[str, str]] = {}
+RENAMED: Mapping[str, Mapping[str, str]] = {
+    "endpoint": {"pause": "backoff", "longest_pause": "max_backoff"},
+    "critic": {"trace": "gae_lambda"},
+    "objective": {"streams": "parallel_microbatches", "lengths": "row_lengths"},
+    "rollout": {
+        "spare_rows": "oversubscribed_slots",
+        "feeds": "wake_threshold",
+        "feed_tokens": "prefill_tokens",
+        "patience": "max_wait_steps",
+        "loops": "workers",
+    },
+}
 """Section -> old field -> new field. A section matches under its own name and with a prefix: "rollout" also matches
 "reader_rollout" and "judge_rollout". A section inside another is written with a dot: "recipe.environment"."""
 
-LAST_RELEASE = "0.1"
+LAST_RELEASE = "0.2"
 """The last release that accepts the old names."""
 
 

@@ -17,7 +17,7 @@ DERIVED = ("total_steps", "vocab_size", "eos_token_id", "pad_token_id")
 """Fields that a run sets itself, from its steps and its tokenizer."""
 
 
-def fill(section: ConfigDict, kind: type) -> None:
+def fill_defaults(section: ConfigDict, kind: type) -> None:
     """Adds the fields of a dataclass that a config section does not list, with their defaults.
 
     A locked config refuses to override what it does not hold. Fields without a default, and those that hold a dataclass
@@ -48,7 +48,7 @@ def build(kind: type[Fields], values: Mapping[str, Any], where: str, **more: Any
     known = [field.name for field in dataclasses.fields(kind) if field.name not in more]  # type: ignore[arg-type]
     values = dict(values)
     rename_fields(where, values)
-    only(known, values, where)
+    refuse_unknown_fields(known, values, where)
     plain = {name: tuple(v) if isinstance(v, list) else v for name, v in values.items()}
     hints = typing.get_type_hints(kind)
     for name, value in plain.items():
@@ -82,7 +82,7 @@ def _is_a(value: object, kinds: tuple[type, ...]) -> bool:
     return isinstance(value, (*kinds, int) if float in kinds else kinds)
 
 
-def only(known: Iterable[str], values: Iterable[str], where: str) -> None:
+def refuse_unknown_fields(known: Iterable[str], values: Iterable[str], where: str) -> None:
     """Raises UserError for a name in `values` that is not known in the section `where`."""
     for name in values:
         if name not in known:

@@ -12,11 +12,11 @@ from ml_collections import ConfigDict
 from rrl.config.arguments import parse, run_name
 from rrl.errors import UserError
 
-TENSOR = {"tiny": 1, "3b": 2, "7b": 4}
+TENSOR_PARALLEL = {"tiny": 1, "3b": 2, "7b": 4}
 """Devices on the tensor axis. Qwen2.5-3B has 2 key-value heads, 7B has 4: so the axis shares them evenly, and no cache is held
 twice."""
-RUN: Mapping[str, Any] = {
-    "size": tuple(TENSOR),
+RUN_ARGUMENTS: Mapping[str, Any] = {
+    "size": tuple(TENSOR_PARALLEL),
     "steps": int,
     "seed": 0,
     "data": "miniwiki",
@@ -28,9 +28,9 @@ RUN: Mapping[str, Any] = {
 """The arguments of every config that trains a recipe, for `rrl.config.arguments.parse`."""
 
 
-def parse_run(arg: str, **more: Any) -> types.SimpleNamespace:
+def parse_run_arguments(arg: str, **more: Any) -> types.SimpleNamespace:
     """The arguments of a training config: those of every run, and `more`. Raises UserError for a wrong one."""
-    args = parse(arg, **RUN, **more)
+    args = parse(arg, **RUN_ARGUMENTS, **more)
     if args.steps is not None and args.steps < 0:
         raise UserError(f"config argument steps={args.steps} must be at least 0, which evaluates only")
     refuse_unused_encoder(args)
@@ -45,7 +45,7 @@ def refuse_unused_encoder(args: types.SimpleNamespace) -> None:
         )
 
 
-def refuse_void(args: types.SimpleNamespace, ablation: str, **usual: str) -> None:
+def refuse_unused_with_ablation(args: types.SimpleNamespace, ablation: str, **usual: str) -> None:
     """Raises UserError for arguments that are not as they are where nothing is said (`usual`), beside the ablation that leaves
     out what they set."""
     for name, value in usual.items():
@@ -56,11 +56,11 @@ def refuse_void(args: types.SimpleNamespace, ablation: str, **usual: str) -> Non
             )
 
 
-def begin(stem: str, arg: str, args: types.SimpleNamespace) -> ConfigDict:
+def base_config(stem: str, arg: str, args: types.SimpleNamespace) -> ConfigDict:
     """A config with the sections that no recipe changes: name, data, retriever, mesh, compute, lora and guard.
 
-    `args` are those of `parse_run`, `stem` the config file's name. Each argument has a workdir of its own, so that a smoke run
-    does not stand in the way of the main one.
+    `args` are those of `parse_run_arguments`, `stem` the config file's name. Each argument has a workdir of its own, so that a
+    smoke run does not stand in the way of the main one.
     """
     tiny, real = args.size == "tiny", args.data != "miniwiki"
     kind = args.retriever or ("bm25" if real and not args.encoder else "scann")
@@ -80,7 +80,7 @@ def begin(stem: str, arg: str, args: types.SimpleNamespace) -> ConfigDict:
         "encoder": args.encoder or ("assets/miniwiki-encoder" if not real else ""),
         "title_weight": 1 if real else 3,
     }
-    config.mesh = {"fsdp": 1 if tiny else -1, "tensor": TENSOR[args.size]}
+    config.mesh = {"fsdp": 1 if tiny else -1, "tensor": TENSOR_PARALLEL[args.size]}
     config.compute = {"dtype": "float32" if tiny else "auto", "remat": "none" if tiny else "full"}
     # A rank above 0: adapters are trained, and the policy and its reference share all else.
     config.lora = {"rank": 0}
@@ -89,7 +89,7 @@ def begin(stem: str, arg: str, args: types.SimpleNamespace) -> ConfigDict:
     return config
 
 
-def learn_in_miniwiki(config: ConfigDict, args: types.SimpleNamespace, recipe: Mapping[str, Any]) -> None:
+def set_miniwiki_training(config: ConfigDict, args: types.SimpleNamespace, recipe: Mapping[str, Any]) -> None:
     """Sizes, objective and optimiser that were found for R-Search's cold-started policy (docs/recipes.md, "R-Search").
 
     Other recipes take them over, with `recipe`'s fields beside its name and what their own objective changes.
@@ -99,10 +99,10 @@ def learn_in_miniwiki(config: ConfigDict, args: types.SimpleNamespace, recipe: M
     config.recipe.environment.correction = ""  # the policy was never shown one
     config.rollout = {
         "rows": 64,
-        "spare_rows": 32,
+        "oversubscribed_slots": 32,
         "context": 1024,
-        "feeds": 16,
-        "feed_tokens": 256,
+        "wake_threshold": 16,
+        "prefill_tokens": 256,
         "draft_tokens": 1,
         "top_k": 2,
         "top_p": 0.95,
@@ -124,9 +124,9 @@ def learn_in_miniwiki(config: ConfigDict, args: types.SimpleNamespace, recipe: M
         "kl_coef": 0.1,
         "clip_low": 0.2,
         "clip_high": 0.28,
-        "lengths": (1024,),
+        "row_lengths": (1024,),
         "microbatch_tokens": 2048,
-        "streams": 2,
+        "parallel_microbatches": 2,
     }
     config.optim = {
         "name": "adamw",
@@ -145,11 +145,11 @@ def is_smoke(args: types.SimpleNamespace) -> bool:
     return args.size == "tiny" and args.steps is not None and 0 < args.steps <= 5
 
 
-def shorten(config: ConfigDict) -> None:
+def shrink_to_smoke(config: ConfigDict) -> None:
     """Makes a smoke run of a config with all its sections: it looks at everything, briefly, and compiles one update."""
     config.data.update({"held_out_per_kind": 8, "train_per_kind": 50, "train_worlds": 4})
     config.train.questions = 16
-    config.objective.lengths = config.objective.lengths[-1:]
+    config.objective.row_lengths = config.objective.row_lengths[-1:]
     config.train.eval_every = config.train.steps
     config.note = (
         f"smoke run (steps={config.train.steps}; 1 to 5 are for a look): 16 questions an update, 8 held-out questions of each "

@@ -11,7 +11,7 @@ COMPRESSED = (".gz", ".bz2")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Broken:
+class BrokenRecord:
     """A record that could not be read."""
 
     reason: str
@@ -32,9 +32,9 @@ def open_plain(path: Path) -> BinaryIO:
     return bz2.open(stream) if magic == b"BZh" else stream  # type: ignore[return-value]
 
 
-def decode(line: bytes) -> str | Broken:
+def decode(line: bytes) -> str | BrokenRecord:
     """The text of a line, without a byte order mark."""
     try:
         return line.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        return Broken(f"not UTF-8 (byte {error.start + 1} of the line)")
+        return BrokenRecord(f"not UTF-8 (byte {error.start + 1} of the line)")

@@ -10,7 +10,7 @@ from rrl.errors import UserError
 
 
 @dataclasses.dataclass(frozen=True)
-class Part:
+class MixturePart:
     """What a paper takes from the training file of one dataset."""
 
     train: int = 0
@@ -23,16 +23,20 @@ class Part:
     """The first questions of the file; otherwise they are drawn without replacement."""
 
 
-PAPERS: Mapping[str, Mapping[str, Part]] = {
-    "rsearch": {"2wiki": Part()},
-    "r3rag": {"hotpotqa": Part(8192, after=30_000)},
+PAPERS: Mapping[str, Mapping[str, MixturePart]] = {
+    "rsearch": {"2wiki": MixturePart()},
+    "r3rag": {"hotpotqa": MixturePart(8192, after=30_000)},
     "r3rag_cold_start": {
-        "hotpotqa": Part(30_000, in_order=True),
-        "2wiki": Part(15_000),
-        "musique": Part(19_937),
+        "hotpotqa": MixturePart(30_000, in_order=True),
+        "2wiki": MixturePart(15_000),
+        "musique": MixturePart(19_937),
     },
-    "tiresrag": {"hotpotqa": Part(4561), "2wiki": Part(3587)},
-    "r2ag": {"hotpotqa": Part(500), "2wiki": Part(3000, 150), "musique": Part(1174, 150)},
+    "tiresrag": {"hotpotqa": MixturePart(4561), "2wiki": MixturePart(3587)},
+    "r2ag": {
+        "hotpotqa": MixturePart(500),
+        "2wiki": MixturePart(3000, 150),
+        "musique": MixturePart(1174, 150),
+    },
 }
 """By paper and dataset.
 
@@ -45,7 +49,7 @@ PAPERS: Mapping[str, Mapping[str, Part]] = {
 """
 
 
-def parts_of(paper: str) -> Mapping[str, Part]:
+def parts_of(paper: str) -> Mapping[str, MixturePart]:
     """What a paper trains on, by dataset; UserError for a name that is none of `PAPERS`."""
     if paper not in PAPERS:
         raise UserError(f"paper={paper!r} is unknown; choose one of {', '.join(PAPERS)}")
@@ -53,7 +57,11 @@ def parts_of(paper: str) -> Mapping[str, Part]:
 
 
 def take_part(
-    questions: Sequence[Question], part: Part, seed: int = 0, scale: float = 1.0, name: str = "questions"
+    questions: Sequence[Question],
+    part: MixturePart,
+    seed: int = 0,
+    scale: float = 1.0,
+    name: str = "questions",
 ) -> dict[str, list[Question]]:
     """The questions of "train" and, where the part has any, of "validation", each in the order of the file.
 

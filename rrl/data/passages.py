@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rrl.data.pools import is_pool, join_sentences, pool_of
-from rrl.data.records import LeftOut, OnError, fields_of, id_field, parse_records
+from rrl.data.records import ExcludedRecord, OnError, fields_of, id_field, parse_records
 from rrl.data.tables import PASSAGE_IDS, TEXTS
 
 ALLOWED = (
@@ -112,7 +112,7 @@ _BESIDE = ("title", "metadata", "url", "score")
 
 
 def passage_of(position: int, record: Any) -> Passage:
-    """The passage that a record holds (see `ALLOWED`); ValueError says what is wrong with it, and LeftOut that it has neither
+    """The passage that a record holds (see `ALLOWED`); ValueError names what is wrong with it; ExcludedRecord: it has neither
     title nor text."""
     if isinstance(record, tuple):
         title, sentences = record
@@ -138,7 +138,7 @@ def passage_of(position: int, record: Any) -> Passage:
 
 def _passage(identity: str, title: str, text: str) -> Passage:
     if not title.strip() and not text.strip():
-        raise LeftOut("neither a title nor a text")
+        raise ExcludedRecord("neither a title nor a text")
     return Passage(identity, title.strip(), text.strip())
 
 

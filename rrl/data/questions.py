@@ -9,9 +9,9 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
-from rrl.data.decoding import Broken
+from rrl.data.decoding import BrokenRecord
 from rrl.data.records import (
-    LeftOut,
+    ExcludedRecord,
     OnError,
     asked_fields_of,
     fields_of,
@@ -112,7 +112,7 @@ def has_answers(path: str | Path) -> bool:
     for position, (_, record) in enumerate(read_records(path)):
         empty = False
         try:
-            if isinstance(record, Broken) or question_of(position, record, unanswered=True).answers:
+            if isinstance(record, BrokenRecord) or question_of(position, record, unanswered=True).answers:
                 return True
         except ValueError:
             return True
@@ -123,7 +123,7 @@ def _truth(path: str | Path) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     for position, (place, record) in enumerate(read_records(path)):
         try:
-            if isinstance(record, Broken):
+            if isinstance(record, BrokenRecord):
                 raise ValueError(record.reason)
             fields = fields_of(record)
             identity = id_field(fields, position)
@@ -137,7 +137,7 @@ def _truth(path: str | Path) -> dict[str, dict[str, Any]]:
     return found
 
 
-def asked(question: Question) -> str:
+def with_choices(question: Question) -> str:
     """The question as it is shown, with its choices where it has any."""
     letters = [f"({chr(ord('A') + at)}) {choice}" for at, choice in enumerate(question.choices)]
     hint = ["Answer with the letter of the right choice."] if letters else []
@@ -156,7 +156,7 @@ def question_of(
 ) -> Question:
     """The question that a record holds (see `ALLOWED`); `unanswered` and `unanswerable` as in `load_questions`.
 
-    ValueError says what is wrong with the record, such as no gold answer; LeftOut that its publisher marks it as unanswerable.
+    ValueError names what is wrong, such as no gold answer; ExcludedRecord: its publisher marks it as unanswerable.
     """
     fields = asked_fields_of(record)
     metadata = fields.get("metadata")
@@ -182,7 +182,7 @@ def _answers(
     if _unanswerable(fields):
         if unanswered or unanswerable == "empty":
             return () if unanswered else UNANSWERABLE
-        raise LeftOut("its publisher marks it as unanswerable")
+        raise ExcludedRecord("its publisher marks it as unanswerable")
     found: dict[str, None] = {}
     for name in (*ANSWER_FIELDS, "output"):
         for answer in _listed(fields, name):

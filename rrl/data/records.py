@@ -1,7 +1,7 @@
 """Records of a data file whatever its container: JSON lines, one JSON document or a table; plain, gzip or bzip2.
 
 The content decides: compression by its magic bytes, JSON by its first characters; only `.jsonl`, `.tsv` and `.csv` (before
-`.gz` or `.bz2`) are believed by name. A record that cannot be read is yielded as a `Broken`, so that the caller refuses or skips
+`.gz` or `.bz2`) are believed by name. A record that cannot be read is yielded as a `BrokenRecord`; the caller refuses or skips
 it. Half a character, which an escape of JSON may stand for, is read as "?".
 """
 
@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, TypeVar
 
-from rrl.data.decoding import Broken, decode, open_plain, plain_name
+from rrl.data.decoding import BrokenRecord, decode, open_plain, plain_name
 from rrl.data.tables import QUESTION_IDS, read_table
 from rrl.errors import UserError
 from rrl.text.characters import whole_characters
@@ -44,12 +44,12 @@ def on_broken(on_fault: OnFault) -> OnError:
     return "skip" if on_fault == "skip" else "refuse"
 
 
-class LeftOut(ValueError):
+class ExcludedRecord(ValueError):
     """A record that is read rightly but holds nothing to use, such as a document without title and text."""
 
 
 def read_records(path: str | Path, columns: Sequence[str] = ()) -> Iterator[tuple[str, Any]]:
-    """Yield (place, record): place is "line 7" or "record 7" (from 1), record a decoded value or `Broken`.
+    """Yield (place, record): place is "line 7" or "record 7" (from 1), record a decoded value or `BrokenRecord`.
 
     Empty lines are passed over. A JSON object of {title: [sentences]} yields ("record i", (title, sentences)), one of
     {id: {question or answer ...}} those objects with the id in them, and one with a list of objects under a name of `LISTS`
@@ -97,7 +97,7 @@ def parse_records(
     """Yield the items of every record by `parse(position, record)`, whose ValueError marks the record as broken.
 
     Broken records are refused (UserError naming file, place, reason and `allowed`) or skipped: then each is
-    appended to `skipped` as "place: reason" and their number is logged. A record for which `parse` raises `LeftOut` is never
+    appended to `skipped` as "place: reason" and their number is logged. A record whose `parse` raises `ExcludedRecord` is never
     refused: it is appended to `left_out`, and their number is logged. A file without an item is refused.
     """
     if on_error not in ("refuse", "skip"):
@@ -107,10 +107,10 @@ def parse_records(
     for position, (place, record) in enumerate(read_records(path, columns)):
         total += 1
         try:
-            if isinstance(record, Broken):
+            if isinstance(record, BrokenRecord):
                 raise ValueError(record.reason)
             items = list(parse(position, record))
-        except LeftOut as error:
+        except ExcludedRecord as error:
             empty.add(f"{place}: {error}")
             continue
         except ValueError as error:
@@ -260,11 +260,11 @@ def _parse(text: str) -> Any:
         return _whole(value) if "\\ud" in text.lower() else value
     except json.JSONDecodeError as error:
         line = f"line {error.lineno}, " if error.lineno > 1 or "\n" in text.strip() else ""
-        return Broken(f"not JSON ({error.msg}: {line}column {error.colno})")
+        return BrokenRecord(f"not JSON ({error.msg}: {line}column {error.colno})")
     except _Twice as error:
-        return Broken(f"{error.name!r} is there twice in one object{_second(text, error.name)}")
+        return BrokenRecord(f"{error.name!r} is there twice in one object{_second(text, error.name)}")
     except (ValueError, RecursionError) as error:
-        return Broken(str(error))
+        return BrokenRecord(str(error))
 
 
 def _whole(value: Any) -> Any:
@@ -302,7 +302,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def _json_lines(stream: BinaryIO) -> Iterator[tuple[str, Any]]:
     for number, line in enumerate(stream, 1):
         text = decode(line)
-        if isinstance(text, Broken):
+        if isinstance(text, BrokenRecord):
             yield f"line {number}", text
         elif text.strip():
             yield f"line {number}", _parse(text.rstrip())
@@ -321,8 +321,8 @@ def _json_any(path: Path, stream: BinaryIO) -> Iterator[tuple[str, Any]]:
         yield from _json_lines(stream)
         return
     text = decode(stream.read())
-    document = text if isinstance(text, Broken) else _parse(text) if text.strip() else []
-    if isinstance(document, Broken):
+    document = text if isinstance(text, BrokenRecord) else _parse(text) if text.strip() else []
+    if isinstance(document, BrokenRecord):
         raise UserError(
             f"{path}: {document.reason}. Allowed: JSON lines, one JSON list, or one JSON object of "
             "{title: [sentences]}, in UTF-8."

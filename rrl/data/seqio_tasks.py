@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from rrl.data.mixtures import parts_of, take_part
-from rrl.data.questions import Question, asked, load_questions
+from rrl.data.questions import Question, load_questions, with_choices
 from rrl.errors import UserError
 from rrl.models.tokenizer import load_tokenizer
 from rrl.text.encoding import text_ids
@@ -149,7 +149,7 @@ class QuestionSource(seqio.DataSource):
 
 def _columns(questions: Sequence[Question]) -> dict[str, Any]:
     columns: dict[str, Any] = {
-        "inputs": tf.constant([asked(question) for question in questions], tf.string),
+        "inputs": tf.constant([with_choices(question) for question in questions], tf.string),
         "targets": tf.constant([question.answers[0] for question in questions], tf.string),
     }
     for field in FIELDS:

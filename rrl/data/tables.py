@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-from rrl.data.decoding import Broken, decode
+from rrl.data.decoding import BrokenRecord, decode
 from rrl.errors import UserError
 
 PASSAGE_IDS = ("id", "_id", "pid", "docid", "doc_id", "passage_id", "docno")
@@ -79,7 +79,7 @@ class _Row(NamedTuple):
 
 def read_table(
     path: Path, stream: BinaryIO, columns: Sequence[str] = ()
-) -> Iterator[tuple[str, dict[str, Any] | Broken]]:
+) -> Iterator[tuple[str, dict[str, Any] | BrokenRecord]]:
     """Yields ("line 7", {column: cell}) for each record of a CSV or TSV file; memory holds a few records.
 
     Args:
@@ -99,17 +99,17 @@ def read_table(
     split_title = not columns and names == ["id", "text"] and _titles_inside(first)
     if split_title:
         logging.getLogger(__name__).info("%s: its texts, 'Title: ... Text: ...', are taken apart", path)
-    before: tuple[str, dict[str, Any] | Broken] | None = None
+    before: tuple[str, dict[str, Any] | BrokenRecord] | None = None
     for row in itertools.chain(first, rows):
         place = f"line {row.line}"
-        record: dict[str, Any] | Broken
+        record: dict[str, Any] | BrokenRecord
         if row.broken:
-            record = Broken(row.broken)
+            record = BrokenRecord(row.broken)
         elif len(row.cells) != len(names):
-            record = Broken(f"{len(row.cells)} columns instead of {len(names)} ({', '.join(names)})")
-            if before and len(row.cells) < len(names) and not isinstance(before[1], Broken):
+            record = BrokenRecord(f"{len(row.cells)} columns instead of {len(names)} ({', '.join(names)})")
+            if before and len(row.cells) < len(names) and not isinstance(before[1], BrokenRecord):
                 reason = f"{place} has {record.reason} and may be the rest of this record"
-                before = before[0], Broken(reason)
+                before = before[0], BrokenRecord(reason)
         else:
             record = {
                 name: cell for name, cell in zip(names, row.cells, strict=True) if name not in ("", "-")
@@ -155,8 +155,8 @@ class _Rows:
             if not number:
                 return None
             text = decode(data)
-            broken = text.reason if isinstance(text, Broken) else ""
-            plain = data.decode("utf-8-sig", "replace") if isinstance(text, Broken) else text
+            broken = text.reason if isinstance(text, BrokenRecord) else ""
+            plain = data.decode("utf-8-sig", "replace") if isinstance(text, BrokenRecord) else text
             self._ahead.append((number, plain.rstrip("\r\n"), broken))
         return self._ahead[at]
 

@@ -15,7 +15,7 @@ from rrl.data.questions import Question, load_questions
 from rrl.data.trajectory import Trajectory
 from rrl.data.trajectory_files import load_trajectories
 from rrl.errors import UserError
-from rrl.eval.intervals import Paired, bootstrap, compare
+from rrl.eval.intervals import PairedComparison, bootstrap, compare
 from rrl.eval.result_card import UNKNOWN, ResultCard, card_of, differences
 from rrl.eval.scoring import SHORTCOMINGS, shortcomings
 from rrl.text.spans import Tag
@@ -50,7 +50,7 @@ RETRIEVAL = (
 
 
 @dataclasses.dataclass(frozen=True)
-class Run:
+class EvaluationRun:
     """One finished evaluation."""
 
     name: str
@@ -109,7 +109,7 @@ class Run:
         return found
 
 
-def load_run(folder: str | Path, name: str = "") -> Run:
+def load_run(folder: str | Path, name: str = "") -> EvaluationRun:
     """Reads what `rrl.eval.evaluate.run`, or launch/score.py with a card, left.
 
     Raises UserError for a folder that is no evaluation, one that is not finished, damaged, or has no card.
@@ -150,10 +150,12 @@ def load_run(folder: str | Path, name: str = "") -> Run:
             f"run {folder}: scores.jsonl has {len(lines)} lines for {card.questions} questions; give its command again, which "
             "writes it"
         )
-    return Run(name or folder.name.removeprefix("eval-"), folder, card, found, metrics, ids, coverage)
+    return EvaluationRun(
+        name or folder.name.removeprefix("eval-"), folder, card, found, metrics, ids, coverage
+    )
 
 
-def load_runs(folders: Sequence[str | Path]) -> list[Run]:
+def load_runs(folders: Sequence[str | Path]) -> list[EvaluationRun]:
     """Several runs; those whose folders are named alike are called by their paths.
 
     Raises UserError for none, for a folder that is given twice, and as `load_run`.
@@ -168,7 +170,9 @@ def load_runs(folders: Sequence[str | Path]) -> list[Run]:
     return [load_run(given, str(given) if name in alike else "") for given, name in zip(folders, names)]
 
 
-def paired(first: Run, run: Run, metric: str, level: float = 0.95, seed: int = 0) -> Paired | None:
+def paired(
+    first: EvaluationRun, run: EvaluationRun, metric: str, level: float = 0.95, seed: int = 0
+) -> PairedComparison | None:
     """What `run` does better than `first` by a metric, also one of retrieval; None for other questions, or a metric that one of
     them lacks."""
     same = first.card.questions_sha256 == run.card.questions_sha256
@@ -189,7 +193,7 @@ def paired(first: Run, run: Run, metric: str, level: float = 0.95, seed: int = 0
     return compare(ours[known], theirs[known], level=level, seed=seed)
 
 
-def remarks(runs: Sequence[Run]) -> list[str]:
+def remarks(runs: Sequence[EvaluationRun]) -> list[str]:
     """In what the runs cannot be compared as they stand: corpus, retriever, questions, normalisation; and what is missing of
     each, and why."""
     unknown = [run.name for run in runs if run.card.corpus and not run.card.corpus_sha256]
@@ -199,18 +203,18 @@ def remarks(runs: Sequence[Run]) -> list[str]:
     return lines + [f"{run.name}: {line}" for run in runs for line in shortcomings(run.found)]
 
 
-def unlike(first: Run, run: Run) -> bool:
+def unlike(first: EvaluationRun, run: EvaluationRun) -> bool:
     """Whether a run's row needs a mark beside the first's."""
     return bool(differences({"first": first.card, "run": run.card}) or shortcomings(run.found))
 
 
-def common(runs: Sequence[Run]) -> list[tuple[str, str]]:
+def common(runs: Sequence[EvaluationRun]) -> list[tuple[str, str]]:
     """What all runs share, in words."""
     parted = {line.partition(" differs: ")[0] for line in remarks(runs)}
     return [(part, value) for part, value in runs[0].card.setting.items() if part not in parted]
 
 
-def records(runs: Sequence[Run], level: float = 0.95, seed: int = 0) -> list[dict[str, Any]]:
+def records(runs: Sequence[EvaluationRun], level: float = 0.95, seed: int = 0) -> list[dict[str, Any]]:
     """One flat record a run: card, metrics with intervals, differences from the first run with p, coverage and costs."""
     rows = []
     for run in runs:
@@ -261,7 +265,7 @@ Cells = list[tuple[str, ...]]
 """The rows of a table that is shown, the first of which is its head."""
 
 
-def main_table(runs: Sequence[Run], rows: Sequence[Mapping[str, Any]]) -> Cells:
+def main_table(runs: Sequence[EvaluationRun], rows: Sequence[Mapping[str, Any]]) -> Cells:
     """Each run with its metrics and intervals, and the difference of the main one from the first run's."""
     metrics = list(dict.fromkeys(metric for run in runs for metric in run.metrics))
     main = runs[0].main
@@ -306,7 +310,7 @@ def _covered(row: Mapping[str, Any], name: str) -> str:
     return _interval(row, name) if f"{name}_low" in row else f"{100 * row[name]:.1f}"
 
 
-def group_table(runs: Sequence[Run], group: str) -> Cells:
+def group_table(runs: Sequence[EvaluationRun], group: str) -> Cells:
     """The main metric by kind ("by_kind") or by hops ("by_hops"), and the numbers of questions, of each run that had others than
     the first; no rows where no run has them."""
     labels = sorted({label for run in runs for label in run.found.get(group, {})})
@@ -325,7 +329,7 @@ def group_table(runs: Sequence[Run], group: str) -> Cells:
     return table
 
 
-def latency_table(runs: Sequence[Run]) -> Cells:
+def latency_table(runs: Sequence[EvaluationRun]) -> Cells:
     """Seconds a question by stage."""
     stages = [s for s in STAGES if any(s in r.found.get("seconds", {}) for r in runs)]
     table: Cells = [("seconds a question, many at a time", *stages, "measured over")]
@@ -337,14 +341,14 @@ def latency_table(runs: Sequence[Run]) -> Cells:
     return table if stages else []
 
 
-def tables(runs: Sequence[Run], rows: Sequence[Mapping[str, Any]]) -> list[Cells]:
+def tables(runs: Sequence[EvaluationRun], rows: Sequence[Mapping[str, Any]]) -> list[Cells]:
     """All tables that are shown, in order."""
     found = [main_table(runs, rows), group_table(runs, "by_kind"), group_table(runs, "by_hops")]
     found += [coverage_table(rows), cost_table(rows), latency_table(runs)]
     return [table for table in found if table]
 
 
-def as_markdown(runs: Sequence[Run], rows: Sequence[Mapping[str, Any]]) -> str:
+def as_markdown(runs: Sequence[EvaluationRun], rows: Sequence[Mapping[str, Any]]) -> str:
     """The tables, above them what all runs share, below the first what makes them unlike."""
     lines = [f"- {part}: {value}" for part, value in common(runs)]
     first, *others = tables(runs, rows)

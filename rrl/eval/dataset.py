@@ -14,12 +14,12 @@ from rrl.data.records import OnFault, on_broken, places_of
 from rrl.errors import UserError, at_least, one_of
 from rrl.miniwiki import KINDS, generate, mixed_questions
 from rrl.retrieval.retriever import Retriever
-from rrl.runs.tasks import (
+from rrl.runs.datasets import (
     HELD_OUT_SPLITS,
     RetrieverConfig,
     encoder_folder,
-    load_encoder_of,
     load_retriever,
+    load_retriever_encoder,
 )
 from rrl.text.normalize import title_key
 
@@ -51,7 +51,7 @@ class DatasetConfig:
     per_kind: int = 144
     """Questions of each kind, where `questions` is 0."""
     on_error: OnFault = "refuse"
-    """As in training (`rrl.runs.tasks.DataConfig`)."""
+    """As in training (`rrl.runs.datasets.DataConfig`)."""
 
     def __post_init__(self) -> None:
         at_least(0, self, "questions", "seed")
@@ -134,13 +134,13 @@ def with_retriever(
     workdir: Path | None = None,
     say: Callable[[str], None] = lambda text: None,
 ) -> Dataset:
-    """The dataset with the retriever over its corpus, where it has one; arguments as of `rrl.runs.tasks.load_retriever`."""
+    """The dataset with the retriever over its corpus, where it has one; arguments as of `rrl.runs.datasets.load_retriever`."""
     if not dataset.corpus:
         return dataset
     doing = f"searching {retriever.index}" if retriever.index else f"indexing with {retriever.kind}"
     some = f", {len(dataset.passages)} passages" if dataset.passages else ""
     say(f"{dataset.corpus}: {doing}{some}")
-    search = load_retriever(dataset.passages, retriever, load_encoder_of(retriever), seconds, workdir)
+    search = load_retriever(dataset.passages, retriever, load_retriever_encoder(retriever), seconds, workdir)
     local = retriever.index and not retriever.index.startswith("http")
     passages = search.passages if search is not None and local else dataset.passages
     return dataclasses.replace(dataset, retriever=search, passages=passages)

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 
 from rrl.data.trajectory import Trajectory
 from rrl.report.summary import table
-from rrl.rewards.cases import Finding, Sufficiency, shown_searches, told_of
 from rrl.rewards.judge import Judge
+from rrl.rewards.judge_prompts import ErrorAnalysis, Sufficiency, shown_searches, transcript_of
 from rrl.text.metrics import cover_exact_match
 from rrl.text.spans import Tag
 
@@ -39,8 +39,8 @@ def diagnose(trajectories: Sequence[Trajectory], judge: Judge, answer: Tag = "an
     """Diagnoses each trajectory, in their order.
 
     Appendix B: with n searches, overthinking can infer the gold answer after fewer than n of them, good thinking after the
-    n-th only, underthinking never. The kinds of error are told apart by three further questions (`rrl.rewards.cases.FINDINGS`)
-    about the wrong answers. An answer is right by cover exact match.
+    n-th only, underthinking never. The kinds of error are told apart by three further questions
+    (`rrl.rewards.judge_prompts.ERROR_ASPECTS`) about the wrong answers. An answer is right by cover exact match.
 
     Args:
       trajectories: what was done; `answer`, `segments`, `searches` and the question are read.
@@ -48,7 +48,7 @@ def diagnose(trajectories: Sequence[Trajectory], judge: Judge, answer: Tag = "an
       answer: the tag of answers, which are no part of what was thought.
     """
     asked = [
-        (place, searches, Sufficiency(t.question, told_of(t, answer, searches=searches)))
+        (place, searches, Sufficiency(t.question, transcript_of(t, answer, searches=searches)))
         for place, t in enumerate(trajectories)
         for searches in range(len(t.searches) + 1)
     ]
@@ -58,7 +58,7 @@ def diagnose(trajectories: Sequence[Trajectory], judge: Judge, answer: Tag = "an
     right = [cover_exact_match(t.answer, t.question.answers) > 0 for t in trajectories]
     names = [("faithful", "reached") if scores[-1] else ("mistaken",) for scores in enough]
     further = [
-        (place, name, Finding(t.question, told_of(t, answer), t.answer, name, _last(t)))
+        (place, name, ErrorAnalysis(t.question, transcript_of(t, answer), t.answer, name, _last(t)))
         for place, t in enumerate(trajectories)
         if not right[place]
         for name in names[place]

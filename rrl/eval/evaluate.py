@@ -26,14 +26,14 @@ from flax import nnx
 from ml_collections import ConfigDict
 
 from rrl.config.renamed import rename_config
-from rrl.config.sections import build, fill, only
+from rrl.config.sections import build, fill_defaults, refuse_unknown_fields
 from rrl.data.questions import Question, save_questions
 from rrl.data.trajectory import Trajectory
 from rrl.data.trajectory_files import load_trajectories
 from rrl.errors import UserError, at_least, at_most, one_of
 from rrl.eval.dataset import Dataset, DatasetConfig, load_dataset, with_retriever
-from rrl.eval.judging import PROMPTS, short_scores, verdict_file, verdicts
-from rrl.eval.methods import Generator, Trained, Way, make_way
+from rrl.eval.judging import PROMPTS, judgement_file, short_scores, verdicts
+from rrl.eval.methods import AnsweringMethod, AnswerModel, TrainedAgent, make_answering_method
 from rrl.eval.predictions import load_predictions
 from rrl.eval.result_card import (
     BM25,
@@ -44,30 +44,30 @@ from rrl.eval.result_card import (
     save_card,
     versions_here,
 )
-from rrl.eval.results import Lines, read_lines
+from rrl.eval.results import ResultLines, read_lines
 from rrl.eval.scoring import CUTS, Scores, as_text, matched, report, score, write_report
 from rrl.eval.timing import append_timing, latency, read_timing
-from rrl.files import saving, write_whole
+from rrl.files import saving, write_atomically
 from rrl.models.hardware import ComputeConfig, MeshConfig
 from rrl.models.hf import folder_hash, load_language_model
 from rrl.models.weights import require_folder
 from rrl.parallel.runtime import enable_compilation_cache
 from rrl.recipes.card import read_card, require_policy
 from rrl.recipes.catalogue import is_recipe, make_recipe
-from rrl.recipes.prompted.base import Settings as Prompting
-from rrl.recipes.prompted.catalogue import METHODS, make_method
+from rrl.recipes.prompted.base import PromptedSettings
+from rrl.recipes.prompted.catalogue import METHODS, make_prompted_method
 from rrl.report.trajectories_html import write_html
 from rrl.retrieval.bm25 import Bm25Config
 from rrl.retrieval.gold import hits_at
 from rrl.rewards.judge_settings import SECTIONS as JUDGE
 from rrl.rewards.judge_settings import JudgeSettings
 from rrl.rewards.reader import Reader
-from rrl.rollout.config import NO_NUMBERS, EngineConfig
+from rrl.rollout.config import RESULT_INVARIANT_FIELDS, EngineConfig
 from rrl.rollout.engine import Engine
-from rrl.runs.clock import Clock
+from rrl.runs.datasets import RetrieverConfig, encoder_folder
 from rrl.runs.progress import Progress
-from rrl.runs.tasks import RetrieverConfig, encoder_folder
-from rrl.runs.workdir import held, refuse_held, refuse_other_config
+from rrl.runs.timed_log import TimedLog
+from rrl.runs.workdir import lock_workdir, refuse_locked, refuse_other_config
 from rrl.text.metrics import AnswerScores, exact_match
 from rrl.text.normalize import rule_named
 from rrl.text.short_answers import choice_correct
@@ -123,36 +123,36 @@ def with_defaults(config: ConfigDict) -> ConfigDict:
     """A config of this form (see configs/eval.py) with every field there is, so that each can be overridden."""
     rename_config(config)
     for name, kind in SECTIONS.items():
-        fill(config[name], kind)
+        fill_defaults(config[name], kind)
     if "judge" in config:
         for name, kind in JUDGE.items():
             if name not in config:
                 config[name] = ConfigDict()
-            fill(config[name], kind)
+            fill_defaults(config[name], kind)
     name = config.method.name
     if name in METHODS:
-        for option, value in make_method(name).defaults.items():
+        for option, value in make_prompted_method(name).defaults.items():
             if option not in config.method:
                 config.method[option] = value
-        fill(config.prompted, Prompting)
+        fill_defaults(config.prompted, PromptedSettings)
         for field in ("temperature", "token_bytes"):  # the evaluation's, and the tokenizer's
             del config.prompted[field]
     elif is_recipe(name):
         recipe = make_recipe(name)
-        fill(config.recipe, type(recipe))
+        fill_defaults(config.recipe, type(recipe))
         if "environment" not in config.recipe:
             config.recipe.environment = ConfigDict()
-        fill(config.recipe.environment, type(recipe.environment))
+        fill_defaults(config.recipe.environment, type(recipe.environment))
     return config
 
 
 @dataclasses.dataclass(frozen=True)
-class Settings:
+class EvaluationSettings:
     """A config, checked and typed."""
 
     name: str
     policy: str
-    way: Way
+    way: AnsweringMethod
     eval: EvalConfig
     data: DatasetConfig
     retriever: RetrieverConfig
@@ -165,13 +165,13 @@ class Settings:
     judge: JudgeSettings | None = None
 
     @classmethod
-    def of(cls, config: Mapping[str, Any]) -> "Settings":
+    def of(cls, config: Mapping[str, Any]) -> "EvaluationSettings":
         """Checks a config (see configs/eval.py for its form) and that its folders are there; loads nothing yet."""
         values = config.to_dict() if hasattr(config, "to_dict") else dict(config)
         names = ("name", "policy", "reader", "method", "recipe", "prompted")
-        only([*SECTIONS, *JUDGE, *names], values, "config")
+        refuse_unknown_fields([*SECTIONS, *JUDGE, *names], values, "config")
         reader = values.get("reader", "")
-        way = make_way(values["method"], values.get("recipe"), values.get("prompted"), reader)
+        way = make_answering_method(values["method"], values.get("recipe"), values.get("prompted"), reader)
         if not values["name"]:
             raise UserError("name='' names no run; give a name, from which comes its folder")
         require_policy(values["policy"])
@@ -186,7 +186,7 @@ class Settings:
         if settings.searches:
             encoder_folder(settings.retriever)
             settings.retriever.identity()  # its index, where it has one
-        return dataclasses.replace(settings, compute=settings.compute.on(jax.default_backend()))
+        return dataclasses.replace(settings, compute=settings.compute.for_platform(jax.default_backend()))
 
     @property
     def searches(self) -> bool:
@@ -201,21 +201,21 @@ def run(config: Mapping[str, Any], workdir: str | Path, command: Sequence[str] =
     that of this process. Raises UserError for wrong input, and a workdir that another process holds, before anything is written;
     SaveError where the workdir cannot be written.
     """
-    say, workdir = Clock(), Path(workdir)
+    say, workdir = TimedLog(), Path(workdir)
     if jax.process_count() > 1:
         raise UserError("an evaluation runs in one process, over all devices of its host: start it once")
-    settings = Settings.of(config)
+    settings = EvaluationSettings.of(config)
     enable_compilation_cache()
     data = load_dataset(settings.data, settings.retriever, settings.searches, say)
     own = read_card(settings.policy)
-    if own is not None and isinstance(settings.way, Trained) and own.recipe != settings.way.recipe_name:
+    if own is not None and isinstance(settings.way, TrainedAgent) and own.recipe != settings.way.recipe_name:
         say(
             f"warning: policy {settings.policy} was trained as {own.recipe}, and is evaluated as {settings.way.recipe_name}, "
             f"whose form it was not shown; method={own.recipe} is its own"
         )
     identity = identity_of(settings, data)
     refuse_other_config(workdir, identity)
-    refuse_held(workdir, FOLDERS, FILES)
+    refuse_locked(workdir, FOLDERS, FILES)
     data = with_retriever(data, settings.retriever, settings.rollout.search_seconds, workdir, say)
     judge = (
         settings.judge.load(data.questions, settings.compute, settings.mesh.make())
@@ -224,9 +224,9 @@ def run(config: Mapping[str, Any], workdir: str | Path, command: Sequence[str] =
     )
     engine, params = _engine(settings, data, say)
     settings.way.check(engine, data.questions, settings.data.on_error, say)
-    with held(workdir):
+    with lock_workdir(workdir):
         with saving(workdir / "config.json"):
-            write_whole(workdir / "config.json", json.dumps(identity, indent=2) + "\n")
+            write_atomically(workdir / "config.json", json.dumps(identity, indent=2) + "\n")
         with saving(workdir / "questions.jsonl"):
             save_questions(workdir / "questions.jsonl", data.questions)
         answer(settings, _with_reader(settings), data, engine, params, workdir)
@@ -236,7 +236,7 @@ def run(config: Mapping[str, Any], workdir: str | Path, command: Sequence[str] =
         if judge is not None and settings.judge is not None:
             lines = read_lines(workdir / "results.jsonl", "id", "prediction")
             answers = {line["id"]: line["prediction"] for line in lines}
-            file = verdict_file(
+            file = judgement_file(
                 workdir, settings.judge.identity() | {"prompt": settings.eval.judge_prompt}, answers
             )
             judged, began = file.name, time.perf_counter()
@@ -244,7 +244,7 @@ def run(config: Mapping[str, Any], workdir: str | Path, command: Sequence[str] =
             said = verdicts(file, judge, settings.eval.judge_prompt, data.questions, answers)
             if settings.way.long_answers and not any(question.choices for question in data.questions):
                 name = settings.eval.normalization
-                file = verdict_file(workdir, settings.judge.identity() | {"short_answers": name}, answers)
+                file = judgement_file(workdir, settings.judge.identity() | {"short_answers": name}, answers)
                 short = short_scores(file, judge, rule_named(name), data.questions, answers)
             append_timing(workdir, len(said) - before, judged, judge=time.perf_counter() - began)
         card = card_of(settings, data, command, workdir)
@@ -259,7 +259,7 @@ def run(config: Mapping[str, Any], workdir: str | Path, command: Sequence[str] =
     return found
 
 
-def identity_of(settings: Settings, data: Dataset) -> dict[str, Any]:
+def identity_of(settings: EvaluationSettings, data: Dataset) -> dict[str, Any]:
     """What decides the answers: models and data by content, not by path. Scoring and judging decide none of them."""
     encoder = encoder_folder(settings.retriever) if settings.searches else ""
     return {
@@ -274,7 +274,7 @@ def identity_of(settings: Settings, data: Dataset) -> dict[str, Any]:
         "rollout": {
             name: value
             for name, value in dataclasses.asdict(settings.rollout).items()
-            if name not in NO_NUMBERS
+            if name not in RESULT_INVARIANT_FIELDS
         },
         **({"reader_context": settings.reader_rollout.context} if settings.reader else {}),
         "compute": dataclasses.asdict(settings.compute),
@@ -283,7 +283,7 @@ def identity_of(settings: Settings, data: Dataset) -> dict[str, Any]:
     }
 
 
-def _engine(settings: Settings, data: Dataset, say: Clock) -> tuple[Engine, Any]:
+def _engine(settings: EvaluationSettings, data: Dataset, say: TimedLog) -> tuple[Engine, Any]:
     mesh, compute = settings.mesh.make(), settings.compute
     device = mesh.devices.flat[0]
     say(f"policy {settings.policy}, on {mesh.size} of {len(jax.devices())} devices ({device.device_kind})")
@@ -301,9 +301,9 @@ def _engine(settings: Settings, data: Dataset, say: Clock) -> tuple[Engine, Any]
     return engine, nnx.state(decoder)
 
 
-def _with_reader(settings: Settings) -> Way:
+def _with_reader(settings: EvaluationSettings) -> AnsweringMethod:
     """The way, with the model loaded that answers for it, where it has one."""
-    if not (settings.reader and isinstance(settings.way, Trained)):
+    if not (settings.reader and isinstance(settings.way, TrainedAgent)):
         return settings.way
     frozen = load_language_model(
         settings.reader,
@@ -312,14 +312,23 @@ def _with_reader(settings: Settings) -> Way:
         dtype=jnp.dtype(settings.compute.dtype),
         param_dtype=jnp.dtype(settings.compute.dtype),
     )
-    return dataclasses.replace(settings.way, reader=Generator(Reader(*frozen, settings.reader_rollout).said))
+    return dataclasses.replace(
+        settings.way, reader=AnswerModel(Reader(*frozen, settings.reader_rollout).replies)
+    )
 
 
-def answer(settings: Settings, way: Way, data: Dataset, engine: Engine, params: Any, workdir: Path) -> None:
+def answer(
+    settings: EvaluationSettings,
+    way: AnsweringMethod,
+    data: Dataset,
+    engine: Engine,
+    params: Any,
+    workdir: Path,
+) -> None:
     """Has all questions answered that results.jsonl does not hold yet; each is there as soon as it is answered."""
     count = len(data.questions)
-    reader = way.reader if isinstance(way, Trained) else None
-    lines = Lines(workdir / "results.jsonl", (question.id for question in data.questions))
+    reader = way.reader if isinstance(way, TrainedAgent) else None
+    lines = ResultLines(workdir / "results.jsonl", (question.id for question in data.questions))
     todo = [(at, question) for at, question in enumerate(data.questions) if question.id not in lines.done]
     right = asked = 0.0
     with Progress(count, start=len(lines.done), label=settings.way.name.split(" ")[0]) as progress:
@@ -355,7 +364,7 @@ def _right(prediction: str, answers: Sequence[str], choices: Sequence[str]) -> f
 
 
 def card_of(
-    settings: Settings, data: Dataset, command: Sequence[str] = (), workdir: Path | None = None
+    settings: EvaluationSettings, data: Dataset, command: Sequence[str] = (), workdir: Path | None = None
 ) -> ResultCard:
     """What the result says of itself; whose code answered is in `workdir`'s timing, where there is one."""
     answered = [line for line in read_timing(workdir) if "commit" in line] if workdir else []
@@ -412,7 +421,7 @@ def finish(
     workdir: Path,
     card: ResultCard,
     questions: Sequence[Question],
-    settings: Settings,
+    settings: EvaluationSettings,
     said: Mapping[str, bool | None],
     short: Mapping[str, AnswerScores | None],
     judged: str = "",

@@ -33,7 +33,7 @@ class Interval:
 
 
 @dataclasses.dataclass(frozen=True)
-class Paired:
+class PairedComparison:
     """What a second run does better than a first on the same questions."""
 
     difference: float
@@ -75,7 +75,7 @@ def student(values: Values, *, level: float = 0.95) -> Interval:
 
 def compare(
     first: Values, second: Values, *, level: float = 0.95, resamples: int = RESAMPLES, seed: int = 0
-) -> Paired:
+) -> PairedComparison:
     """A paired comparison of two runs: interval by bootstrap over questions, p by McNemar's exact test or a permutation test.
 
     Raises UserError for runs of unequal length, and as `bootstrap`.
@@ -89,7 +89,7 @@ def compare(
     low, high = _percentiles(_resampled_means(change, resamples, seed), level)
     better, worse = int((change > 0).sum()), int((change < 0).sum())
     binary = bool(np.isin(ours, (0, 1)).all() and np.isin(theirs, (0, 1)).all())
-    return Paired(
+    return PairedComparison(
         difference=float(change.mean()),
         low=low,
         high=high,

@@ -8,20 +8,20 @@ from typing import Any
 
 from rrl.data.questions import Question
 from rrl.errors import UserError
-from rrl.eval.results import Lines, read_lines
-from rrl.rewards.cases import Case, Correctness, ShortAnswer, Validation
+from rrl.eval.results import ResultLines, read_lines
 from rrl.rewards.judge import Judge
+from rrl.rewards.judge_prompts import Correctness, JudgePrompt, ShortAnswer, Validation
 from rrl.runs.progress import Progress
 from rrl.text.metrics import AnswerScores, score_answer
 from rrl.text.normalize import Rule
 
-PROMPTS: Mapping[str, Callable[[Question, str], Case]] = {"tiresrag": Correctness, "r2ag": Validation}
+PROMPTS: Mapping[str, Callable[[Question, str], JudgePrompt]] = {"tiresrag": Correctness, "r2ag": Validation}
 """TIRESRAG-R1, Figure 13, and R2AG, Figure A.4."""
-TOGETHER = 256
+JUDGE_BATCH = 256
 """Answers that are judged at once: a kill loses no more."""
 
 
-def verdict_file(folder: Path, identity: Mapping[str, Any], answers: Mapping[str, str]) -> Path:
+def judgement_file(folder: Path, identity: Mapping[str, Any], answers: Mapping[str, str]) -> Path:
     """Where the verdicts of one judge on these answers stand, so that another's, or those on answers that were edited since, are
     never taken for them."""
     digest = hashlib.sha256(json.dumps([identity, answers], sort_keys=True).encode()).hexdigest()
@@ -82,11 +82,11 @@ def _kept(
 ) -> dict[str, dict[str, Any]]:
     """A record of each question, with `fields`, by id: those that `file` holds, and of the others what `graded` says, written as
     it comes."""
-    lines = Lines(file, [question.id for question in questions])
+    lines = ResultLines(file, [question.id for question in questions])
     with Progress(len(questions), start=len(lines.done), label=label) as progress:
         todo = [question for question in questions if question.id not in lines.done]
-        for at in range(0, len(todo), TOGETHER):
-            for record in graded(todo[at : at + TOGETHER]):
+        for at in range(0, len(todo), JUDGE_BATCH):
+            for record in graded(todo[at : at + JUDGE_BATCH]):
                 lines.append(record)
             progress.update(len(lines.done), {})
     return {line["id"]: line for line in read_lines(file, *fields)}

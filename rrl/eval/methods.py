@@ -12,39 +12,38 @@ import numpy as np
 from jaxtyping import PyTree
 
 from rrl.config.sections import build
-from rrl.data.questions import Question, asked
+from rrl.data.questions import Question, with_choices
 from rrl.data.records import OnFault
 from rrl.data.trajectory import ENVIRONMENT, POLICY, PROMPT, Search, Trajectory
 from rrl.data.trajectory_files import searches_as_json
 from rrl.errors import UserError
 from rrl.models.weights import folder_hash
-from rrl.recipes.base import ALONE, Recipe, Scoring, check_tags, uses_chat
-from rrl.recipes.card import card_of
+from rrl.recipes.base import NO_MODELS, Recipe, ScoringContext, check_tags, uses_chat
+from rrl.recipes.card import make_card
 from rrl.recipes.catalogue import RECIPES, is_recipe, make_recipe
-from rrl.recipes.episodes import opening_ids, run_requests, too_long
-from rrl.recipes.prompted.base import Outcome
-from rrl.recipes.prompted.base import Settings as Prompting
-from rrl.recipes.prompted.catalogue import METHODS, Method, make_method
-from rrl.rewards.reader import Said
+from rrl.recipes.episodes import find_long_prompts, prompt_ids, run_requests
+from rrl.recipes.prompted.base import PromptedResult, PromptedSettings
+from rrl.recipes.prompted.catalogue import METHODS, PromptedMethod, make_prompted_method
+from rrl.rewards.reader import ReaderReply
 from rrl.rollout.engine import Engine
 from rrl.rollout.episodes import Request
 from rrl.text.chat import Prompt, chat_ids
 from rrl.text.metrics import cover_exact_match
 from rrl.text.spans import Tag
 
-Numbered = Sequence[tuple[int, Question]]
+NumberedQuestions = Sequence[tuple[int, Question]]
 """Questions with their places in the dataset, which are their sampling seeds."""
-Keep = Callable[[dict[str, Any]], None]
+OnRecord = Callable[[dict[str, Any]], None]
 """Is given the record of each question as soon as it is answered, from inside the engine's loop: it must not touch JAX."""
 
 
-TOGETHER = 4096
+ENGINE_BATCH = 4096
 """Questions that are handed to the engine at once: many times its rows, so that they stay busy to the end."""
-READ_TOGETHER = 256
+READER_BATCH = 256
 """The same where another model answers when all of them have ended: a kill loses no more."""
 
 
-class Way(Protocol):
+class AnsweringMethod(Protocol):
     """One way to answer questions."""
 
     @property
@@ -88,29 +87,30 @@ class Way(Protocol):
         self,
         engine: Engine,
         params: PyTree,
-        questions: Numbered,
+        questions: NumberedQuestions,
         key: jax.Array,
         temperature: float,
-        keep: Keep,
+        keep: OnRecord,
     ) -> None:
         """Has the questions answered."""
 
 
-def make_way(
+def make_answering_method(
     method: Mapping[str, Any],
     recipe: Mapping[str, Any] | None,
     prompted: Mapping[str, Any] | None,
     reader: str = "",
-) -> Way:
+) -> AnsweringMethod:
     """The way that the sections of a config tell of.
 
     Args:
       method: name, and of a prompted method its options.
       recipe: of a recipe, what is changed in it, its environment's under "environment".
-      prompted: of a prompted method, fields of `rrl.recipes.prompted.base.Settings`.
+      prompted: of a prompted method, fields of `rrl.recipes.prompted.base.PromptedSettings`.
       reader: of a recipe, the folder of the model that answers from what was found.
 
-    Raises UserError for an unknown name, with what there is, for a reader that is no use, and as `make_recipe` and `make_method`.
+    Raises UserError for an unknown name, with what there is, for a reader that is no use, and as `make_recipe` and
+    `make_prompted_method`.
     """
     options = dict(method)
     name = options.pop("name")
@@ -118,7 +118,9 @@ def make_way(
     if name in METHODS:
         if reader:
             raise UserError(alone)
-        return Prompted(name, make_method(name, options), build(Prompting, prompted or {}, "prompted"))
+        return PromptedAgent(
+            name, make_prompted_method(name, options), build(PromptedSettings, prompted or {}, "prompted")
+        )
     if not is_recipe(name):
         raise UserError(
             f"method={name!r} is unknown; recipes are {', '.join(RECIPES)} and MODULE:CLASS; prompted methods "
@@ -127,18 +129,18 @@ def make_way(
     fields = dict(recipe or {})
     environment = fields.pop("environment", {})
     found = make_recipe(name, fields, environment)
-    if reader and not getattr(found, "leaves_answer", False):
+    if reader and not getattr(found, "answers_with_reader", False):
         raise UserError(alone)
-    return Trained(found, reader)
+    return TrainedAgent(found, reader)
 
 
 @dataclasses.dataclass
-class Generator:
+class AnswerModel:
     """The model that answers from what a recipe found: how long it has read, and what it said last."""
 
-    ask: Callable[[Sequence[str | Prompt]], list[Said]]
+    ask: Callable[[Sequence[str | Prompt]], list[ReaderReply]]
     seconds: float = 0.0
-    last: Sequence[Said] = ()
+    last: Sequence[ReaderReply] = ()
 
     def __call__(self, prompts: Sequence[str | Prompt]) -> list[str]:
         """Its answers to the prompts."""
@@ -149,22 +151,22 @@ class Generator:
 
 
 @dataclasses.dataclass(frozen=True)
-class Trained:
+class TrainedAgent:
     """A recipe's protocol, whose policy was trained for it (or is tried without)."""
 
     recipe: Recipe
     reader_name: str = ""
     """Folder of the model that answers from what was found, for recipes that leave that to another (R2AG)."""
-    reader: Generator | None = None
+    reader: AnswerModel | None = None
     """That model."""
 
     @property
     def together(self) -> int:
-        return TOGETHER if self.reader is None else READ_TOGETHER
+        return ENGINE_BATCH if self.reader is None else READER_BATCH
 
     @property
     def _card(self) -> dict[str, Any]:
-        return dataclasses.asdict(card_of(self.recipe, 0, 0))
+        return dataclasses.asdict(make_card(self.recipe, 0, 0))
 
     @property
     def recipe_name(self) -> str:
@@ -210,25 +212,25 @@ class Trained:
         self, engine: Engine, questions: Sequence[Question], on_error: OnFault, say: Callable[[str], None]
     ) -> None:
         check_tags(self.recipe, engine.tokenizer)
-        too_long(engine, self.recipe, [_shown(question) for question in questions], on_error, say)
+        find_long_prompts(engine, self.recipe, [_shown(question) for question in questions], on_error, say)
 
     def ask(
         self,
         engine: Engine,
         params: PyTree,
-        questions: Numbered,
+        questions: NumberedQuestions,
         key: jax.Array,
         temperature: float,
-        keep: Keep,
+        keep: OnRecord,
     ) -> None:
-        prompts = [opening_ids(engine, self.recipe, _shown(question)) for _, question in questions]
+        prompts = [prompt_ids(engine, self.recipe, _shown(question)) for _, question in questions]
         requests = [
             Request(question, prompt, number, number, temperature)
             for (number, question), prompt in zip(questions, prompts, strict=True)
         ]
 
         def ended(place: int, trajectory: Trajectory) -> None:
-            self.recipe.score([trajectory], ALONE)
+            self.recipe.score([trajectory], NO_MODELS)
             keep(of_trajectory(trajectory))
 
         if self.reader is None:
@@ -236,20 +238,20 @@ class Trained:
             return
         # A model that is asked cannot be asked from inside the loop.
         trajectories = run_requests(engine, params, requests, self.recipe, key)
-        self.recipe.score(trajectories, Scoring(self.reader))
+        self.recipe.score(trajectories, ScoringContext(self.reader))
         for trajectory, said in zip(trajectories, self.reader.last, strict=True):
-            read = {"reader_prompt_tokens": said.read, "reader_tokens": said.written}
+            read = {"reader_prompt_tokens": said.prompt_tokens, "reader_tokens": said.answer_tokens}
             keep(of_trajectory(trajectory) | read)
 
 
 @dataclasses.dataclass(frozen=True)
-class Prompted:
+class PromptedAgent:
     """A prompted method."""
 
     method_name: str
-    method: Method
-    settings: Prompting
-    together = TOGETHER
+    method: PromptedMethod
+    settings: PromptedSettings
+    together = ENGINE_BATCH
     long_answers = False
 
     @property
@@ -294,22 +296,22 @@ class Prompted:
         """A prompt that outgrows the context costs its question the answer only; how many did is said at the end."""
         if on_error == "stop":
             for question in questions:
-                engine.check_prompt(question, chat_ids(engine.tokenizer, asked(question)))
+                engine.check_prompt(question, chat_ids(engine.tokenizer, with_choices(question)))
 
     def ask(
         self,
         engine: Engine,
         params: PyTree,
-        questions: Numbered,
+        questions: NumberedQuestions,
         key: jax.Array,
         temperature: float,
-        keep: Keep,
+        keep: OnRecord,
     ) -> None:
         settings = dataclasses.replace(self.settings, temperature=temperature, token_bytes=engine.bytes)
         by_number = dict(questions)
         engine.run_workflows(
             params,
-            [self.method.flow(question, settings) for question in by_number.values()],
+            [self.method.workflow(question, settings) for question in by_number.values()],
             self.method.completion(settings),
             key,
             numbers=list(by_number),
@@ -333,18 +335,18 @@ def of_trajectory(trajectory: Trajectory) -> dict[str, Any]:
     )
 
 
-def of_outcome(question: Question, outcome: Outcome) -> dict[str, Any]:
+def of_outcome(question: Question, outcome: PromptedResult) -> dict[str, Any]:
     """The record of what came of a prompted method: what it asked its model later stands where an environment would speak."""
     segments: list[tuple[int, str]] = []
-    for said in outcome.written:
+    for said in outcome.generations:
         for role, text in said.trajectory.segments:
             segments.append((ENVIRONMENT if role == PROMPT and segments else role, text))
     searches = [
         Search(turn, query, tuple(p.title for p in passages or ()), passages is None, passages or ())
         for turn, (query, passages) in enumerate(outcome.searches)
     ]
-    counts = {PROMPT: outcome.tokens_read, POLICY: outcome.tokens, ENVIRONMENT: 0}
-    turns = len(outcome.written)
+    counts = {PROMPT: outcome.prompt_tokens, POLICY: outcome.sampled_tokens, ENVIRONMENT: 0}
+    turns = len(outcome.generations)
     return _record(question, outcome.answer, outcome.ended, segments, searches, turns, counts)
 
 
@@ -389,7 +391,7 @@ def _answer_rank(question: Question, searches: Sequence[Search]) -> int | None:
 
 def _shown(question: Question) -> Question:
     """The question as a recipe asks it: its choices belong to its text."""
-    return dataclasses.replace(question, text=asked(question)) if question.choices else question
+    return dataclasses.replace(question, text=with_choices(question)) if question.choices else question
 
 
 def _short(value: Any) -> Any:

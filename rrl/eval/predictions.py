@@ -9,10 +9,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from rrl.data.decoding import Broken
+from rrl.data.decoding import BrokenRecord
 from rrl.data.passages import passage_of
 from rrl.data.questions import QUESTION_FIELDS, answer_text
-from rrl.data.records import LeftOut, asked_fields_of, fields_of, id_field, list_field, read_records
+from rrl.data.records import ExcludedRecord, asked_fields_of, fields_of, id_field, list_field, read_records
 from rrl.data.tables import PREDICTIONS, QUESTION_IDS
 from rrl.errors import UserError
 
@@ -117,7 +117,7 @@ def _by_id(document: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def _prediction(place: str, record: Any, field: str, judge_field: str) -> Prediction:
-    if isinstance(record, Broken):
+    if isinstance(record, BrokenRecord):
         raise ValueError(record.reason)
     fields = asked_fields_of(record)
     identity = id_field(fields, 0) if any(fields.get(name) is not None for name in QUESTION_IDS) else None
@@ -214,7 +214,7 @@ def _entry_titles(entries: list[Any]) -> Iterator[str | None]:
         else:
             try:
                 yield passage_of(at, entry).title
-            except LeftOut:
+            except ExcludedRecord:
                 yield None
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from rrl.data.questions import Question
 from rrl.errors import UserError, at_least
-from rrl.files import replaced
+from rrl.files import atomic_stream
 
 PACKAGES = ("jax", "flax", "numpy", "transformers", "scann", "bm25s")
 
@@ -217,7 +217,7 @@ def _git(*arguments: str) -> str:
 
 def save_card(file: str | Path, card: ResultCard) -> None:
     """Writes the card as JSON; the file is there only when it is whole."""
-    with replaced(Path(file)) as stream:
+    with atomic_stream(Path(file)) as stream:
         stream.write((json.dumps(dataclasses.asdict(card), indent=2, ensure_ascii=False) + "\n").encode())
 
 

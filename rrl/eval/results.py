@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from rrl.errors import UserError
-from rrl.files import append, json_lines, replaced, saving
+from rrl.files import append_bytes, atomic_stream, read_json_lines, saving
 
 _REMEDY = "remove that line and give the command that wrote the file again"
 _WORDS: Mapping[type, str] = {numbers.Real: "a number", str: "a text", dict: "an object"}
 _ANY: Mapping[str, type] = types.MappingProxyType({})
 
 
-class Lines:
+class ResultLines:
     """A file of JSON objects with an id each. What a kill left of a line that it cut is dropped when the file is opened."""
 
     def __init__(self, path: Path, allowed: Iterable[str]) -> None:
@@ -34,7 +34,7 @@ class Lines:
         """Writes one line. Raises SaveError, also where the file was deleted meanwhile."""
         line = json.dumps(record, allow_nan=False).encode() + b"\n"
         with saving(self.path):
-            append(self.path, line)
+            append_bytes(self.path, line)
         self.done.add(record["id"])
 
 
@@ -44,14 +44,14 @@ def whole_lines(path: Path) -> None:
         return
     whole, newline, cut = path.read_bytes().rpartition(b"\n")
     if cut:
-        with replaced(path) as stream:
+        with atomic_stream(path) as stream:
             stream.write(whole + newline)
 
 
 def _ids(path: Path, allowed: set[str]) -> set[str]:
     first: dict[str, int] = {}
     remedy = "remove that line, and its question is asked again"
-    for number, record in json_lines(path, remedy):
+    for number, record in read_json_lines(path, remedy):
         if "id" not in record:
             raise UserError(f"{path}, line {number}: no record with an id; {remedy}")
         identity = record["id"]
@@ -77,7 +77,7 @@ def read_lines(path: Path, *fields: str, kinds: Mapping[str, type] = _ANY) -> li
     if not path.exists():
         return []
     records = []
-    for number, record in json_lines(path, _REMEDY):
+    for number, record in read_json_lines(path, _REMEDY):
         if lacking := [field for field in fields if field not in record]:
             raise UserError(f"{path}, line {number}: there is no {lacking[0]!r}; {_REMEDY}")
         for name in record.keys() & kinds.keys():

@@ -7,7 +7,7 @@ import numpy as np
 
 from rrl.data.questions import Question
 from rrl.errors import UserError
-from rrl.retrieval.gold import Hits, hits_by_answer, hits_of
+from rrl.retrieval.gold import GoldHits, gold_hits, hits_by_answer
 from rrl.retrieval.retriever import Retriever
 from rrl.text.normalize import RULES
 
@@ -17,7 +17,7 @@ GROUPS: Mapping[str, Callable[[Question], str]] = {
 }
 """What questions may be grouped by: their kind, or their number of hops; of gold passages, if the file has no hops."""
 METRICS = {"recall": "recall", "full_recall": "full", "hits": "hit", "mrr": "MRR", "map": "mAP"}
-"""As `Hits.metrics` has them, and in the head of the table."""
+"""As `GoldHits.metrics` has them, and in the head of the table."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +76,7 @@ def retrieval_report(
     found = retriever.search([question.text for question in asked], cuts[-1])
     if asked[0].gold:
         titles = [[hit.passage.title for hit in hits] for hits in found]
-        hits, way = hits_of(titles, [question.gold for question in asked]), "gold titles"
+        hits, way = gold_hits(titles, [question.gold for question in asked]), "gold titles"
     else:
         texts = [[f"{hit.passage.title} {hit.passage.text}" for hit in hits] for hits in found]
         hits = hits_by_answer(texts, [question.answers for question in asked], RULES["flashrag"])
@@ -87,7 +87,7 @@ def retrieval_report(
     return RetrievalReport(cuts, way, len(questions) - len(asked), groups)
 
 
-def _means(hits: Hits, cuts: Sequence[int], rows: np.ndarray) -> dict[str, float]:
+def _means(hits: GoldHits, cuts: Sequence[int], rows: np.ndarray) -> dict[str, float]:
     means = {
         f"{name}@{k}": float(np.mean(values[rows])) for k in cuts for name, values in hits.metrics(k).items()
     }

@@ -15,9 +15,9 @@ from rrl.data.records import read_records
 from rrl.errors import UserError
 from rrl.eval.intervals import bootstrap, compare
 from rrl.eval.predictions import Prediction
-from rrl.files import replaced, saving
+from rrl.files import atomic_stream, saving
 from rrl.report.summary import table
-from rrl.retrieval.gold import Hits, hits_of
+from rrl.retrieval.gold import GoldHits, gold_hits
 from rrl.text.characters import one_form
 from rrl.text.metrics import score_answers
 from rrl.text.normalize import RRL, Rule
@@ -77,11 +77,11 @@ class Scores:
         return "acc" if "acc" in self.metrics else "em"
 
     @functools.cached_property
-    def hits(self) -> Hits | None:
+    def hits(self) -> GoldHits | None:
         """Which of what was found is gold; None where titles or gold passages are not known."""
         if self.titles is None or not any(question.gold for question in self.questions):
             return None
-        return hits_of(self.titles, [question.gold for question in self.questions])
+        return gold_hits(self.titles, [question.gold for question in self.questions])
 
     @property
     def coverage(self) -> dict[str, Float[np.ndarray, "Q"]]:
@@ -391,7 +391,7 @@ def write_report(folder: str | Path, found: Mapping[str, Any], scores: Scores) -
         raise UserError(f"out={str(folder)!r} cannot be made ({error}); give another folder") from error
     text = json.dumps(found, indent=2, ensure_ascii=False) + "\n"
     for name, content in (("scores.jsonl", "".join(lines)), ("metrics.json", text)):
-        with saving(folder / name), replaced(folder / name) as stream:
+        with saving(folder / name), atomic_stream(folder / name) as stream:
             stream.write(content.encode())
 
 

@@ -8,34 +8,34 @@ import numpy as np
 
 from rrl.data.trajectory import Trajectory
 from rrl.errors import UserError
-from rrl.eval.intervals import Paired, compare
+from rrl.eval.intervals import PairedComparison, compare
 from rrl.report.summary import table
-from rrl.retrieval.gold import Hits, hits_of
+from rrl.retrieval.gold import GoldHits, gold_hits
 from rrl.retrieval.retriever import Retriever
 
 
 @dataclasses.dataclass(frozen=True)
-class Beside:
+class SingleStepComparison:
     """What a policy's searches found, and what the question itself finds."""
 
     kinds: tuple[str, ...]
     """Of each question."""
-    steps: Hits
+    steps: GoldHits
     """The policy's."""
-    single: Hits
+    single: GoldHits
     """The question as the only query, with as many passages as the policy found for that question."""
-    fixed: Hits
+    fixed: GoldHits
     """The same with `k` passages for every question."""
     k: int
     """Their mean number, rounded up."""
 
     @property
-    def gain(self) -> Paired:
+    def gain(self) -> PairedComparison:
         """Recall of the policy's searches less that of the single one, at each question's own K."""
         return compare(self.single.recall(), self.steps.recall())
 
 
-def beside_single_step(trajectories: Sequence[Trajectory], retriever: Retriever) -> Beside:
+def compare_single_step(trajectories: Sequence[Trajectory], retriever: Retriever) -> SingleStepComparison:
     """Searches every question once with the retriever that the trajectories were made with.
 
     K counts passages that differ. Raises UserError where no question names gold passages.
@@ -46,7 +46,7 @@ def beside_single_step(trajectories: Sequence[Trajectory], retriever: Retriever)
             f"none of {len(trajectories)} trajectories has gold passages to look for: give data with supporting facts"
         )
     gold = [t.question.gold for t in known]
-    steps = hits_of([[title for search in t.searches for title in search.titles] for t in known], gold)
+    steps = gold_hits([[title for search in t.searches for title in search.titles] for t in known], gold)
     k = max(1, math.ceil(steps.found.mean()))
     most = max(k, int(steps.found.max()))
     # Twice as many, for of passages with one title the first alone counts.
@@ -55,16 +55,16 @@ def beside_single_step(trajectories: Sequence[Trajectory], retriever: Retriever)
         for hits in retriever.search([t.question.text for t in known], 2 * most)
     ]
     own = [titles[:count] for titles, count in zip(ranked, steps.found.tolist(), strict=True)]
-    return Beside(
+    return SingleStepComparison(
         kinds=tuple(t.question.kind for t in known),
         steps=steps,
-        single=hits_of(own, gold),
-        fixed=hits_of([titles[:k] for titles in ranked], gold),
+        single=gold_hits(own, gold),
+        fixed=gold_hits([titles[:k] for titles in ranked], gold),
         k=k,
     )
 
 
-def as_text(found: Beside) -> str:
+def as_text(found: SingleStepComparison) -> str:
     """A table of recall and full recall in percent, by kind of question, and the gain with its interval."""
     rows: list[tuple[str, ...]] = [
         ("", "@K", "recall", "full", "single, same K", "full", f"single, K={found.k}", "full")

@@ -21,7 +21,7 @@ from rrl.models.block_attention import block_attention
 from rrl.parallel.mesh import ROW_AXES
 from rrl.parallel.rules import fit
 
-Backend = Literal["blocks", "xla", "cudnn", "splash"]
+AttentionBackend = Literal["blocks", "xla", "cudnn", "splash"]
 """blocks: one small block after another, those without a segment or branch in common left out, for processors; xla: few large
 operations, for float32 on a GPU."""
 _NO_BRANCHES = (
@@ -31,7 +31,7 @@ LANES = 128
 """Splash works on blocks of so many tokens, and on head dimensions that are multiples of it."""
 
 
-def choose_backend(name: str, platform: str, dtype: DTypeLike, branches: bool = False) -> Backend:
+def choose_backend(name: str, platform: str, dtype: DTypeLike, branches: bool = False) -> AttentionBackend:
     """The kernel to use on a platform ("cpu", "gpu", "tpu"); "auto" takes the fastest that runs there.
 
     Args:
@@ -42,14 +42,16 @@ def choose_backend(name: str, platform: str, dtype: DTypeLike, branches: bool = 
     """
     half = jnp.dtype(dtype) in (jnp.bfloat16, jnp.float16)
     if name == "auto":
-        best: dict[str, Backend] = {
+        best: dict[str, AttentionBackend] = {
             "cpu": "blocks",
             "gpu": "cudnn" if half else "xla",
             "tpu": "xla" if branches else "splash",
         }
         return best.get(platform, "xla")
-    if name not in get_args(Backend):
-        raise UserError(f"attention={name!r} is unknown; choose one of auto, {', '.join(get_args(Backend))}")
+    if name not in get_args(AttentionBackend):
+        raise UserError(
+            f"attention={name!r} is unknown; choose one of auto, {', '.join(get_args(AttentionBackend))}"
+        )
     if name == "splash" and platform != "tpu":
         raise UserError(f"attention=splash runs on TPUs only, this is a {platform}; choose xla or auto")
     if name == "splash" and branches:
@@ -63,7 +65,7 @@ def choose_backend(name: str, platform: str, dtype: DTypeLike, branches: bool = 
 
 
 def packed_attention(
-    backend: Backend,
+    backend: AttentionBackend,
     q: Float[Array, "B T N H"],
     k: Float[Array, "B T K H"],
     v: Float[Array, "B T K H"],

@@ -43,7 +43,7 @@ class KVCache:
     slots_last: bool = dataclasses.field(default=False, metadata={"static": True})
     """Whether keys have their slots last, as a CPU's matrix product wants them: it transposes no block then. A TPU would copy
     all keys to write one there."""
-    compiled: bool = dataclasses.field(default=False, metadata={"static": True})
+    cpu_kernel: bool = dataclasses.field(default=False, metadata={"static": True})
     """Whether `rrl.models.cpu.layers` reads it and, on one device, writes it: only on a CPU, and with `slots_last`."""
     threads: int = dataclasses.field(default=1, metadata={"static": True})
     """Most that it may use; bits don't depend on it."""
@@ -57,7 +57,7 @@ class KVCache:
         dtype: DTypeLike = jnp.float32,
         *,
         slots_last: bool = False,
-        compiled: bool = False,
+        cpu_kernel: bool = False,
         threads: int = 1,
     ) -> "KVCache":
         """An empty cache of `rows` sequences of up to `slots` tokens."""
@@ -65,7 +65,7 @@ class KVCache:
         last = BLOCK, config.head_dim
         keys = jnp.zeros((*lead, *(reversed(last) if slots_last else last)), dtype)
         values = _placed(jnp.zeros((*lead, *last), dtype))
-        return cls(_placed(keys), values, slots, slots_last, compiled, threads)
+        return cls(_placed(keys), values, slots, slots_last, cpu_kernel, threads)
 
     @property
     def rows(self) -> int:
@@ -82,7 +82,7 @@ class KVCache:
 
         def on_one(positions: Array) -> Groups:
             needed = jnp.max(jnp.where(positions < self.slots, positions // BLOCK + 1, 0), axis=1)
-            alone = self.compiled or not readers
+            alone = self.cpu_kernel or not readers
             if alone or len(needed) % readers[0] or tuple(readers) == (len(needed),):
                 return None, jnp.max(needed)[None, None]
             order = jnp.argsort(-needed).reshape(-1, readers[0])
@@ -159,7 +159,7 @@ class KVCache:
         mesh = jax.sharding.get_abstract_mesh()
         begin, end = jnp.broadcast_to(kept, slots.shape) // BLOCK, (slots + BLOCK - 1) // BLOCK
         if mesh.empty or mesh.size == 1:
-            if self.compiled:
+            if self.cpu_kernel:
                 k, v = cpu_copy(self.k, self.v, source, target, begin, end, threads=self.threads)
             else:
                 k, v = _copied((self.k, self.v), source, target, begin, end, jnp.int32(0))
@@ -206,7 +206,7 @@ def _attended(
     pair = put(pair[0], of_key, k), put(pair[1], (every, slot), v)
     if not reads:
         return q, pair
-    if cache.compiled:
+    if cache.cpu_kernel:
         return cpu_attention(q, *pair, layer, positions, rows, cache.slots), pair
     out = cache_attention(q, *pair, layer, positions, rows, groups, readers, slots_last=cache.slots_last)
     return out, pair

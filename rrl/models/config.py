@@ -8,7 +8,7 @@ from rrl.errors import UserError, at_least, one_of
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Family:
+class DecoderFamily:
     """What sets one family of decoders apart from the others; everything else is the same code."""
 
     architecture: str
@@ -17,10 +17,10 @@ class Family:
     qk_norm: bool
 
 
-FAMILIES = {
-    "llama": Family("LlamaForCausalLM", qkv_bias=False, qk_norm=False),
-    "qwen2": Family("Qwen2ForCausalLM", qkv_bias=True, qk_norm=False),
-    "qwen3": Family("Qwen3ForCausalLM", qkv_bias=False, qk_norm=True),
+DECODER_FAMILIES = {
+    "llama": DecoderFamily("LlamaForCausalLM", qkv_bias=False, qk_norm=False),
+    "qwen2": DecoderFamily("Qwen2ForCausalLM", qkv_bias=True, qk_norm=False),
+    "qwen3": DecoderFamily("Qwen3ForCausalLM", qkv_bias=False, qk_norm=True),
 }
 
 
@@ -51,7 +51,7 @@ class DecoderConfig:
     mlp: int
     """Width F of the SwiGLU layer."""
     model_type: str = "qwen2"
-    """A key of FAMILIES; says whether q, k, v have biases (Qwen2) or norms (Qwen3)."""
+    """A key of DECODER_FAMILIES; says whether q, k, v have biases (Qwen2) or norms (Qwen3)."""
     rope_theta: float = 10_000.0
     rope_scaling: Llama3Scaling | None = None
     rms_eps: float = 1e-6
@@ -63,9 +63,9 @@ class DecoderConfig:
     pad_token_id: int | None = None
 
     def __post_init__(self) -> None:
-        if self.model_type not in FAMILIES:
+        if self.model_type not in DECODER_FAMILIES:
             raise UserError(
-                f"model_type={self.model_type!r} is not supported; choose one of {', '.join(FAMILIES)}"
+                f"model_type={self.model_type!r} is not supported; choose one of {', '.join(DECODER_FAMILIES)}"
             )
         at_least(
             1, self, "vocab_size", "hidden", "layers", "heads", "kv_heads", "head_dim", "mlp", "max_positions"
@@ -80,12 +80,12 @@ class DecoderConfig:
     @property
     def qkv_bias(self) -> bool:
         """Whether q, k and v have biases."""
-        return FAMILIES[self.model_type].qkv_bias
+        return DECODER_FAMILIES[self.model_type].qkv_bias
 
     @property
     def qk_norm(self) -> bool:
         """Whether each head of q and k is normalised before RoPE."""
-        return FAMILIES[self.model_type].qk_norm
+        return DECODER_FAMILIES[self.model_type].qk_norm
 
     @classmethod
     def from_hf(cls, hf: Mapping[str, Any], generation: Mapping[str, Any] | None = None) -> "DecoderConfig":
@@ -99,9 +99,9 @@ class DecoderConfig:
                 biases).
         """
         model_type = hf.get("model_type")
-        if model_type not in FAMILIES:
+        if model_type not in DECODER_FAMILIES:
             raise UserError(
-                f"config.json: model_type={model_type!r} is not supported; choose one of {', '.join(FAMILIES)}"
+                f"config.json: model_type={model_type!r} is not supported; choose one of {', '.join(DECODER_FAMILIES)}"
             )
         _refuse_unsupported(hf)
         heads, hidden = _whole(hf, "num_attention_heads"), _whole(hf, "hidden_size")
@@ -130,7 +130,7 @@ class DecoderConfig:
         """The config.json that transformers and vLLM read."""
         scaling = self.rope_scaling
         hf: dict[str, Any] = {
-            "architectures": [FAMILIES[self.model_type].architecture],
+            "architectures": [DECODER_FAMILIES[self.model_type].architecture],
             "model_type": self.model_type,
             "vocab_size": self.vocab_size,
             "hidden_size": self.hidden,

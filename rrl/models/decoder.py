@@ -17,7 +17,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PyTree
 
 from rrl.errors import UserError
-from rrl.models.attention_backends import Backend, packed_attention
+from rrl.models.attention_backends import AttentionBackend, packed_attention
 from rrl.models.cache import KVCache
 from rrl.models.config import DecoderConfig
 from rrl.models.cpu.layers import LANES, can_compute, cpu_layers
@@ -31,7 +31,7 @@ LORA_A, LORA_B = "_lora_a", "_lora_b"
 """A kernel's adapters are named after it (see rrl.models.lora)."""
 WRITTEN_OUT = 8
 """Most layers of a model whose packed pass has each layer written out."""
-FEW_TOKENS = 8
+MAX_DECODE_TOKENS = 8
 """Up to so many tokens a row, as decoding has them, it is the rows that go round between devices; from there on the weights."""
 Hidden = Float[Array, "B T D"]
 Attend = Callable[
@@ -133,7 +133,7 @@ class Decoder(nnx.Module):
             only, "full" keeps the layer's input only.
     """
 
-    turned: Float[Array, "D V"] | None = None
+    transposed_embedding: Float[Array, "D V"] | None = None
     """Tied embeddings as `unembed` reads them, in a model that a program has turned them for: a copy, good for these weights."""
 
     def __init__(
@@ -143,15 +143,15 @@ class Decoder(nnx.Module):
         rngs: nnx.Rngs,
         dtype: DTypeLike = jnp.float32,
         param_dtype: DTypeLike = jnp.float32,
-        attention: Backend = "xla",
+        attention: AttentionBackend = "xla",
         remat: Remat = "none",
     ):
-        for field, value, allowed in (("remat", remat, Remat), ("attention", attention, Backend)):
+        for field, value, allowed in (("remat", remat, Remat), ("attention", attention, AttentionBackend)):
             if value not in get_args(allowed):
                 raise UserError(f"{field}={value!r} is unknown; choose one of {', '.join(get_args(allowed))}")
         self.config = config
         self.dtype = jnp.dtype(dtype)
-        self.attention: Backend = attention
+        self.attention: AttentionBackend = attention
         self.remat = remat
         self.lora_scale = 1.0
         embedding = jax.random.normal(rngs.params(), (config.vocab_size, config.hidden), param_dtype)
@@ -264,7 +264,7 @@ class Decoder(nnx.Module):
         mesh = jax.sharding.get_abstract_mesh()
         adapted = any(str(path[-1]).endswith(LORA_A) for path, _ in nnx.to_flat_state(nnx.state(self.layers)))
         one = mesh.empty or mesh.size == 1
-        return cache.compiled and one and not adapted and can_compute(self.config, self.dtype)
+        return cache.cpu_kernel and one and not adapted and can_compute(self.config, self.dtype)
 
     def _by_kernel(
         self,
@@ -303,7 +303,7 @@ class Decoder(nnx.Module):
         rotary, groups = rotation(self.config, positions), cache.groups(positions, readers)
         graph, stacked = nnx.split(self.layers)
         # A few tokens a row are less than the weights: then these stay where they are, split over fsdp.
-        split = ("data", None, "fsdp") if tokens.shape[1] <= FEW_TOKENS else (ROW_AXES, None, None)
+        split = ("data", None, "fsdp") if tokens.shape[1] <= MAX_DECODE_TOKENS else (ROW_AXES, None, None)
 
         def one_layer(
             carry: tuple[Hidden, KVCache], index: Array, state: nnx.State, reads: bool = True
@@ -322,8 +322,8 @@ class Decoder(nnx.Module):
 
     def unembed(self, hidden: Float[Array, "... D"]) -> Float[Array, "... V"]:
         """Logits, float32."""
-        if self.turned is not None:
-            table, axes = self.turned.astype(hidden.dtype), "...D,DV->...V"
+        if self.transposed_embedding is not None:
+            table, axes = self.transposed_embedding.astype(hidden.dtype), "...D,DV->...V"
         elif self.config.tie_embeddings:
             table, axes = self.embedding[...].astype(hidden.dtype), "...D,VD->...V"
         else:
@@ -334,12 +334,12 @@ class Decoder(nnx.Module):
             logits += self.lora_scale * (narrow @ getattr(self, "head" + LORA_B)[...].astype(hidden.dtype))
         return constrain(logits, ROW_AXES, *[None] * (logits.ndim - 2), "tensor")
 
-    def drawn_by(self, cache: KVCache) -> Float[Array, "D V"] | None:
+    def sampling_table(self, cache: KVCache) -> Float[Array, "D V"] | None:
         """What `rrl.models.cpu.layers.cpu_draw` draws tokens by, where it can: in a program that computes layers there, too."""
         adapted, whole = hasattr(self, "head" + LORA_A), self.config.vocab_size % LANES == 0
         if adapted or not whole or not self._in_kernel(cache):
             return None
-        return self.turned if self.config.tie_embeddings else self.head[...].astype(jnp.float32)
+        return self.transposed_embedding if self.config.tie_embeddings else self.head[...].astype(jnp.float32)
 
     @property
     def _written_out(self) -> bool:
@@ -351,7 +351,7 @@ class Decoder(nnx.Module):
         return self.embedding[...][tokens].astype(self.dtype)
 
 
-def computed(params: PyTree, dtype: DTypeLike) -> PyTree:
+def cast_params(params: PyTree, dtype: DTypeLike) -> PyTree:
     """The parameters as a decoder of this dtype reads them: norms as they are, all else cast once instead of at each token."""
     flat = {
         path: leaf if str(path[-1]).endswith("norm") else leaf.replace(leaf[...].astype(dtype))

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from rrl.errors import UserError, one_of
-from rrl.models.attention_backends import Backend, choose_backend
+from rrl.models.attention_backends import AttentionBackend, choose_backend
 from rrl.models.decoder import Remat
 from rrl.parallel.mesh import make_mesh
 
@@ -67,9 +67,9 @@ class ComputeConfig:
         one_of(("auto", *DTYPES), self, "dtype", where="compute.")
         one_of(DTYPES, self, "param_dtype", where="compute.")
         one_of(get_args(Remat), self, "remat", where="compute.")
-        one_of(("auto", *get_args(Backend)), self, "attention", where="compute.")
+        one_of(("auto", *get_args(AttentionBackend)), self, "attention", where="compute.")
 
-    def on(self, platform: str) -> "ComputeConfig":
+    def for_platform(self, platform: str) -> "ComputeConfig":
         """The same with the dtype that `auto` means on a platform ("cpu", "gpu" or "tpu").
 
         Logs a warning where bfloat16 was asked for and is slower than float32.
@@ -78,7 +78,7 @@ class ComputeConfig:
             return dataclasses.replace(self, dtype="float32" if platform == "cpu" else "bfloat16")
         if self.dtype == "bfloat16" and platform == "cpu":
             why = "rollouts do without the layers compiled for processors, which compute in float32"
-            if not multiplies_bfloat16():
+            if not has_native_bfloat16():
                 why = f"jax {jax.__version__} makes a float32 copy of each weight for each product, and {why}"
             logging.getLogger(__name__).warning(
                 "compute.dtype=bfloat16 is slower than float32 on this CPU: %s. compute.dtype=auto is float32 here.",
@@ -86,7 +86,7 @@ class ComputeConfig:
             )
         return self
 
-    def backend(self, platform: str, branches: bool = False) -> Backend:
+    def backend(self, platform: str, branches: bool = False) -> AttentionBackend:
         """The attention kernel on a platform, for rows with or without branches; UserError where it does not run there."""
         try:
             return choose_backend(self.attention, platform, jnp.dtype(self.dtype), branches)
@@ -95,7 +95,7 @@ class ComputeConfig:
 
 
 @functools.cache
-def multiplies_bfloat16() -> bool:
+def has_native_bfloat16() -> bool:
     """Whether XLA multiplies bfloat16 on this machine's CPU as it is, without a float32 copy.
 
     That takes jax 0.12, and a processor with the instructions (avx512_bf16 or amx_bf16 of x86, bf16 of ARM).
@@ -109,7 +109,7 @@ def multiplies_bfloat16() -> bool:
     return bool(flags) and not {"avx512_bf16", "amx_bf16", "bf16"}.isdisjoint(flags[0].split())
 
 
-def memory_used() -> dict[str, float]:
+def peak_memory() -> dict[str, float]:
     """GiB that this process, and the fullest of its devices, have held at most since the start.
 
     "memory/host" and "memory/device"; without the second where devices do not tell (a CPU's memory is the host's).

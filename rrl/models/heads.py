@@ -7,7 +7,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from rrl.models.attention_backends import Backend
+from rrl.models.attention_backends import AttentionBackend
 from rrl.models.config import DecoderConfig
 from rrl.models.decoder import Decoder, Remat
 
@@ -26,7 +26,7 @@ class ValueModel(Decoder):
         rngs: nnx.Rngs,
         dtype: DTypeLike = jnp.float32,
         param_dtype: DTypeLike = jnp.float32,
-        attention: Backend = "xla",
+        attention: AttentionBackend = "xla",
         remat: Remat = "none",
     ):
         body = dataclasses.replace(config, tie_embeddings=True)

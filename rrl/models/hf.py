@@ -18,19 +18,19 @@ from jax.typing import DTypeLike
 from transformers import PreTrainedTokenizerBase
 
 from rrl.errors import UserError
-from rrl.models.attention_backends import Backend
+from rrl.models.attention_backends import AttentionBackend
 from rrl.models.config import ENCODER_FAMILIES, DecoderConfig, EncoderConfig, Pooling
 from rrl.models.decoder import Decoder, Remat
 from rrl.models.encoder import Encoder
 from rrl.models.heads import ValueModel
-from rrl.models.lora import merged
+from rrl.models.lora import merge_lora
 from rrl.models.tokenizer import check_tokenizer, load_tokenizer
 from rrl.models.transfer import Entry, export, load, shapes
 from rrl.models.weights import (
-    CONFIG,
+    CONFIG_FILE,
     GENERATION,
     SHARD_SIZE,
-    Weights,
+    SafetensorsFolder,
     folder_hash,
     read_config,
     read_generation_config,
@@ -51,8 +51,8 @@ __all__ = [
     "load_value_model",
     "read_decoder_config",
     "read_encoder_config",
+    "save_config_and_tokenizer",
     "save_decoder",
-    "save_description",
     "save_encoder",
 ]
 
@@ -137,7 +137,7 @@ def load_decoder(
     dtype: DTypeLike = jnp.float32,
     param_dtype: DTypeLike = jnp.float32,
     mesh: Mesh | None = None,
-    attention: Backend = "xla",
+    attention: AttentionBackend = "xla",
     remat: Remat = "none",
 ) -> Decoder:
     """Opens a Hugging Face folder of a Qwen2, Qwen3 or Llama model.
@@ -161,7 +161,7 @@ def load_value_model(
     dtype: DTypeLike = jnp.float32,
     param_dtype: DTypeLike = jnp.float32,
     mesh: Mesh | None = None,
-    attention: Backend = "xla",
+    attention: AttentionBackend = "xla",
     remat: Remat = "none",
     layers: int = 0,
 ) -> ValueModel:
@@ -169,7 +169,7 @@ def load_value_model(
 
     Arguments and errors as for `load_decoder`; `layers` are how many are taken, from the first (0: all).
     """
-    weights = Weights(folder)
+    weights = SafetensorsFolder(folder)
     shape = weights.shape("score.weight") if "score.weight" in weights.names() else (1,)
     if shape[0] != 1:
         raise UserError(
@@ -185,7 +185,7 @@ def _open(
     dtype: DTypeLike,
     param_dtype: DTypeLike,
     mesh: Mesh | None,
-    attention: Backend,
+    attention: AttentionBackend,
     remat: Remat,
     layers: int = 0,
 ) -> Body:
@@ -216,7 +216,7 @@ def _open(
 def _head_differs(folder: str | Path) -> bool:
     """Whether a folder has both an embedding and an output head, with different values: then they are two tensors, whatever
     tie_word_embeddings says, as for transformers 5. Logs it."""
-    weights, names = Weights(folder), ("model.embed_tokens.weight", "lm_head.weight")
+    weights, names = SafetensorsFolder(folder), ("model.embed_tokens.weight", "lm_head.weight")
     if not set(names) <= set(weights.names()):
         return False
     embedding, head = names
@@ -246,7 +246,7 @@ def load_language_model(
     dtype: DTypeLike = jnp.float32,
     param_dtype: DTypeLike = jnp.float32,
     mesh: Mesh | None = None,
-    attention: Backend = "xla",
+    attention: AttentionBackend = "xla",
     remat: Remat = "none",
 ) -> tuple[Decoder, PreTrainedTokenizerBase]:
     """A decoder (see `load_decoder`) and its tokenizer from one folder, which `field` (policy, reader, ...) names.
@@ -296,7 +296,7 @@ def save_decoder(
     Raises:
         UserError: another dtype, or float16 and a value too large for it; the folder is as it was.
     """
-    decoder = merged(decoder)
+    decoder = merge_lora(decoder)
     hf = decoder.config.to_hf() | {"dtype": jnp.dtype(dtype).name}
     if isinstance(decoder, ValueModel):
         name = hf["architectures"][0].replace("ForCausalLM", "ForSequenceClassification")
@@ -306,11 +306,11 @@ def save_decoder(
         _write_beside(folder, hf, tokenizer)
 
 
-def save_description(folder: str | Path, config: DecoderConfig, tokenizer: Any) -> None:
+def save_config_and_tokenizer(folder: str | Path, config: DecoderConfig, tokenizer: Any) -> None:
     """Writes what `save_decoder` writes, but for the weights."""
     Path(folder).mkdir(parents=True, exist_ok=True)
     hf = config.to_hf() | {"dtype": "float32"}
-    write_json(Path(folder) / CONFIG, hf)
+    write_json(Path(folder) / CONFIG_FILE, hf)
     _write_beside(folder, hf, tokenizer)
 
 

@@ -23,7 +23,7 @@ _CONSTANT = 4.0
 """The component that all embeddings of a model without biases share, in standard deviations of the embeddings."""
 
 
-def wire_induction(
+def init_induction_heads(
     decoder: Decoder,
     *,
     seed: int = 0,

@@ -71,7 +71,7 @@ def has_lora(decoder: Decoder) -> bool:
     return bool(jax.tree.leaves(nnx.state(decoder, nnx.LoRAParam)))
 
 
-def merged(decoder: Decoder) -> Decoder:
+def merge_lora(decoder: Decoder) -> Decoder:
     """The same model with its adapters added into the kernels: what is exported. Without adapters, the decoder itself.
 
     Sums are in float32 and rounded to the wider dtype of kernel and adapters; kernels without adapters are shared, not copied.

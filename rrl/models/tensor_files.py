@@ -31,7 +31,7 @@ _LENGTH = 8
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Stored:
+class StoredTensor:
     """Where a tensor is."""
 
     file: Path
@@ -50,7 +50,7 @@ class Stored:
         return flat.view(dtype).reshape(self.shape)
 
 
-def read_header(file: Path) -> dict[str, Stored]:
+def read_header(file: Path) -> dict[str, StoredTensor]:
     """Where each tensor of a file is.
 
     Raises:
@@ -72,7 +72,7 @@ def read_header(file: Path) -> dict[str, Stored]:
             if name == _METADATA:
                 continue
             start, stop = (first + offset for offset in tensor["data_offsets"])
-            stored = Stored(file, tensor["dtype"], tuple(tensor["shape"]), start)
+            stored = StoredTensor(file, tensor["dtype"], tuple(tensor["shape"]), start)
             if start < first or stop > size:
                 raise ValueError(f"tensor {name} {stored.shape} would lie in bytes {start} to {stop}")
             wide = FLOATS.get(stored.dtype)
@@ -88,7 +88,7 @@ def read_header(file: Path) -> dict[str, Stored]:
     return tensors
 
 
-class TensorFile:
+class TensorFileWriter:
     """A file whose tensors are written in any order; byte for byte what the safetensors package writes.
 
     A context manager: at its end every tensor that was announced must have been put.
@@ -125,7 +125,7 @@ class TensorFile:
         self._stream.seek(self._first + self._starts[name])
         self._stream.write(np.ascontiguousarray(tensor, self._dtype).reshape(-1).view(np.uint8).data)
 
-    def __enter__(self) -> "TensorFile":
+    def __enter__(self) -> "TensorFileWriter":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:

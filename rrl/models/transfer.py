@@ -22,7 +22,7 @@ from jax.typing import DTypeLike
 
 from rrl.errors import UserError
 from rrl.models.tensor_files import FLOATS
-from rrl.models.weights import Weights, read_config
+from rrl.models.weights import SafetensorsFolder, read_config
 from rrl.parallel.rules import RULES, shardings
 
 LISTED = 8
@@ -89,7 +89,7 @@ class _Target:
         shape = self.shape[1:] if self.entry.stacked else self.shape
         return self.entry.to_ours(tensor, shape).astype(self.dtype)
 
-    def fetch(self, weights: Weights, name: str) -> jax.Array:
+    def fetch(self, weights: SafetensorsFolder, name: str) -> jax.Array:
         """Their tensor as it is stored; each process reads what its own devices hold, once."""
         if self.place is None:
             return jax.device_put(weights.read(name))
@@ -145,7 +145,7 @@ def load(
         path: _Target(entries[path], variable.shape, jnp.dtype(variable.dtype), places.get(path))
         for path, variable in flat.items()
     }
-    weights = Weights(folder)
+    weights = SafetensorsFolder(folder)
     found = {name.removeprefix(prefix): name for name in weights.names()}
     fresh = {path for path, target in targets.items() if target.entry.theirs in set(optional) - found.keys()}
     _check(folder, weights, found, [target for path, target in targets.items() if path not in fresh], ignored)
@@ -279,7 +279,7 @@ def _parameters(model: nnx.Module) -> dict[str, jax.Array]:
 
 def _check(
     folder: str | Path,
-    weights: Weights,
+    weights: SafetensorsFolder,
     found: Mapping[str, str],
     targets: Sequence[_Target],
     ignored: re.Pattern[str],

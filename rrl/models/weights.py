@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 
 from rrl.errors import UserError
-from rrl.models.tensor_files import Stored, TensorFile, read_header
+from rrl.models.tensor_files import StoredTensor, TensorFileWriter, read_header
 
-CONFIG = "config.json"
+CONFIG_FILE = "config.json"
 GENERATION = "generation_config.json"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -40,15 +40,15 @@ def read_json(file: Path, what: str) -> dict[str, Any]:
 
 def require_folder(field: str, folder: str | Path) -> None:
     """Raises UserError that names the field whose value is no model folder."""
-    if not folder or not (Path(folder) / CONFIG).is_file():
+    if not folder or not (Path(folder) / CONFIG_FILE).is_file():
         raise UserError(
-            f"{field}={str(folder)!r} is no Hugging Face folder (no {CONFIG} there); give one that is"
+            f"{field}={str(folder)!r} is no Hugging Face folder (no {CONFIG_FILE} there); give one that is"
         )
 
 
 def read_config(folder: str | Path) -> dict[str, Any]:
     """config.json of a model folder."""
-    return read_json(Path(folder) / CONFIG, "which says what the model is")
+    return read_json(Path(folder) / CONFIG_FILE, "which says what the model is")
 
 
 def read_generation_config(folder: str | Path) -> dict[str, Any]:
@@ -57,7 +57,7 @@ def read_generation_config(folder: str | Path) -> dict[str, Any]:
     return read_json(file, "") if file.is_file() else {}
 
 
-class Weights:
+class SafetensorsFolder:
     """The tensors of a folder; only their places are read.
 
     Raises:
@@ -67,7 +67,7 @@ class Weights:
 
     def __init__(self, folder: str | Path):
         folder = Path(folder)
-        self._tensors: dict[str, Stored] = {}
+        self._tensors: dict[str, StoredTensor] = {}
         for file in _weight_files(folder):
             for name, stored in read_header(file).items():
                 if name in self._tensors:
@@ -129,7 +129,7 @@ def write_folder(
         with contextlib.ExitStack() as stack:
             files = {
                 name: stack.enter_context(
-                    TensorFile(partial[name], {tensor: shapes[tensor] for tensor in shard}, dtype)
+                    TensorFileWriter(partial[name], {tensor: shapes[tensor] for tensor in shard}, dtype)
                 )
                 for name, shard in zip(names, shards, strict=True)
             }
@@ -152,7 +152,7 @@ def folder_hash(folder: str | Path) -> str:
     """SHA-256 over config.json and all weight files: the same numbers in the same shape give the same hash."""
     folder = Path(folder)
     digest = hashlib.sha256()
-    for file in [folder / CONFIG, *_weight_files(folder)]:
+    for file in [folder / CONFIG_FILE, *_weight_files(folder)]:
         read_config(folder)
         with file.open("rb") as stream:
             digest.update(f"{file.name}:{file.stat().st_size}:".encode())
@@ -193,7 +193,7 @@ def _publish(
     (folder / INDEX).unlink(missing_ok=True)
     if sharded:
         (folder / SINGLE).unlink(missing_ok=True)
-    write_json(folder / CONFIG, config)
+    write_json(folder / CONFIG_FILE, config)
     for name, file in partial.items():
         os.replace(file, folder / name)
     if sharded:

@@ -40,7 +40,7 @@ def prepare_host(callbacks: bool = True) -> None:
         os.environ["NPROC"] = str(_threads())
 
 
-def cores_here() -> int:
+def available_cores() -> int:
     """The cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 

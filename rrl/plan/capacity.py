@@ -17,7 +17,7 @@ from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import PyTree
 
 from rrl.errors import UserError
-from rrl.models.attention_backends import Backend
+from rrl.models.attention_backends import AttentionBackend
 from rrl.models.config import DecoderConfig
 from rrl.models.decoder import Remat
 from rrl.models.hf import check_context, read_decoder_config
@@ -26,7 +26,7 @@ from rrl.parallel.topology import GIB, Topology, open_topology
 from rrl.plan import programs
 from rrl.plan.estimate import StepCost, Workload, cache_device_bytes, estimate_temporaries, step_costs
 from rrl.plan.programs import CompiledProgram, ModelShapes, device_bytes
-from rrl.train.experiment import Settings
+from rrl.train.experiment import TrainSettings
 
 _QWEN = {"model_type": "qwen2", "max_position_embeddings": 32768, "rope_theta": 1e6, "rms_norm_eps": 1e-6}
 PUBLISHED: Mapping[str, Mapping[str, Any]] = {
@@ -62,7 +62,7 @@ STATE = ("parameters", "reference", "optimiser state", "critic", "critic's optim
 class CapacityPlan:
     """Result of `plan_capacity`."""
 
-    settings: Settings
+    settings: TrainSettings
     topology: Topology
     mesh: Mesh | AbstractMesh
     config: DecoderConfig
@@ -74,7 +74,7 @@ class CapacityPlan:
     """Number of parameters that the optimiser changes."""
     compute_dtype: str
     remat: Remat
-    attention: Backend
+    attention: AttentionBackend
     memory: dict[str, dict[str, float]]
     """Phase (rollout, update, optimiser step, and the critic's two) -> part -> bytes on one device."""
     programs: list[CompiledProgram]
@@ -117,7 +117,7 @@ def plan_capacity(
       UserError: an unknown topology, libtpu is missing, mesh sizes whose product is not the number of
         chips, or no shape for the policy.
     """
-    settings = Settings.parse(config)
+    settings = TrainSettings.parse(config)
     shape, source = policy_shape(settings.policy)
     check_context(shape, settings.rollout.context, f"policy={settings.policy!r}")
     slice_ = open_topology(topology)
@@ -129,13 +129,13 @@ def plan_capacity(
     except UserError as error:
         raise UserError(f"{error}; set --config.mesh.data, .fsdp and .tensor") from error
     shards = data_shards(devices)
-    for name in ("rows", "spare_rows"):
+    for name in ("rows", "oversubscribed_slots"):
         if (count := getattr(settings.rollout, name)) % shards:
             raise UserError(
                 f"rollout.{name}={count} must be a multiple of data x fsdp = {shards} of the mesh; "
                 f"give --config.rollout.{name}={-(-count // shards) * shards} or another config.mesh"
             )
-    compute = settings.compute.on(slice_.chip.platform)
+    compute = settings.compute.for_platform(slice_.chip.platform)
     dtype, remat = jnp.dtype(compute.dtype), compute.remat
     attention = compute.backend(slice_.chip.platform, settings.train.objective.share_prefixes)
     model = ModelShapes.of(
@@ -188,7 +188,7 @@ def plan_capacity(
                 "critic step": critic_bytes["optimiser step"],
             }
     itemsize = jnp.dtype(dtype).itemsize
-    cache = cache_device_bytes(shape, settings.rollout.in_flight, settings.rollout.context, itemsize, devices)
+    cache = cache_device_bytes(shape, settings.rollout.slots, settings.rollout.context, itemsize, devices)
     if compiled and not compiled[0].refusal:
         temporary["rollout"] -= cache
     gradients = {"gradients": device_bytes(model.params)}
@@ -274,20 +274,22 @@ def first_change(plan: CapacityPlan) -> str:
         lora = "" if plan.settings.lora.rank else "--config.lora.rank=32 (trains adapters only), or "
         return f"{lora}more chips (about {need}): parameters and their state alone need {state / GIB:.1f} GiB of each"
     if phase == "rollout" and parts["KV cache"] >= parts["activations"]:
-        spare = plan.settings.rollout.spare_rows
+        spare = plan.settings.rollout.oversubscribed_slots
         why = "the KV cache is the largest part, and proportional to the rows"
         fewer = int((rows + spare) * (1 - excess / parts["KV cache"])) // shards * shards
         if spare and fewer >= rows:
-            return f"--config.rollout.spare_rows={fewer - rows} (now {spare}): {why}"
+            return f"--config.rollout.oversubscribed_slots={fewer - rows} (now {spare}): {why}"
         if fewer >= shards:
-            flags = f"--config.rollout.rows={fewer}" + " --config.rollout.spare_rows=0" * (spare > 0)
+            flags = f"--config.rollout.rows={fewer}" + " --config.rollout.oversubscribed_slots=0" * (
+                spare > 0
+            )
             return f"{flags} (now {rows}{f' and {spare}' if spare else ''}): {why}"
         return f"--config.rollout.context (now {plan.settings.rollout.context}): even one row per shard does not fit"
     if phase == "rollout":
-        fewer = max(plan.settings.rollout.feed_tokens // 2, 1)
-        return f"--config.rollout.feed_tokens={fewer}: the prefill's activations are the largest part, and proportional to it"
-    length = objective.lengths[-1]
-    each = objective.rows(length, shards) // shards
+        fewer = max(plan.settings.rollout.prefill_tokens // 2, 1)
+        return f"--config.rollout.prefill_tokens={fewer}: the prefill's activations are the largest part, and proportional to it"
+    length = objective.row_lengths[-1]
+    each = objective.rows_per_microbatch(length, shards) // shards
     updates = phase.endswith("update")
     if updates and plan.remat != "full":
         return (
@@ -306,7 +308,7 @@ def first_change(plan: CapacityPlan) -> str:
             "shard does not fit; the tensor axis splits it"
         )
     return (
-        f"--config.rollout.context and objective.lengths (now {plan.settings.rollout.context} and {length}): even one row "
+        f"--config.rollout.context and objective.row_lengths (now {plan.settings.rollout.context} and {length}): even one row "
         "per shard does not fit"
     )
 

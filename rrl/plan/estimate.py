@@ -12,7 +12,7 @@ from rrl.parallel.mesh import data_shards
 from rrl.parallel.topology import Chip
 from rrl.plan.hlo import Traffic
 from rrl.rl.logprobs import chunk_positions
-from rrl.train.experiment import Settings
+from rrl.train.experiment import TrainSettings
 
 BF16, F32 = 2, 4
 
@@ -27,7 +27,7 @@ class Workload:
     """Tokens that the policy samples, one per decode step."""
 
     @classmethod
-    def of(cls, settings: Settings, tokens: int = 0, policy_tokens: int = 0) -> "Workload":
+    def of(cls, settings: TrainSettings, tokens: int = 0, policy_tokens: int = 0) -> "Workload":
         """Return a workload; 0 stands for the defaults: half the context, and a quarter of the trajectory."""
         tokens = tokens or settings.rollout.context // 2
         return cls(tokens, policy_tokens or tokens // 4)
@@ -68,7 +68,7 @@ def forward_flops(config: DecoderConfig, tokens: float, keys: float, scored: flo
 
 
 def step_costs(
-    settings: Settings,
+    settings: TrainSettings,
     config: DecoderConfig,
     mesh: Mesh | AbstractMesh,
     workload: Workload,
@@ -100,11 +100,11 @@ def step_costs(
     cache = cache_bytes(config, rows, workload.tokens / 2, BF16)
     weights = BF16 * (matrix_parameters(config) + config.hidden * config.vocab_size)
     shards = data_shards(mesh)
-    prefills = prefilled / (settings.rollout.feed_tokens * shards)
+    prefills = prefilled / (settings.rollout.prefill_tokens * shards)
     rate = {name: sum(kind.bytes for kind in kinds.values()) for name, kinds in traffic.items()}
-    length = settings.train.objective.lengths[-1]
+    length = settings.train.objective.row_lengths[-1]
     objective = settings.train.objective
-    batches = max(1.0, tokens / (objective.rows(length, shards) * length))
+    batches = max(1.0, tokens / (objective.rows_per_microbatch(length, shards) * length))
     forward = forward_flops(config, tokens, mean_keys, written)
     # In units of a forward pass: forward 1, backward 2 (1 with frozen weights), recomputation 1 with full remat. The
     # reference adds 1 per epoch, or 1 in total if the KL is part of the reward.
@@ -166,7 +166,7 @@ def cache_device_bytes(
 
 
 def estimate_temporaries(
-    settings: Settings,
+    settings: TrainSettings,
     config: DecoderConfig,
     mesh: Mesh | AbstractMesh,
     *,
@@ -195,11 +195,11 @@ def estimate_temporaries(
     vocabulary = config.vocab_size / (tensor if config.vocab_size % tensor == 0 else 1)
     width = (config.hidden * 6 + (config.mlp * 6 + config.heads * config.head_dim * 4) / tensor) * F32
     rows = settings.rollout.rows / shards
-    prefill_tokens = settings.rollout.feed_tokens
+    prefill_tokens = settings.rollout.prefill_tokens
     layer = 2 * matrix_parameters(config) / config.layers / tensor * BF16
     in_rollout = BF16 * chip_parameters + 6 * rows * vocabulary * F32 + prefill_tokens * width + layer
-    length = settings.train.objective.lengths[-1]
-    tokens = settings.train.objective.rows(length, shards) / shards * length
+    length = settings.train.objective.row_lengths[-1]
+    tokens = settings.train.objective.rows_per_microbatch(length, shards) / shards * length
     residuals = {
         "full": config.hidden,
         "dots": config.hidden * 3 + (config.heads * config.head_dim * 2 + config.mlp * 2) / tensor,

@@ -20,23 +20,23 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
-from rrl.models.attention_backends import Backend
+from rrl.models.attention_backends import AttentionBackend
 from rrl.models.config import DecoderConfig
-from rrl.models.decoder import Decoder, Remat, computed
+from rrl.models.decoder import Decoder, Remat, cast_params
 from rrl.models.heads import ValueModel
 from rrl.models.lora import add_lora
 from rrl.parallel.mesh import ROW_AXES, data_shards
 from rrl.parallel.rules import optimizer_shardings, shardings
 from rrl.plan.hlo import Traffic, collectives
-from rrl.rl.accumulate import Descent
+from rrl.rl.accumulate import GradientAccumulator
 from rrl.rl.batch import Batch
 from rrl.rl.critic import Critic
 from rrl.rl.objective import ObjectiveConfig
 from rrl.rl.optim import OptimConfig, make_optimizer, split_trained
 from rrl.rl.update import Updater
 from rrl.rollout.automaton import compile_stops
-from rrl.rollout.loop import DECODE, PREFILL, Programs
-from rrl.train.experiment import Settings
+from rrl.rollout.loop import DECODE_SCOPE, PREFILL_SCOPE, RolloutPrograms
+from rrl.train.experiment import TrainSettings
 
 DecoderT = TypeVar("DecoderT", bound=Decoder)
 
@@ -70,13 +70,13 @@ class ModelShapes:
     def of(
         cls,
         config: DecoderConfig,
-        settings: Settings,
+        settings: TrainSettings,
         mesh: Mesh | AbstractMesh,
         *,
         dtype: DTypeLike,
         param_dtype: DTypeLike,
         remat: Remat,
-        attention: Backend,
+        attention: AttentionBackend,
     ) -> "ModelShapes":
         """Return the shapes for a run. Nothing is allocated."""
 
@@ -97,7 +97,7 @@ class ModelShapes:
 
         graph, params, fixed = split_trained(nnx.eval_shape(make), settings.train.optim.frozen)
         reference, fixed = jax.eval_shape(
-            lambda *states: tuple(computed(state, dtype) for state in states), params, fixed
+            lambda *states: tuple(cast_params(state, dtype) for state in states), params, fixed
         )
         critic = None
         if (critic_config := settings.train.critic) is not None:
@@ -128,17 +128,17 @@ class CompiledProgram:
     and `temporary_bytes` are the only known sizes."""
 
 
-def rollout(settings: Settings, model: ModelShapes, mesh: Mesh) -> CompiledProgram:
+def rollout(settings: TrainSettings, model: ModelShapes, mesh: Mesh) -> CompiledProgram:
     """Compile the episode loop with its host callback, without a query encoder."""
     environment = settings.recipe.environment
     automaton = compile_stops(environment.stops, [b""])
-    programs = Programs(
+    programs = RolloutPrograms(
         model.graph,
         model.config,
         settings.rollout,
         mesh,
         eos=np.zeros(1, np.int32),
-        answer=_no_host,
+        host_callback=_no_host,
     )
     loop = programs.episode_loop(environment.turn_tokens, automaton.first_accept)
     key = jax.eval_shape(lambda: jax.random.key(0))
@@ -151,38 +151,38 @@ def rollout(settings: Settings, model: ModelShapes, mesh: Mesh) -> CompiledProgr
         _whole(table, jnp.int32, mesh),
         _whole((), jnp.int32, mesh),
     )
-    return _compile("rollout", loop, shapes, mesh, scopes={"decode": DECODE, "prefill": PREFILL})
+    return _compile("rollout", loop, shapes, mesh, scopes={"decode": DECODE_SCOPE, "prefill": PREFILL_SCOPE})
 
 
-def accumulate(settings: Settings, model: ModelShapes, mesh: Mesh) -> CompiledProgram:
+def accumulate(settings: TrainSettings, model: ModelShapes, mesh: Mesh) -> CompiledProgram:
     """Compile the gradient of the largest microbatch: log-probabilities under the policy (and under the
     reference, unless the KL is part of the reward), loss, backward pass."""
-    descent = _updater(settings, model).descent
+    accumulator = _updater(settings, model).accumulator
     batch = _microbatch(settings.train.objective, settings.train.objective.extras, mesh)
     frozen = (model.reference, model.fixed)
-    return _accumulate("update", descent, model.params, frozen, batch, mesh)
+    return _accumulate("update", accumulator, model.params, frozen, batch, mesh)
 
 
-def apply(settings: Settings, model: ModelShapes, mesh: Mesh) -> CompiledProgram:
+def apply(settings: TrainSettings, model: ModelShapes, mesh: Mesh) -> CompiledProgram:
     """Compile the optimiser step."""
     return _apply(
-        "optimiser step", _updater(settings, model).descent, settings.train.optim, model.params, mesh
+        "optimiser step", _updater(settings, model).accumulator, settings.train.optim, model.params, mesh
     )
 
 
-def critic_accumulate(settings: Settings, model: ModelShapes, mesh: Mesh) -> CompiledProgram:
+def critic_accumulate(settings: TrainSettings, model: ModelShapes, mesh: Mesh) -> CompiledProgram:
     """Compile values, loss and gradient of the largest microbatch for the critic."""
     critic, critic_shapes, _ = _critic(settings, model)
     batch = _microbatch(settings.train.objective, ("value", "return"), mesh)
     return _accumulate(
-        "critic update", critic.descent, critic_shapes.params, critic_shapes.fixed, batch, mesh
+        "critic update", critic.accumulator, critic_shapes.params, critic_shapes.fixed, batch, mesh
     )
 
 
-def critic_apply(settings: Settings, model: ModelShapes, mesh: Mesh) -> CompiledProgram:
+def critic_apply(settings: TrainSettings, model: ModelShapes, mesh: Mesh) -> CompiledProgram:
     """Compile the step of the critic's optimiser."""
     critic, critic_shapes, optim = _critic(settings, model)
-    return _apply("critic step", critic.descent, optim, critic_shapes.params, mesh)
+    return _apply("critic step", critic.accumulator, optim, critic_shapes.params, mesh)
 
 
 def optimizer_state(optim: OptimConfig, params: PyTree, mesh: Mesh | AbstractMesh) -> PyTree:
@@ -205,11 +205,11 @@ def device_bytes(tree: PyTree) -> float:
     )
 
 
-def _updater(settings: Settings, model: ModelShapes) -> Updater:
+def _updater(settings: TrainSettings, model: ModelShapes) -> Updater:
     return Updater(model.graph, make_optimizer(settings.train.optim), settings.train.objective)
 
 
-def _critic(settings: Settings, model: ModelShapes) -> tuple[Critic, CriticShapes, OptimConfig]:
+def _critic(settings: TrainSettings, model: ModelShapes) -> tuple[Critic, CriticShapes, OptimConfig]:
     config, critic_shapes = settings.train.critic, model.critic
     assert config is not None and critic_shapes is not None  # called only for runs with a critic
     made = Critic(
@@ -224,8 +224,8 @@ def _critic(settings: Settings, model: ModelShapes) -> tuple[Critic, CriticShape
 
 def _microbatch(objective: ObjectiveConfig, extras: Iterable[str], mesh: Mesh) -> Batch:
     """Return the largest microbatch as shapes on the mesh."""
-    length = objective.lengths[-1]
-    rows = objective.rows(length, data_shards(mesh))
+    length = objective.row_lengths[-1]
+    rows = objective.rows_per_microbatch(length, data_shards(mesh))
     split = NamedSharding(mesh, PartitionSpec(ROW_AXES))
 
     def array(dtype: DTypeLike) -> jax.ShapeDtypeStruct:
@@ -239,15 +239,17 @@ def _microbatch(objective: ObjectiveConfig, extras: Iterable[str], mesh: Mesh) -
 
 
 def _accumulate(
-    name: str, descent: Descent, params: PyTree, frozen: PyTree, batch: Batch, mesh: Mesh
+    name: str, accumulator: GradientAccumulator, params: PyTree, frozen: PyTree, batch: Batch, mesh: Mesh
 ) -> CompiledProgram:
-    sums = {key: _whole((), jnp.float32, mesh) for key in descent.sums}
-    return _compile(name, descent.accumulate, (params, frozen, params, sums, batch), mesh)
+    sums = {key: _whole((), jnp.float32, mesh) for key in accumulator.sums}
+    return _compile(name, accumulator.accumulate, (params, frozen, params, sums, batch), mesh)
 
 
-def _apply(name: str, descent: Descent, optim: OptimConfig, params: PyTree, mesh: Mesh) -> CompiledProgram:
+def _apply(
+    name: str, accumulator: GradientAccumulator, optim: OptimConfig, params: PyTree, mesh: Mesh
+) -> CompiledProgram:
     shapes = (params, optimizer_state(optim, params, mesh), params, _whole((), jnp.float32, mesh))
-    return _compile(name, descent.apply, shapes, mesh)
+    return _compile(name, accumulator.apply, shapes, mesh)
 
 
 def _compile(
@@ -301,7 +303,7 @@ def _no_host(*report: Any) -> np.ndarray:
     raise RuntimeError("a rollout that is only compiled has no host")
 
 
-Compiler = Callable[[Settings, ModelShapes, Mesh], CompiledProgram]
+Compiler = Callable[[TrainSettings, ModelShapes, Mesh], CompiledProgram]
 COMPILERS: tuple[Compiler, ...] = (rollout, accumulate, apply)
 """Compile the programs of every run."""
 CRITIC_COMPILERS: tuple[Compiler, ...] = (critic_accumulate, critic_apply)

@@ -17,8 +17,8 @@ def report(plan: CapacityPlan) -> str:
 def _head(plan: CapacityPlan) -> list[str]:
     chip, mesh, rollout = plan.topology.chip, plan.mesh.shape, plan.settings.rollout
     objective = plan.settings.train.objective
-    length = objective.lengths[-1]
-    rows = objective.rows(length, data_shards(plan.mesh))
+    length = objective.row_lengths[-1]
+    rows = objective.rows_per_microbatch(length, data_shards(plan.mesh))
     adapters = f", of which {plan.trained / 1e9:.3g} B are trained" if plan.trained < plan.parameters else ""
     lines = [
         f"{plan.settings.name} on {plan.topology.name}: {plan.topology.size} x {chip.label}, "
@@ -28,7 +28,7 @@ def _head(plan: CapacityPlan) -> list[str]:
         f"numbers   {plan.compute_dtype} computation and reference, "
         f"{plan.settings.compute.param_dtype} trained parameters",
         f"kernels   remat={plan.remat}, attention={plan.attention}",
-        f"rollout   {rollout.rows} rows{f' and {rollout.spare_rows} oversubscribed slots' if rollout.spare_rows else ''} "
+        f"rollout   {rollout.rows} rows{f' and {rollout.oversubscribed_slots} oversubscribed slots' if rollout.oversubscribed_slots else ''} "
         f"of {rollout.context} tokens",
         f"update    microbatches of {rows} rows of {length} tokens",
     ]

@@ -13,24 +13,24 @@ from rrl.data.questions import Question
 from rrl.data.trajectory import Trajectory
 from rrl.errors import UserError
 from rrl.miniwiki.questions import MiniQuestion
-from rrl.rewards.judge import Answers, Judge
-from rrl.rollout.curriculum import Curriculum, Shuffled
+from rrl.rewards.judge import AnswerFn, Judge
+from rrl.rollout.curriculum import Curriculum, ShuffledQuestions
 from rrl.rollout.protocol import Append, Environment, Restart, Stream
 from rrl.text.chat import Prompt
 from rrl.text.encoding import special_name
 from rrl.text.spans import Tag, markers
 
-Retrieve = Callable[[str], Sequence[Passage]]
-Shown = list[str | Append | Restart]
+RetrieveFn = Callable[[str], Sequence[Passage]]
+DemonstrationSegments = list[str | Append | Restart]
 """A demonstration: the expert's own words, and what the environment gives, in turn. A restart opens another context, which the
 expert's next words follow."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Scoring:
+class ScoringContext:
     """What scoring may draw on beside the trajectories: models that can be asked, and where the run stands."""
 
-    reader: Answers | None = None
+    reader: AnswerFn | None = None
     """A model of another family that answers from evidence (R-Search)."""
     judge: Judge | None = None
     """Scores reasoning, documents and answers (TIRESRAG-R1, R3-RAG)."""
@@ -39,12 +39,12 @@ class Scoring:
     steps: int = 0
     """Updates of the whole run; 0 where there is none (an agent that answers)."""
 
-    def at(self, step: int, steps: int) -> "Scoring":
+    def at_step(self, step: int, steps: int) -> "ScoringContext":
         """The same models, elsewhere in a run."""
         return dataclasses.replace(self, step=step, steps=steps)
 
 
-ALONE = Scoring()
+NO_MODELS = ScoringContext()
 """Nothing to draw on."""
 
 
@@ -70,28 +70,28 @@ class Recipe(Protocol):
         """Tags that the policy writes, by what they hold (search, evidence, answer): for readers of trajectories."""
 
     @property
-    def judged(self) -> bool:
+    def needs_judge(self) -> bool:
         """Whether its rewards ask a judge; without one a run is refused."""
 
     def prompt(self, question: Question) -> str | Prompt:
         """What opens an episode; a text is the user's turn."""
 
-    def score(self, trajectories: Sequence[Trajectory], scoring: Scoring) -> None:
+    def score(self, trajectories: Sequence[Trajectory], scoring: ScoringContext) -> None:
         """Fills `rewards` (by component, and "total"), `metrics`, `answer` and `evidence` of each trajectory."""
 
-    def left_out(self, trajectories: Sequence[Trajectory]) -> Bool[np.ndarray, "N"]:
+    def excluded(self, trajectories: Sequence[Trajectory]) -> Bool[np.ndarray, "N"]:
         """Which of these, whole groups, no update shall learn from, by `rewards`."""
 
     def advantages(self, trajectories: Sequence[Trajectory]) -> Float[np.ndarray, "N"]:
         """One advantage a trajectory, from `rewards`; these are all that a step learns from, at least one."""
 
-    def demonstrate(self, item: MiniQuestion, retrieve: Retrieve) -> Shown:
+    def demonstrate(self, item: MiniQuestion, retrieve: RetrieveFn) -> DemonstrationSegments:
         """The scripted expert in the built-in world: its own words, and what it is given, in turn: the environment's answers,
         or words of its own that it shall see and not learn to write."""
 
 
 @runtime_checkable
-class Charted(Protocol):
+class HasCurves(Protocol):
     """A recipe that declares what its curves show, where others have the default of `Curves`."""
 
     @property
@@ -100,7 +100,7 @@ class Charted(Protocol):
 
 
 @runtime_checkable
-class Planting(Protocol):
+class HasCurriculum(Protocol):
     """A recipe that asks what came of its earlier rollouts (R2AG), where others ask each question as it is."""
 
     def curriculum(self, questions: Sequence[Question], seed: int) -> Curriculum:
@@ -108,7 +108,7 @@ class Planting(Protocol):
 
 
 @runtime_checkable
-class Grouping(Protocol):
+class RequiresGroups(Protocol):
     """A recipe whose settings need groups of more than one sample, where others can do with one."""
 
     def check_samples(self, samples: int) -> None:
@@ -117,14 +117,14 @@ class Grouping(Protocol):
 
 def curriculum_of(recipe: Recipe, questions: Sequence[Question], size: int, seed: int) -> Curriculum:
     """What a run of a recipe asks, `size` questions a step: its own curriculum, or the questions in random order."""
-    if isinstance(recipe, Planting):
+    if isinstance(recipe, HasCurriculum):
         return recipe.curriculum(questions, seed)
-    return Shuffled(questions, size, seed)
+    return ShuffledQuestions(questions, size, seed)
 
 
 def curves_of(recipe: Recipe) -> Curves:
     """What the training curves of a recipe show."""
-    return recipe.curves if isinstance(recipe, Charted) else Curves()
+    return recipe.curves if isinstance(recipe, HasCurves) else Curves()
 
 
 def uses_chat(recipe: Recipe) -> bool:

@@ -9,10 +9,10 @@ from typing import Any
 
 from rrl.config.renamed import rename_stored
 from rrl.errors import UserError
-from rrl.files import write_whole
+from rrl.files import write_atomically
 from rrl.models.weights import require_folder
 from rrl.recipes.base import Recipe
-from rrl.recipes.catalogue import RECIPES, make_recipe, name_of
+from rrl.recipes.catalogue import RECIPES, make_recipe, recipe_name
 
 FILE = "rrl_recipe.json"
 
@@ -21,7 +21,7 @@ _COLD_START = re.compile(rf"(?P<workdir>runs/(?P<recipe>{'|'.join(RECIPES)})_col
 
 
 @dataclasses.dataclass(frozen=True)
-class Card:
+class RecipeCard:
     """What `rrl_recipe.json` in a policy's folder holds."""
 
     recipe: str
@@ -52,9 +52,9 @@ class Card:
         return make_recipe(self.recipe, self.fields, self.environment)
 
 
-def card_of(recipe: Any, context: int, top_k: int) -> Card:
+def make_card(recipe: Any, context: int, top_k: int) -> RecipeCard:
     """The card of a recipe."""
-    return Card(name_of(recipe), _changed(recipe), _changed(recipe.environment), context, top_k)
+    return RecipeCard(recipe_name(recipe), _changed(recipe), _changed(recipe.environment), context, top_k)
 
 
 def require_policy(folder: str | pathlib.Path, field: str = "policy") -> None:
@@ -72,19 +72,19 @@ def require_policy(folder: str | pathlib.Path, field: str = "policy") -> None:
         ) from error
 
 
-def write_card(folder: str | pathlib.Path, card: Card) -> None:
+def write_card(folder: str | pathlib.Path, card: RecipeCard) -> None:
     """Writes the card into a policy's folder."""
     text = json.dumps(dataclasses.asdict(card), indent=2, ensure_ascii=False)
-    write_whole(pathlib.Path(folder, FILE), text + "\n")
+    write_atomically(pathlib.Path(folder, FILE), text + "\n")
 
 
-def read_card(folder: str | pathlib.Path) -> Card | None:
+def read_card(folder: str | pathlib.Path) -> RecipeCard | None:
     """The card of a policy's folder, or None where there is none. Raises UserError for one that cannot be read."""
     file = pathlib.Path(folder, FILE)
     if not file.is_file():
         return None
     try:
-        card = Card(**json.loads(file.read_text(encoding="utf-8")))
+        card = RecipeCard(**json.loads(file.read_text(encoding="utf-8")))
         fields = rename_stored(card.fields, "recipe")
         return dataclasses.replace(
             card, fields=fields, environment=rename_stored(card.environment, "recipe.environment")

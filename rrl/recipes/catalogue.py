@@ -56,7 +56,7 @@ def recipe_class(name: str) -> Callable[..., Any]:
     return found
 
 
-def name_of(recipe: Recipe) -> str:
+def recipe_name(recipe: Recipe) -> str:
     """The name under which `make_recipe` makes a recipe of this class."""
     kind = type(recipe)
     return next(

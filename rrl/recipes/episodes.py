@@ -10,10 +10,10 @@ from jaxtyping import Int, PyTree
 from rrl.data.questions import Question
 from rrl.data.records import OnFault
 from rrl.data.trajectory import Trajectory
-from rrl.recipes.base import ALONE, Recipe, Scoring
+from rrl.recipes.base import NO_MODELS, Recipe, ScoringContext
 from rrl.retrieval.retriever import Retriever
 from rrl.rollout.engine import Engine, RolloutStats
-from rrl.rollout.episodes import Live, Request
+from rrl.rollout.episodes import EpisodeState, Request
 from rrl.text.chat import chat_ids, chat_text, fitting_ids
 
 
@@ -26,7 +26,7 @@ def run_questions(
     key: jax.Array,
     samples: int = 1,
     temperature: float | Sequence[float] = 1.0,
-    scoring: Scoring = ALONE,
+    scoring: ScoringContext = NO_MODELS,
     retriever: Retriever | None = None,
     on_finish: Callable[[int, Trajectory], None] = lambda place, trajectory: None,
 ) -> list[Trajectory]:
@@ -40,7 +40,7 @@ def run_questions(
     requests = [
         Request(question, prompt, group * samples + sample, group, temperatures[sample])
         for group, question in enumerate(questions)
-        for prompt in [opening_ids(engine, recipe, question)]
+        for prompt in [prompt_ids(engine, recipe, question)]
         for sample in range(samples)
     ]
     trajectories = run_requests(
@@ -71,9 +71,9 @@ def run_requests(
     for place, request in enumerate(requests):
         if not engine.fits(request.prompt):
             shown = request.prompt[: engine.config.context]
-            live = Live(dataclasses.replace(request, prompt=shown), engine.decode(shown))
-            live.met("room")
-            found[place] = live.trajectory("context_limit")
+            state = EpisodeState(dataclasses.replace(request, prompt=shown), engine.decode(shown))
+            state.hit_limit("room")
+            found[place] = state.trajectory("context_limit")
             if jax.process_index() == 0:
                 on_finish(place, found[place])
     if fitting:
@@ -91,7 +91,7 @@ def run_requests(
     return [found[place] for place in range(len(requests))]
 
 
-def opening_ids(engine: Engine, recipe: Recipe, question: Question) -> Int[np.ndarray, "T"]:
+def prompt_ids(engine: Engine, recipe: Recipe, question: Question) -> Int[np.ndarray, "T"]:
     """Token ids of what opens an episode. The body of a prompt gives way where a turn would not fit behind it."""
     prompt = recipe.prompt(question)
     if isinstance(prompt, str) or not prompt.body:
@@ -102,7 +102,7 @@ def opening_ids(engine: Engine, recipe: Recipe, question: Question) -> Int[np.nd
     )
 
 
-def too_long(
+def find_long_prompts(
     engine: Engine,
     recipe: Recipe,
     questions: Sequence[Question],

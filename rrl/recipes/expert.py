@@ -2,7 +2,7 @@
 
 from rrl.data.trajectory import Search
 from rrl.miniwiki.questions import Hop, MiniQuestion, Plan
-from rrl.recipes.base import Retrieve, Shown
+from rrl.recipes.base import DemonstrationSegments, RetrieveFn
 from rrl.rollout.protocol import Episode, Stream
 from rrl.text.spans import boxed
 
@@ -15,11 +15,11 @@ def thoughts(plan: Plan) -> list[str]:
     return [f"To find : {plan.facts}", *read]
 
 
-class Demonstration:
+class DemonstrationBuilder:
     """An episode in the making: the expert's own words and the environment's answers to them, in turn."""
 
-    def __init__(self, environment: Stream, item: MiniQuestion, retrieve: Retrieve) -> None:
-        self.segments: Shown = []
+    def __init__(self, environment: Stream, item: MiniQuestion, retrieve: RetrieveFn) -> None:
+        self.segments: DemonstrationSegments = []
         """What a recipe's `demonstrate` returns."""
         self._environment, self._retrieve = environment, retrieve
         self._episode = Episode(item.question)
@@ -34,9 +34,11 @@ class Demonstration:
         episode.turn += 1
 
 
-def think_and_search(environment: Stream, item: MiniQuestion, retrieve: Retrieve, answer: str) -> Shown:
+def think_and_search(
+    environment: Stream, item: MiniQuestion, retrieve: RetrieveFn, answer: str
+) -> DemonstrationSegments:
     """Boxes alone, one after the other: thought and search for each fact, at last thought and `answer` in its box."""
-    told = Demonstration(environment, item, retrieve)
+    told = DemonstrationBuilder(environment, item, retrieve)
     *before, last = [boxed("think", thought) for thought in thoughts(item.plan)]
     for thought, hop in zip(before, item.plan.hops, strict=True):
         told.search(f"{thought}\n", hop)

@@ -25,10 +25,10 @@ class OutcomeRecipe:
         one_of(ESTIMATORS, self, "advantage")
 
     @property
-    def judged(self) -> bool:
+    def needs_judge(self) -> bool:
         return False
 
-    def left_out(self, trajectories: Sequence[Trajectory]) -> Bool[np.ndarray, "N"]:
+    def excluded(self, trajectories: Sequence[Trajectory]) -> Bool[np.ndarray, "N"]:
         """None of them."""
         return np.zeros(len(trajectories), bool)
 
@@ -45,7 +45,7 @@ def answer_metrics(trajectory: Trajectory) -> dict[str, float]:
     return {**found._asdict(), "searches": float(sum(not search.failed for search in trajectory.searches))}
 
 
-def one_search_a_turn(response: Sequence[str], environment: Stream) -> bool:
+def one_search_per_turn(response: Sequence[str], environment: Stream) -> bool:
     """Whether every turn but the last makes one search, the last makes none, and none writes what is the environment's."""
     searches = [count_tags(text, environment.search) for text in response]
     given = [count_tags(text, environment.observation) for text in response]

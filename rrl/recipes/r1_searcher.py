@@ -12,9 +12,9 @@ from rrl.data.questions import Question
 from rrl.data.trajectory import Trajectory
 from rrl.errors import UserError, at_least, one_of
 from rrl.miniwiki.questions import MiniQuestion
-from rrl.recipes.base import Curves, Retrieve, Scoring, Shown
-from rrl.recipes.expert import Demonstration, thoughts
-from rrl.recipes.outcome import OutcomeRecipe, answer_metrics, one_search_a_turn
+from rrl.recipes.base import Curves, DemonstrationSegments, RetrieveFn, ScoringContext
+from rrl.recipes.expert import DemonstrationBuilder, thoughts
+from rrl.recipes.outcome import OutcomeRecipe, answer_metrics, one_search_per_turn
 from rrl.rollout.protocol import Stream
 from rrl.text.chat import Prompt
 from rrl.text.metrics import token_f1
@@ -35,7 +35,7 @@ _STRANGE = re.compile("[Aa]ssistant|[\u4e00-\u9fff]")
 
 
 @dataclasses.dataclass(frozen=True)
-class Querying(Stream):
+class R1SearcherEnvironment(Stream):
     """A turn ends at <|end_of_query|>, with the text, or after 512 tokens."""
 
     search: Tag = ("<|begin_of_query|>", "<|end_of_query|>")
@@ -77,7 +77,7 @@ class R1Searcher(OutcomeRecipe):
     advantage: str = "reward"
     """REINFORCE++: the reward itself, of which the objective takes the KL of each token and which it whitens over all tokens
     (`objective.kl_in`, `objective.whiten`)."""
-    environment: Querying = dataclasses.field(default_factory=Querying)
+    environment: R1SearcherEnvironment = dataclasses.field(default_factory=R1SearcherEnvironment)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -105,7 +105,7 @@ class R1Searcher(OutcomeRecipe):
 
     # -- rewards -----------------------------------------------------------------------------------------------------
 
-    def score(self, trajectories: Sequence[Trajectory], scoring: Scoring) -> None:
+    def score(self, trajectories: Sequence[Trajectory], scoring: ScoringContext) -> None:
         """Stage 1: "retrieval" and "format"; stage 2: "answer" and "format"; and their sum."""
         for trajectory in trajectories:
             trajectory.answer = last_box(trajectory.response, self.environment.answer)
@@ -128,7 +128,7 @@ class R1Searcher(OutcomeRecipe):
         """Whether the form is right; `response` is what the policy wrote behind the opened thought, cut where the environment
         spoke."""
         search, answer = self.environment.search, self.environment.answer
-        if not one_search_a_turn(response, self.environment):
+        if not one_search_per_turn(response, self.environment):
             return False
         said = [f"<think>{response[0]}", *response[1:]]
         whole, (_, _, after) = "".join(said), said[-1].partition("</think>")
@@ -142,9 +142,9 @@ class R1Searcher(OutcomeRecipe):
 
     # -- the cold start in the built-in world ------------------------------------------------------------------------
 
-    def demonstrate(self, item: MiniQuestion, retrieve: Retrieve) -> Shown:
+    def demonstrate(self, item: MiniQuestion, retrieve: RetrieveFn) -> DemonstrationSegments:
         """A scripted expert: one thought, in which it says what is needed, searches each hop and states what was read."""
-        told = Demonstration(self.environment, item, retrieve)
+        told = DemonstrationBuilder(self.environment, item, retrieve)
         needed, *read = thoughts(item.plan)
         for thought, hop in zip([f" {needed}", *read], item.plan.hops):
             told.search(f"{thought} ", hop)

@@ -9,26 +9,26 @@ from collections.abc import Iterable, Sequence
 from typing import ClassVar
 
 from rrl.data.passages import Passage, render
-from rrl.data.questions import Question, asked
+from rrl.data.questions import Question, with_choices
 from rrl.data.trajectory import NOT_FINITE, POLICY, Search, Trajectory
 from rrl.errors import UserError, at_least, one_of
 from rrl.miniwiki.questions import Hop, MiniQuestion
-from rrl.recipes.base import Curves, Retrieve, Scoring, Shown
+from rrl.recipes.base import Curves, DemonstrationSegments, RetrieveFn, ScoringContext
 from rrl.recipes.outcome import OutcomeRecipe, answer_metrics
-from rrl.recipes.r2ag_forest import STOP, Forest, Node
+from rrl.recipes.r2ag_forest import STOP, Forest, RetrievalTree
 from rrl.recipes.r2ag_rewards import (
     BASE,
     NONE,
     PREDICTED,
     STOP_RETRIEVAL,
     THINK,
-    Proposal,
-    Weights,
+    RewardWeights,
+    SteeringOutput,
     expansion_rewards,
-    read_proposal,
+    parse_output,
 )
 from rrl.recipes.rsearch import READER_TEMPLATE
-from rrl.retrieval.gold import hits_of
+from rrl.retrieval.gold import gold_hits
 from rrl.rollout.curriculum import Curriculum
 from rrl.rollout.protocol import (
     CONTEXT,
@@ -70,7 +70,7 @@ Wrap each of the predicted question (or "none") inside: <predicted-Q></predicted
 """Figure A.3. The figure does not print how question and evidences follow; here each is named."""
 
 OPENINGS = ("instruct", "bare")
-CUT = "length"
+TRUNCATED = "length"
 """Why an episode ended whose output was cut at its limit."""
 
 
@@ -78,10 +78,10 @@ CUT = "length"
 class Expansion:
     """One expansion of a tree: what was written, and each query that was searched with what it found."""
 
-    proposal: Proposal
+    output: SteeringOutput
     base: tuple[Search, ...] = ()
     predicted: tuple[Search, ...] = ()
-    cut: bool = False
+    truncated: bool = False
 
     @property
     def searches(self) -> tuple[Search, ...]:
@@ -90,12 +90,12 @@ class Expansion:
 
 
 @dataclasses.dataclass(frozen=True)
-class Expanding:
+class R2AGEnvironment:
     """Definition 2.1 and B.1: an output proposes queries, all are searched side by side, and a fresh prompt shows the question
     with all documents found so far.
 
-    A tree of the forest (`rrl.recipes.r2ag_forest.Node`) is expanded once, with all queries: that is training. Any other question
-    is asked to its end: that is inference, with the limits below.
+    A tree of the forest (`rrl.recipes.r2ag_forest.RetrievalTree`) is expanded once, with all queries: that is training. Any
+    other question is asked to its end: that is inference, with the limits below.
     """
 
     opening: str = "instruct"
@@ -132,25 +132,27 @@ class Expanding:
         head = f"{INSTRUCTION}\n\nUser question: {question.text}\n\nEvidences:\n"
         return Prompt(head, body=shown or "(none)", after=after)
 
-    def asked(self, question: Question, proposal: Proposal) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    def searched_queries(
+        self, question: Question, output: SteeringOutput
+    ) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """The base and predicted queries of an output that are searched."""
-        if isinstance(question, Node):
-            return proposal.base, proposal.predicted
-        return proposal.base[: self.base_queries], proposal.predicted[: self.predicted_queries]
+        if isinstance(question, RetrievalTree):
+            return output.base, output.predicted
+        return output.base[: self.base_queries], output.predicted[: self.predicted_queries]
 
     def react(self, episode: Episode, text: str, stop: str) -> Action:
         if stop in (TURN_TOKENS, CONTEXT):
-            return Finish(CUT)
-        proposal = read_proposal(text)
-        base, predicted = self.asked(episode.question, proposal)
+            return Finish(TRUNCATED)
+        output = parse_output(text)
+        base, predicted = self.searched_queries(episode.question, output)
         if queries := base + predicted:
             return SearchFor(queries[0], queries[1:])
-        return Finish(STOP if proposal.stop else "no_action")
+        return Finish(STOP if output.stop else "no_action")
 
     def observe(self, episode: Episode, *found: Sequence[Passage] | None) -> Action:
-        if read_proposal(episode.said[-1]).stop:
+        if parse_output(episode.policy_texts[-1]).stop:
             return Finish(STOP)
-        if isinstance(episode.question, Node):
+        if isinstance(episode.question, RetrievalTree):
             return Finish("expanded")
         if episode.turn + 1 >= self.expansions:
             return Finish("turn_limit")
@@ -187,7 +189,7 @@ class R2AG(OutcomeRecipe):
     shown_misses: float = 0.3
     """Share of the scripted expert's demonstrations with a search that misses: one of several documents is not found at once,
     or another one stands among them."""
-    environment: Expanding = dataclasses.field(default_factory=Expanding)
+    environment: R2AGEnvironment = dataclasses.field(default_factory=R2AGEnvironment)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -212,21 +214,21 @@ class R2AG(OutcomeRecipe):
         return {BASE: "search", PREDICTED: "search"}
 
     @property
-    def weights(self) -> Weights:
+    def weights(self) -> RewardWeights:
         """The coefficients of Eq. 5."""
-        return Weights(
+        return RewardWeights(
             multi_hit=self.multi_hit_weight,
             joint_hit=self.joint_hit_weight,
             precision=self.precision_weight,
             predicted=self.predicted_factor,
-            written=self.format_reward,
+            format=self.format_reward,
             top_base=self.top_base,
             top_predicted=self.top_predicted,
             pay_known=self.pay_known,
         )
 
     def prompt(self, question: Question) -> Prompt:
-        kept = question.documents if isinstance(question, Node) else ()
+        kept = question.documents if isinstance(question, RetrievalTree) else ()
         return self.environment.prompt(question, kept)
 
     def curriculum(self, questions: Sequence[Question], seed: int) -> Curriculum:
@@ -240,33 +242,33 @@ class R2AG(OutcomeRecipe):
         said = [text for role, text in trajectory.segments if role == POLICY]
         found = []
         for turn, text in enumerate(said):
-            proposal = read_proposal(text)
+            output = parse_output(text)
             searches = tuple(search for search in trajectory.searches if search.turn == turn)
-            base = len(self.environment.asked(trajectory.question, proposal)[0])
+            base = len(self.environment.searched_queries(trajectory.question, output)[0])
             # The last turn of an episode that ended as NOT_FINITE may have no text: then what stands last was searched.
             broken = trajectory.ended == NOT_FINITE and not searches
-            cut = turn == len(said) - 1 and (trajectory.ended == CUT or broken)
-            found.append(Expansion(proposal, searches[:base], searches[base:], cut))
+            cut = turn == len(said) - 1 and (trajectory.ended == TRUNCATED or broken)
+            found.append(Expansion(output, searches[:base], searches[base:], cut))
         return found
 
     @property
-    def leaves_answer(self) -> bool:
+    def answers_with_reader(self) -> bool:
         """Whether another model answers, from what was found."""
         return True
 
-    def score(self, trajectories: Sequence[Trajectory], scoring: Scoring) -> None:
+    def score(self, trajectories: Sequence[Trajectory], scoring: ScoringContext) -> None:
         """Eq. 5 of each expansion, over which the components are summed; 0 where no gold passages are known.
 
         A whole tree is measured by what it found, and by what a generator (`scoring.reader`) answers from that; without one
         its answer is empty.
         """
         for trajectory in trajectories:
-            self._pay(trajectory)
-        self._measure([t for t in trajectories if not isinstance(t.question, Node)], scoring)
+            self._score_expansions(trajectory)
+        self._score_trees([t for t in trajectories if not isinstance(t.question, RetrievalTree)], scoring)
 
-    def _pay(self, trajectory: Trajectory) -> None:
+    def _score_expansions(self, trajectory: Trajectory) -> None:
         question = trajectory.question
-        node = question if isinstance(question, Node) else Node.of(question)
+        node = question if isinstance(question, RetrievalTree) else RetrievalTree.of(question)
         known = [document.title for document in node.documents]
         gold = {title_key(title) for title in node.gold}
         names = ("multi_hit", "joint_hit", "precision", "written", "total")
@@ -276,30 +278,35 @@ class R2AG(OutcomeRecipe):
         for turn, expansion in enumerate(expansions if gold else ()):
             best = [_best(expansion.base), _best(expansion.predicted)]
             paid = expansion_rewards(
-                expansion.proposal, *best, gold=gold, known=known, cut=expansion.cut, weights=self.weights
+                expansion.output,
+                *best,
+                gold=gold,
+                known=known,
+                truncated=expansion.truncated,
+                weights=self.weights,
             )
             trajectory.rewards = {name: trajectory.rewards[name] + paid[name] for name in names}
             trajectory.turn_rewards[turn] = paid["total"]
             # A node's tree keeps the best document of a query alone (`pruned`), however many are shown.
-            kept = 1 if isinstance(question, Node) else None
+            kept = 1 if isinstance(question, RetrievalTree) else None
             known += [title for search in expansion.searches for title in search.titles[:kept]]
         found = gold & {title_key(title) for title in known}
-        last = expansions[-1].proposal if expansions else Proposal()
+        last = expansions[-1].output if expansions else SteeringOutput()
         trajectory.metrics = {
             "recall": len(found) / max(len(gold), 1),
             "full_recall": float(len(found) == len(gold) > 0),
             "zeroed": float(trajectory.rewards["total"] == 0.0),
             "stopped": float(last.stop),
-            "queries": float(sum(len(e.proposal.base) + len(e.proposal.predicted) for e in expansions)),
+            "queries": float(sum(len(e.output.base) + len(e.output.predicted) for e in expansions)),
             "searches": float(sum(not search.failed for search in trajectory.searches)),
             "iterations": float(len(expansions)),
             "kept": float(len(node.documents)),
         }
 
-    def _measure(self, trajectories: Sequence[Trajectory], scoring: Scoring) -> None:
+    def _score_trees(self, trajectories: Sequence[Trajectory], scoring: ScoringContext) -> None:
         """Retrieval metrics of whole trees (Table 1), and the generator's answers (Table 3)."""
         titles = [[title for search in t.searches for title in search.titles] for t in trajectories]
-        hits = hits_of(titles, [t.question.gold for t in trajectories])
+        hits = gold_hits(titles, [t.question.gold for t in trajectories])
         measured = {
             "recall": hits.recall(),
             "full_recall": hits.full_recall(),
@@ -318,13 +325,13 @@ class R2AG(OutcomeRecipe):
 
     # -- the cold start in the built-in world ------------------------------------------------------------------------
 
-    def demonstrate(self, item: MiniQuestion, retrieve: Retrieve) -> Shown:
+    def demonstrate(self, item: MiniQuestion, retrieve: RetrieveFn) -> DemonstrationSegments:
         """A scripted expert: state what the documents say, ask for every fact that can be looked up next, and stop when
         nothing is missing. It predicts nothing: the facts of the built-in world are random.
 
         A query that does not find its passage ends the demonstration.
         """
-        segments: Shown = []
+        segments: DemonstrationSegments = []
         kept: list[Passage] = []
         draw = zlib.crc32(item.question.id.encode())
         missing = draw % 1000 < 1000 * self.shown_misses
@@ -356,7 +363,7 @@ def generator_prompt(question: Question, documents: Sequence[Passage]) -> Prompt
     """What the generator reads: all documents of the tree and the question. The paper does not print its own prompt."""
     before, after = READER_TEMPLATE.split("{evidence}")
     shown = render(documents) or "(none)"
-    return Prompt(before, body=shown, after=after.format(query=asked(question)))
+    return Prompt(before, body=shown, after=after.format(query=with_choices(question)))
 
 
 def _best(searches: Sequence[Search]) -> list[str]:

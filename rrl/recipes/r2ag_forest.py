@@ -18,7 +18,7 @@ STOP = "stop"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Node(Question):
+class RetrievalTree(Question):
     """A tree that is to be expanded once: its question, with the documents that are kept of it."""
 
     tree: int = 0
@@ -26,7 +26,7 @@ class Node(Question):
     documents: tuple[Passage, ...] = ()
 
     @classmethod
-    def of(cls, question: Question, tree: int = 0, documents: Iterable[Passage] = ()) -> "Node":
+    def of(cls, question: Question, tree: int = 0, documents: Iterable[Passage] = ()) -> "RetrievalTree":
         """The tree of a question, pruned to these documents."""
         values = {field.name: getattr(question, field.name) for field in dataclasses.fields(Question)}
         return cls(**values, tree=tree, documents=tuple(documents))
@@ -37,7 +37,7 @@ class Node(Question):
         return self.tree, frozenset(title_key(document.title) for document in self.documents)
 
 
-def pruned(node: Node, found: Iterable[Sequence[Passage]]) -> Node:
+def pruned(node: RetrievalTree, found: Iterable[Sequence[Passage]]) -> RetrievalTree:
     """The tree after an expansion that found these passages, the best of each query first, pruned to gold documents.
 
     Only the best of each query counts (Hit@Top-1), and of passages with one title the first.
@@ -77,23 +77,23 @@ class Forest:
         """Times that trees were planted."""
         self.level = 0
         """Expansions of the trees that are asked now."""
-        self.now: list[Node] = []
+        self.now: list[RetrievalTree] = []
         """Those of the level that are still to be asked."""
-        self.next: dict[Any, Node] = {}
+        self.next: dict[Any, RetrievalTree] = {}
         """Those of the next level."""
 
-    def ask(self, step: int, number: int, count: int) -> list[Question]:
+    def select(self, step: int, number: int, count: int) -> list[Question]:
         """The next trees of the level, in a random order; where few are left, these."""
         if not self.now:
             self._advance()
         asked, self.now = self.now[:count], self.now[count:]
         return list(asked)
 
-    def learn(self, trajectories: Sequence[Trajectory]) -> None:
+    def update(self, trajectories: Sequence[Trajectory]) -> None:
         """Each trajectory is a copy of its tree, grown by one expansion: what is unfinished is pruned and carried over."""
         for trajectory in trajectories:
             node = trajectory.question
-            assert isinstance(node, Node)
+            assert isinstance(node, RetrievalTree)
             grown = pruned(node, [search.passages for search in trajectory.searches])
             complete = len(grown.documents) == len({title_key(title) for title in node.gold})
             if not (complete and trajectory.ended == STOP):
@@ -105,7 +105,7 @@ class Forest:
         if not trees or self.level >= self.expansions:
             count = len(self.questions)
             order = question_order(count, self.trees or count, self.seed, self.planted)
-            trees = [Node.of(self.questions[i], int(i)) for i in order]
+            trees = [RetrievalTree.of(self.questions[i], int(i)) for i in order]
             self.planted, self.level = self.planted + 1, 0
         mixed = np.random.default_rng((self.seed, self.planted, self.level)).permutation(len(trees))
         self.now, self.next = [trees[i] for i in mixed], {}
@@ -114,7 +114,7 @@ class Forest:
     def state(self) -> Mapping[str, Any]:
         places: dict[Passage, int] = {}
 
-        def written(nodes: Iterable[Node]) -> list[Any]:
+        def written(nodes: Iterable[RetrievalTree]) -> list[Any]:
             return [[n.tree, [places.setdefault(d, len(places)) for d in n.documents]] for n in nodes]
 
         trees = {"now": written(self.now), "next": written(self.next.values())}
@@ -124,8 +124,11 @@ class Forest:
     def restore(self, state: Mapping[str, Any]) -> None:
         documents = [Passage(*fields) for fields in state["documents"]]
 
-        def read(nodes: Iterable[Any]) -> list[Node]:
-            return [Node.of(self.questions[tree], tree, (documents[i] for i in kept)) for tree, kept in nodes]
+        def read(nodes: Iterable[Any]) -> list[RetrievalTree]:
+            return [
+                RetrievalTree.of(self.questions[tree], tree, (documents[i] for i in kept))
+                for tree, kept in nodes
+            ]
 
         self.planted, self.level = state["planted"], state["level"]
         self.now, self.next = read(state["now"]), {node.key: node for node in read(state["next"])}

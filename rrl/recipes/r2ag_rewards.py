@@ -15,7 +15,7 @@ STOP_RETRIEVAL, NONE = "stop retrieval", "none"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Proposal:
+class SteeringOutput:
     """What one output asks for."""
 
     base: tuple[str, ...] = ()
@@ -24,13 +24,13 @@ class Proposal:
     """Predicted queries: of hops further on."""
     stop: bool = False
     """The stop-retrieval signal."""
-    thought: bool = False
+    has_think: bool = False
     """Whether there is a think segment."""
-    written: int = 0
+    query_tags: int = 0
     """Of base-Q and predicted-Q, how many stand after a think segment: 0 to 2."""
 
 
-def read_proposal(text: str) -> Proposal:
+def parse_output(text: str) -> SteeringOutput:
     """Reads an output (Figure A.3): queries stand in boxes behind the first think segment, and in no other.
 
     Without a think segment all boxes count. A base query "stop retrieval" is the stop signal, a predicted query "none" is
@@ -42,17 +42,17 @@ def read_proposal(text: str) -> Proposal:
         text = without_boxes(text, THINK)
     base, predicted = boxes(text, BASE), boxes(text, PREDICTED)
     signals = ("", NONE, STOP_RETRIEVAL)
-    return Proposal(
+    return SteeringOutput(
         base=tuple(query.strip() for query in base if _plain(query) not in signals),
         predicted=tuple(query.strip() for query in predicted if _plain(query) not in signals),
         stop=any(_plain(query) == STOP_RETRIEVAL for query in base),
-        thought=thought,
-        written=(bool(base) + bool(predicted)) if thought else 0,
+        has_think=thought,
+        query_tags=(bool(base) + bool(predicted)) if thought else 0,
     )
 
 
 @dataclasses.dataclass(frozen=True)
-class Weights:
+class RewardWeights:
     """The coefficients of Eq. 5 (appendix B.2)."""
 
     multi_hit: float = 0.2
@@ -63,7 +63,7 @@ class Weights:
     """gamma."""
     predicted: float = 1.25
     """l: what a document counts that a predicted query finds."""
-    written: float = 0.01
+    format: float = 0.01
     """omega·R_f for each of base-Q and predicted-Q; together at most 0.02."""
     top_base: int = 4
     """t of the base queries."""
@@ -74,14 +74,14 @@ class Weights:
 
 
 def expansion_rewards(
-    proposal: Proposal,
+    output: SteeringOutput,
     base: Sequence[str],
     predicted: Sequence[str],
     *,
     gold: Collection[str],
     known: Collection[str] = (),
-    cut: bool = False,
-    weights: Weights = Weights(),
+    truncated: bool = False,
+    weights: RewardWeights = RewardWeights(),
 ) -> dict[str, float]:
     """Eq. 5 and its zeroing rules (B.2).
 
@@ -89,7 +89,7 @@ def expansion_rewards(
     earned by a stop signal once all gold is there, found before or by this very expansion.
 
     Args:
-      proposal: what was written.
+      output: what was written.
       base: title of the best document of each base query, in their order; "" where nothing was found.
       predicted: likewise of the predicted queries.
       gold: titles of all gold documents, at least one.
@@ -120,10 +120,10 @@ def expansion_rewards(
     complete = wanted <= before | seen
     rewards = {
         "multi_hit": new[0] + weights.predicted * new[1],
-        "joint_hit": float(complete and proposal.stop),
+        "joint_hit": float(complete and output.stop),
         "precision": average_precision(hits[0], weights.top_base, len(wanted))
         + average_precision(hits[1], weights.top_predicted, len(wanted)),
-        "written": weights.written * proposal.written,
+        "written": weights.format * output.query_tags,
     }
     total = (
         weights.multi_hit * rewards["multi_hit"]
@@ -131,7 +131,7 @@ def expansion_rewards(
         + weights.precision * rewards["precision"]
         + rewards["written"]
     )
-    nothing = cut or not proposal.thought or (proposal.stop and not complete)
+    nothing = truncated or not output.has_think or (output.stop and not complete)
     return rewards | {"total": 0.0 if nothing else total}
 
 

@@ -12,10 +12,10 @@ from rrl.data.questions import Question
 from rrl.data.trajectory import NOT_FINITE, POLICY, Search, Trajectory
 from rrl.errors import UserError, at_least, one_of
 from rrl.miniwiki.questions import MiniQuestion
-from rrl.recipes.base import Curves, Retrieve, Scoring, Shown
+from rrl.recipes.base import Curves, DemonstrationSegments, RetrieveFn, ScoringContext
 from rrl.recipes.outcome import OutcomeRecipe, answer_metrics
-from rrl.recipes.r3rag_steps import ANSWER, QUERY, Step, Steps, parse_step
-from rrl.rewards.cases import Case, Correctness, Relevance, ShortAnswer
+from rrl.recipes.r3rag_steps import ANSWER, QUERY, R3RagEnvironment, Step, parse_step
+from rrl.rewards.judge_prompts import Correctness, JudgePrompt, Relevance, ShortAnswer
 from rrl.rollout.protocol import Episode
 from rrl.text.chat import Prompt
 from rrl.text.metrics import cover_exact_match, exact_match
@@ -29,7 +29,7 @@ MATCHES: Mapping[str, Callable[[str, Sequence[str]], float]] = {
     "cover": cover_exact_match,
     "exact": exact_match,
 }
-FIGURE_2 = 2.0
+LAST_STEP_REWARD = 2.0
 """What the last step of a correct trajectory earns in Figure 2."""
 
 
@@ -60,7 +60,7 @@ class R3Rag(OutcomeRecipe):
     """Of a step that breaks the format (Eq. 5). Released: -0.9."""
     short_answers: bool = True
     """EM and F1 are taken of the short forms that a judge extracts from the answer (4.1), where there is a judge."""
-    environment: Steps = dataclasses.field(default_factory=Steps)
+    environment: R3RagEnvironment = dataclasses.field(default_factory=R3RagEnvironment)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -88,7 +88,7 @@ class R3Rag(OutcomeRecipe):
         return {(QUERY, ""): "search", (ANSWER, ""): "answer"}
 
     @property
-    def judged(self) -> bool:
+    def needs_judge(self) -> bool:
         return self.use_process or self.judge_answers or self.short_answers
 
     def prompt(self, question: Question) -> str | Prompt:
@@ -96,7 +96,7 @@ class R3Rag(OutcomeRecipe):
 
     # -- rewards -----------------------------------------------------------------------------------------------------
 
-    def score(self, trajectories: Sequence[Trajectory], scoring: Scoring) -> None:
+    def score(self, trajectories: Sequence[Trajectory], scoring: ScoringContext) -> None:
         """Eqs. 2-6. Components are unscaled: "answer" is Acc, "relevance" the sum of Rel over steps, "format" what broken steps
         lose; "total" is the sum of r_all over steps, each of which is paid where its step ends."""
         for trajectory in trajectories:
@@ -109,7 +109,7 @@ class R3Rag(OutcomeRecipe):
         relevance = self._judge(trajectories, scoring)
         for trajectory, found in zip(trajectories, relevance, strict=True):
             outcome = outcome_of(trajectory)
-            paid = self.paid(found, outcome)
+            paid = self.step_rewards(found, outcome)
             paid += [0.0] * (len(_said(trajectory)) - len(paid))  # a step that the context cut
             trajectory.turn_rewards = dict(enumerate(paid))
             trajectory.rewards = {
@@ -122,14 +122,14 @@ class R3Rag(OutcomeRecipe):
             trajectory.metrics["steps"] = float(len(paid))
             trajectory.metrics["malformed"] = float(outcome == MALFORMED)
 
-    def _judge(self, trajectories: Sequence[Trajectory], scoring: Scoring) -> list[list[float]]:
+    def _judge(self, trajectories: Sequence[Trajectory], scoring: ScoringContext) -> list[list[float]]:
         """Asks everything at once; returns Rel of each retrieval step and puts the rest into `metrics`.
 
         A step that found nothing new earns 0 and costs the judge nothing. What it says that cannot be read counts 0 and in
         "judge_unread"; of short forms that cannot be read the answer as it stands is scored.
         """
         relevance = [[0.0] * len(trajectory.searches) for trajectory in trajectories]
-        asked: list[tuple[int, str, int, Case]] = []
+        asked: list[tuple[int, str, int, JudgePrompt]] = []
         for index, trajectory in enumerate(trajectories):
             question, answer = trajectory.question, trajectory.answer
             if self.use_process:
@@ -156,7 +156,7 @@ class R3Rag(OutcomeRecipe):
                 trajectories[index].metrics[name] = score
         return relevance
 
-    def paid(self, relevance: Sequence[float], outcome: str) -> list[float]:
+    def step_rewards(self, relevance: Sequence[float], outcome: str) -> list[float]:
         """r_all of each step (Eqs. 5 and 6): the retrieval steps, whose documents are so relevant, and the last one, which is
         none of them but where the trajectory is "unanswered"."""
         scale = {
@@ -169,7 +169,7 @@ class R3Rag(OutcomeRecipe):
             scale = 1.0
         steps = [scale * rel for rel in relevance]
         if outcome == CORRECT:
-            right = FIGURE_2 if self.last_step == "figure" else scale
+            right = LAST_STEP_REWARD if self.last_step == "figure" else scale
             steps.append(right if self.use_outcome else 0.0)
         elif outcome == INCORRECT:
             steps.append(0.0)
@@ -179,14 +179,14 @@ class R3Rag(OutcomeRecipe):
 
     # -- the cold start (3.2) ----------------------------------------------------------------------------------------
 
-    def fault(self, trajectory: Trajectory) -> str:
+    def rejection_reason(self, trajectory: Trajectory) -> str:
         """Why a scored trajectory is no demonstration (3.2.1); "" where it is one."""
         outcome = outcome_of(trajectory)
         if outcome == CORRECT and any(search.failed for search in trajectory.searches):
             return "search failed"
         return "" if outcome == CORRECT else outcome
 
-    def pairs(self, trajectory: Trajectory) -> list[tuple[str, str]]:
+    def sft_pairs(self, trajectory: Trajectory) -> list[tuple[str, str]]:
         """Algorithm 2: what the trained policy reads before each step (the user's turn), and the step that it shall write."""
         said = [parse_step(text) for text in _said(trajectory)]
         steps = [step for step in said if step is not None]
@@ -195,28 +195,28 @@ class R3Rag(OutcomeRecipe):
         return [
             (
                 str(trained.prompt(trajectory.question, list(zip(steps[:at], found, strict=False)))),
-                step.written(at + 1),
+                step.to_text(at + 1),
             )
             for at, step in enumerate(steps)
         ]
 
-    def demonstrate(self, item: MiniQuestion, retrieve: Retrieve) -> Shown:
+    def demonstrate(self, item: MiniQuestion, retrieve: RetrieveFn) -> DemonstrationSegments:
         """A scripted expert: say what is needed, ask for each fact in a step of its own, state what was read, answer. It takes as
         many steps as it needs, whatever the limit."""
         plan, episode = item.plan, Episode(item.question)
-        segments: Shown = []
+        segments: DemonstrationSegments = []
         analysis = f"To find : {plan.facts}"
         for hop in plan.hops:
-            episode.said.append(Step(analysis, query=hop.query).written(episode.turn + 1))
+            episode.policy_texts.append(Step(analysis, query=hop.query).to_text(episode.turn + 1))
             passages = tuple(retrieve(hop.query))
             titles = tuple(passage.title for passage in passages)
             episode.searches.append(Search(episode.turn, hop.query, titles, passages=passages))
-            segments += [episode.said[-1], self.environment.again(episode)]
+            segments += [episode.policy_texts[-1], self.environment.next_context(episode)]
             episode.turn += 1
             analysis = f"The {hop.query} is {hop.value}."
         if plan.conclusion:
             analysis += f" {plan.conclusion}"
-        segments.append(Step(analysis, answer=item.question.answers[0]).written(episode.turn + 1))
+        segments.append(Step(analysis, answer=item.question.answers[0]).to_text(episode.turn + 1))
         return segments
 
 

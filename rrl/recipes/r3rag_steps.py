@@ -47,7 +47,7 @@ class Step:
     query: str = ""
     answer: str = ""
 
-    def written(self, number: int) -> str:
+    def to_text(self, number: int) -> str:
         """The step as the policy writes it, counted from 1."""
         end = f"{QUERY} {self.query}" if self.query else f"{ANSWER} {self.answer}"
         return f"Step {number}:\n{ANALYSIS} {self.analysis}\n{end}"
@@ -70,7 +70,7 @@ def parse_step(text: str) -> Step | None:
 
 
 @dataclasses.dataclass(frozen=True)
-class Steps:
+class R3RagEnvironment:
     """At most five steps, each answered in a context of its own; a malformed one ends the episode.
 
     A query of the last step is searched too (Algorithm 1), though no further step can read what it finds. A step that reaches
@@ -117,14 +117,14 @@ class Steps:
         return SearchFor(step.query) if step.query else Finish("answer")
 
     def observe(self, episode: Episode, passages: Sequence[Passage] | None) -> Action:
-        return Finish("turn_limit") if episode.turn + 1 >= self.max_steps else self.again(episode)
+        return Finish("turn_limit") if episode.turn + 1 >= self.max_steps else self.next_context(episode)
 
     def overflow(self, episode: Episode, message: Append | Restart, room: int) -> Action:
         return Finish("context_limit")
 
-    def again(self, episode: Episode) -> Restart:
+    def next_context(self, episode: Episode) -> Restart:
         """The next step's context, after all that was said and found."""
-        steps = [step for step in map(parse_step, episode.said) if step is not None]
+        steps = [step for step in map(parse_step, episode.policy_texts) if step is not None]
         shown = [
             None if search.failed else passages
             for search, passages in zip(episode.searches, self.documents(episode.searches), strict=True)
@@ -135,7 +135,7 @@ class Steps:
         """What the step after `past` reads, as the user's turn; the steps in one form, whatever the policy's own spacing. Of a
         search that failed (None) it reads that."""
         steps = "".join(
-            f"\n{step.written(number)}\n{DOCUMENTS} {Stream.failure if passages is None else render(passages)}"
+            f"\n{step.to_text(number)}\n{DOCUMENTS} {Stream.failure if passages is None else render(passages)}"
             for number, (step, passages) in enumerate(past, start=1)
         )
         if self.opening == "steps":

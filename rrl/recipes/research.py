@@ -11,16 +11,16 @@ from rrl.data.questions import Question
 from rrl.data.trajectory import Trajectory
 from rrl.errors import at_least, one_of
 from rrl.miniwiki.questions import MiniQuestion
-from rrl.recipes.base import Curves, Retrieve, Scoring, Shown
+from rrl.recipes.base import Curves, DemonstrationSegments, RetrieveFn, ScoringContext
 from rrl.recipes.expert import think_and_search
-from rrl.recipes.outcome import OutcomeRecipe, answer_metrics, one_search_a_turn
+from rrl.recipes.outcome import OutcomeRecipe, answer_metrics, one_search_per_turn
 from rrl.rollout.protocol import Stream
 from rrl.text.chat import Prompt
 from rrl.text.metrics import token_f1
 from rrl.text.normalize import RULES
 from rrl.text.spans import Tag, boxes, count_tags, exactly_one, last_box
 
-BUDGET = 8192
+TOKEN_BUDGET = 8192
 """Tokens of a trajectory, prompt and results included: the only limit there is."""
 
 INSTRUCTION = (
@@ -36,13 +36,13 @@ OPENINGS = ("instruct", "base", "bare")
 
 
 @dataclasses.dataclass(frozen=True)
-class Resulting(Stream):
+class ReSearchEnvironment(Stream):
     """A turn ends at </search> or with the text. Neither searches nor turns nor results have a limit of their own."""
 
     observation: Tag = "result"
-    max_searches: int = BUDGET
-    turn_tokens: int = BUDGET
-    observation_tokens: int = BUDGET
+    max_searches: int = TOKEN_BUDGET
+    turn_tokens: int = TOKEN_BUDGET
+    observation_tokens: int = TOKEN_BUDGET
     correction: str = ""
     """What neither searches nor answers ends the episode."""
 
@@ -64,7 +64,7 @@ class ReSearch(OutcomeRecipe):
     """True is the paper's Eq. 2 as printed: F1 is paid whatever the form."""
     answer_rule: str = "rrl"
     """How the reward's F1 compares answers, a name of `rrl.text.normalize.RULES`; "hotpotqa" is what was released."""
-    environment: Resulting = dataclasses.field(default_factory=Resulting)
+    environment: ReSearchEnvironment = dataclasses.field(default_factory=ReSearchEnvironment)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -85,7 +85,7 @@ class ReSearch(OutcomeRecipe):
 
     # -- rewards -----------------------------------------------------------------------------------------------------
 
-    def score(self, trajectories: Sequence[Trajectory], scoring: Scoring) -> None:
+    def score(self, trajectories: Sequence[Trajectory], scoring: ScoringContext) -> None:
         """The reward as its parts: "answer" is the F1 that is paid, "format" what the form alone earns."""
         for trajectory in trajectories:
             boxed = last_boxed(last_box(trajectory.response, self.environment.answer))
@@ -101,7 +101,7 @@ class ReSearch(OutcomeRecipe):
         """Whether the form is right; `response` is the policy's own text, cut where the environment spoke."""
         answer, whole = self.environment.answer, "".join(response)
         return (
-            one_search_a_turn(response, self.environment)
+            one_search_per_turn(response, self.environment)
             and count_tags(whole, "think") == (len(boxes(whole, "think")),) * 2 != (0, 0)
             and exactly_one(response, answer)
             and last_boxed(last_box(response[-1:], answer)) is not None
@@ -109,7 +109,7 @@ class ReSearch(OutcomeRecipe):
 
     # -- the cold start in the built-in world ------------------------------------------------------------------------
 
-    def demonstrate(self, item: MiniQuestion, retrieve: Retrieve) -> Shown:
+    def demonstrate(self, item: MiniQuestion, retrieve: RetrieveFn) -> DemonstrationSegments:
         """A scripted expert: think what is needed, search each hop, think what was read, answer."""
         answer = f"\\boxed{{ {item.question.answers[0]} }}"
         return think_and_search(self.environment, item, retrieve, answer)

@@ -11,8 +11,8 @@ from rrl.data.questions import Question
 from rrl.data.trajectory import Trajectory
 from rrl.errors import at_least
 from rrl.miniwiki.questions import MiniQuestion
-from rrl.recipes.base import Answers, Curves, Retrieve, Scoring, Shown
-from rrl.recipes.expert import Demonstration, thoughts
+from rrl.recipes.base import AnswerFn, Curves, DemonstrationSegments, RetrieveFn, ScoringContext
+from rrl.recipes.expert import DemonstrationBuilder, thoughts
 from rrl.recipes.outcome import OutcomeRecipe, answer_metrics
 from rrl.rollout.protocol import Stream
 from rrl.text.metrics import token_f1
@@ -99,7 +99,7 @@ class RSearch(OutcomeRecipe):
             evidence_ok = self.pay_evidence_without_search or not written
         return self.evidence_weight * evidence_ok + self.answer_weight * answer_ok
 
-    def score(self, trajectories: Sequence[Trajectory], scoring: Scoring) -> None:
+    def score(self, trajectories: Sequence[Trajectory], scoring: ScoringContext) -> None:
         """Eqs. 3-6: answer F1, F1 of the cross-family reader's answer from the evidence, format; summed."""
         for trajectory in trajectories:
             response = trajectory.response
@@ -115,7 +115,7 @@ class RSearch(OutcomeRecipe):
         for trajectory in trajectories:
             trajectory.rewards["total"] = sum(trajectory.rewards.values())
 
-    def _score_evidence(self, trajectories: Sequence[Trajectory], reader: Answers | None) -> None:
+    def _score_evidence(self, trajectories: Sequence[Trajectory], reader: AnswerFn | None) -> None:
         """Eq. 4; trajectories without evidence earn 0 and cost the reader nothing."""
         shown = [t for t in trajectories if t.evidence] if reader is not None else []
         prompts = [READER_TEMPLATE.format(evidence=t.evidence, query=t.question.text) for t in shown]
@@ -130,9 +130,9 @@ class RSearch(OutcomeRecipe):
 
     # -- the cold start in the built-in world ------------------------------------------------------------------------
 
-    def demonstrate(self, item: MiniQuestion, retrieve: Retrieve) -> Shown:
+    def demonstrate(self, item: MiniQuestion, retrieve: RetrieveFn) -> DemonstrationSegments:
         """A scripted expert: say what is needed, search each hop, state what was read, quote the sentences, answer."""
-        told = Demonstration(self.environment, item, retrieve)
+        told = DemonstrationBuilder(self.environment, item, retrieve)
         needed, *read = thoughts(item.plan)
         for words, hop in zip([f"{needed}\n", *(f"{thought} " for thought in read)], item.plan.hops):
             told.search(words, hop)

@@ -11,7 +11,7 @@ from rrl.data.questions import Question
 from rrl.data.trajectory import ENVIRONMENT, Trajectory
 from rrl.errors import UserError
 from rrl.miniwiki.questions import MiniQuestion
-from rrl.recipes.base import Curves, Retrieve, Scoring, Shown
+from rrl.recipes.base import Curves, DemonstrationSegments, RetrieveFn, ScoringContext
 from rrl.recipes.expert import think_and_search
 from rrl.recipes.outcome import OutcomeRecipe, answer_metrics
 from rrl.rollout.protocol import Stream
@@ -27,7 +27,7 @@ INSTRUCTION = (
 
 
 @dataclasses.dataclass(frozen=True)
-class Informed(Stream):
+class SearchR1Environment(Stream):
     """A turn ends at </search>, at </answer>, or after 500 tokens; one that does neither is told so, which costs a turn."""
 
     observation: Tag = "information"
@@ -66,7 +66,7 @@ class SearchR1(OutcomeRecipe):
     """What the right form earns where the answer is wrong, and what a right answer loses where the form is wrong."""
     answered_reward: float = 0.1
     """What a wrong answer in a wrong form earns, for being in an answer's box."""
-    environment: Informed = dataclasses.field(default_factory=Informed)
+    environment: SearchR1Environment = dataclasses.field(default_factory=SearchR1Environment)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -87,7 +87,7 @@ class SearchR1(OutcomeRecipe):
 
     # -- rewards -----------------------------------------------------------------------------------------------------
 
-    def score(self, trajectories: Sequence[Trajectory], scoring: Scoring) -> None:
+    def score(self, trajectories: Sequence[Trajectory], scoring: ScoringContext) -> None:
         """The table above: "answer" is the exact match, "format" what the form adds to it or takes away."""
         for trajectory in trajectories:
             trajectory.answer = last_box(trajectory.response, self.environment.answer)
@@ -95,10 +95,10 @@ class SearchR1(OutcomeRecipe):
             trajectory.metrics = {**answer_metrics(trajectory), "well_formed": float(formed)}
             right = trajectory.metrics["em"]
             answered = any(boxes(text, self.environment.answer) for text in trajectory.response)
-            total = self.table(right > 0, formed, answered) if self.use_format else right
+            total = self.total_reward(right > 0, formed, answered) if self.use_format else right
             trajectory.rewards = {"answer": right, "format": total - right, "total": total}
 
-    def table(self, right: bool, formed: bool, answered: bool) -> float:
+    def total_reward(self, right: bool, formed: bool, answered: bool) -> float:
         """The reward of v0.3."""
         if right:
             return 1.0 if formed else 1.0 - self.structure_reward
@@ -117,6 +117,6 @@ class SearchR1(OutcomeRecipe):
 
     # -- the cold start in the built-in world ------------------------------------------------------------------------
 
-    def demonstrate(self, item: MiniQuestion, retrieve: Retrieve) -> Shown:
+    def demonstrate(self, item: MiniQuestion, retrieve: RetrieveFn) -> DemonstrationSegments:
         """A scripted expert: think what is needed, search each hop, think what was read, answer."""
         return think_and_search(self.environment, item, retrieve, item.question.answers[0])

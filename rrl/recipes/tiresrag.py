@@ -17,8 +17,8 @@ from rrl.data.questions import Question
 from rrl.data.trajectory import Trajectory
 from rrl.errors import UserError, at_least, one_of
 from rrl.miniwiki.questions import MiniQuestion
-from rrl.recipes.base import Curves, Retrieve, Scoring, Shown
-from rrl.recipes.expert import Demonstration, thoughts
+from rrl.recipes.base import Curves, DemonstrationSegments, RetrieveFn, ScoringContext
+from rrl.recipes.expert import DemonstrationBuilder, thoughts
 from rrl.recipes.outcome import answer_metrics
 from rrl.recipes.tiresrag_shaping import (
     SCHEDULES,
@@ -27,7 +27,7 @@ from rrl.recipes.tiresrag_shaping import (
     difficulty_weight,
     saturated,
 )
-from rrl.rewards.cases import Case, Sufficiency, Thinking, told_of
+from rrl.rewards.judge_prompts import JudgePrompt, Sufficiency, Thinking, transcript_of
 from rrl.rl.advantages import ESTIMATORS, group_normalize
 from rrl.rollout.protocol import Append, Stream
 from rrl.text.chat import Prompt
@@ -75,13 +75,13 @@ BASE_PROMPT = "\n\n".join(
 
 PROMPTS = ("instruct", "base", "bare")
 REFLECTIONS = ("paper", "released")
-RULE = RULES["tiresrag-r1"]
+ANSWER_RULE = RULES["tiresrag-r1"]
 """How the answer's reward (Eq. 1) and the released table of reflections compare answers; Eq. 4 and metrics compare as
 everywhere."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Reflecting(Stream):
+class TiresRagEnvironment(Stream):
     """Section 4.1: what follows an answer belongs to the same turn, so that the policy may think and search again.
 
     A turn ends at </search>, at the end of the text, or after 512 tokens; one that does none of these ends the episode.
@@ -133,7 +133,7 @@ class TiresRag:
     of all samples; "reinforce_plus_plus" is Table 4's and appendix D's."""
     shown_reflections: float = 0.3
     """Share of the scripted expert's demonstrations, of questions with more than one step, that show a reflection."""
-    environment: Reflecting = dataclasses.field(default_factory=Reflecting)
+    environment: TiresRagEnvironment = dataclasses.field(default_factory=TiresRagEnvironment)
 
     def __post_init__(self) -> None:
         at_least(0, self, "thinking_weight", "sufficient_weight", "reflect_weight", "penalty_weight")
@@ -164,15 +164,15 @@ class TiresRag:
         return {self.environment.search: "search", self.environment.answer: "answer"}
 
     @property
-    def judged(self) -> bool:
-        return self._asks_sufficiency or self._asks_thinking
+    def needs_judge(self) -> bool:
+        return self._uses_sufficiency or self._uses_thinking
 
     @property
-    def _asks_sufficiency(self) -> bool:
+    def _uses_sufficiency(self) -> bool:
         return self.sufficient_weight > 0 or self.use_difficulty or self.penalty_weight > 0
 
     @property
-    def _asks_thinking(self) -> bool:
+    def _uses_thinking(self) -> bool:
         return self.thinking_weight > 0 or self.penalty_weight > 0
 
     def prompt(self, question: Question) -> Prompt:
@@ -185,7 +185,7 @@ class TiresRag:
 
     # -- rewards -----------------------------------------------------------------------------------------------------
 
-    def score(self, trajectories: Sequence[Trajectory], scoring: Scoring) -> None:
+    def score(self, trajectories: Sequence[Trajectory], scoring: ScoringContext) -> None:
         """Eqs. 1-5. Components are unweighted; "total" is R^A + a_t·(w_t·R^T + w_s·R^S + w_r·R^R)."""
         weight = auxiliary_weight(scoring.step, scoring.steps, self.schedule)
         for trajectory in trajectories:
@@ -217,16 +217,16 @@ class TiresRag:
             )
             found["total"] = found["answer"] + weight * auxiliary
 
-    def _judge(self, trajectories: Sequence[Trajectory], scoring: Scoring) -> None:
+    def _judge(self, trajectories: Sequence[Trajectory], scoring: ScoringContext) -> None:
         """Eqs. 2 and 3; answers of the judge that say nothing count 0, and in the metric "judge_unread"."""
-        if scoring.judge is None or not self.judged:
+        if scoring.judge is None or not self.needs_judge:
             return
-        asked: list[tuple[Trajectory, str, Case]] = []
+        asked: list[tuple[Trajectory, str, JudgePrompt]] = []
         for trajectory in trajectories:
-            told = told_of(trajectory, self.environment.answer, "<think>")
-            if self._asks_sufficiency:
+            told = transcript_of(trajectory, self.environment.answer, "<think>")
+            if self._uses_sufficiency:
                 asked.append((trajectory, "sufficient", Sufficiency(trajectory.question, told)))
-            if self._asks_thinking:
+            if self._uses_thinking:
                 asked.append((trajectory, "thinking", Thinking(trajectory.question, told)))
             trajectory.metrics["judge_unread"] = 0.0
         scores = scoring.judge.grade([case for *_, case in asked])
@@ -237,14 +237,14 @@ class TiresRag:
     # -- advantages --------------------------------------------------------------------------------------------------
 
     def check_samples(self, samples: int) -> None:
-        """See `rrl.recipes.base.Grouping`."""
+        """See `rrl.recipes.base.RequiresGroups`."""
         if samples == 1 and self.use_filter:
             raise UserError(
                 "recipe.use_filter leaves out groups whose answers are all right or all wrong, as the one answer of a group of "
                 "train.samples=1 mostly is: raise it, or take recipe.use_filter=False"
             )
 
-    def left_out(self, trajectories: Sequence[Trajectory]) -> Bool[np.ndarray, "N"]:
+    def excluded(self, trajectories: Sequence[Trajectory]) -> Bool[np.ndarray, "N"]:
         """Group filtering (4.4)."""
         if not self.use_filter or not trajectories:
             return np.zeros(len(trajectories), bool)
@@ -277,13 +277,13 @@ class TiresRag:
 
     # -- the cold start in the built-in world ------------------------------------------------------------------------
 
-    def demonstrate(self, item: MiniQuestion, retrieve: Retrieve) -> Shown:
+    def demonstrate(self, item: MiniQuestion, retrieve: RetrieveFn) -> DemonstrationSegments:
         """A scripted expert: think what is needed, search each hop, think what was read, answer.
 
         In some demonstrations an answer stands too early, wrong or "unknown": words that it shall see and not learn to
         write. It then says what is still to be found, goes on, and answers again.
         """
-        told = Demonstration(self.environment, item, retrieve)
+        told = DemonstrationBuilder(self.environment, item, retrieve)
         early, mistake = self._mistake(item)
         said = [boxed("think", thought) for thought in thoughts(item.plan)]
         said[0] = said[0].removeprefix("<think>")  # the prompt has opened it
@@ -315,7 +315,7 @@ class TiresRag:
 
 def answer_reward(answer: str, gold: Sequence[str]) -> float:
     """Eq. 1: token F1, where yes and no count as a whole and punctuation parts words."""
-    return token_f1(answer, gold, RULE)
+    return token_f1(answer, gold, ANSWER_RULE)
 
 
 def reflect_reward(answers: Sequence[str], gold: Sequence[str], table: str = "paper") -> float:
@@ -330,7 +330,7 @@ def reflect_reward(answers: Sequence[str], gold: Sequence[str], table: str = "pa
             return 0.0
         f1 = [answer_reward(answer, gold) for answer in (answers[0], answers[-1])]
         right = [
-            score > 0.5 or cover_exact_match(answer, gold, RULE) > 0
+            score > 0.5 or cover_exact_match(answer, gold, ANSWER_RULE) > 0
             for score, answer in zip(f1, (answers[0], answers[-1]), strict=True)
         ]
         return 0.0 if right[1] and not (right[0] and f1[1] < f1[0]) else -1.0

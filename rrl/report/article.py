@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 from rrl.data.trajectory import ENVIRONMENT, NOT_FINITE, POLICY, PROMPT, Trajectory
-from rrl.report.segments import RSEARCH_TAGS, Piece, pieces, stray_tags
+from rrl.report.segments import RSEARCH_TAGS, Segment, segments_of, stray_tags
 from rrl.text.normalize import title_key
 from rrl.text.spans import Tag
 
@@ -47,9 +47,9 @@ def article(
     token_bytes: Sequence[bytes] | None = None,
 ) -> str:
     """One trajectory as an HTML article, without style; `source` says where it came from, "" that nobody knows."""
-    cut = pieces(trajectory, tags, token_bytes)
+    cut = segments_of(trajectory, tags, token_bytes)
     prompt = "".join(piece.text for piece in cut if piece.kind == "prompt")
-    shown = "".join(_piece(piece, trajectory, tags) for piece in cut if piece.kind != "prompt")
+    shown = "".join(_segment(piece, trajectory, tags) for piece in cut if piece.kind != "prompt")
     folded = f"<details><summary>prompt</summary><pre>{html.escape(prompt)}</pre></details>" if prompt else ""
     return (
         f"<article>{_head(trajectory, source)}<div class='panels'>{_rewards(trajectory)}{_searches(trajectory)}</div>"
@@ -164,7 +164,7 @@ def _tokens(trajectory: Trajectory, source: str) -> str:
     return f'<div class="tokens"><div class="strip">{parts}</div><p class="quiet">{total} tokens: {keys}</p></div>'
 
 
-def _piece(piece: Piece, trajectory: Trajectory, tags: Mapping[Tag, str]) -> str:
+def _segment(piece: Segment, trajectory: Trajectory, tags: Mapping[Tag, str]) -> str:
     origin = "sampled" if piece.role == POLICY else "given"
     label = f'<span class="label">{html.escape(piece.kind)}</span>' if piece.kind != "reasoning" else ""
     if piece.role != POLICY:

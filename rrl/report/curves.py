@@ -15,8 +15,8 @@ from rrl.recipes.base import Curves
 from rrl.report.summary import decoding
 from rrl.runs.metrics import read_metrics
 
-Rows = Sequence[Mapping[str, Any]]
-Source = Rows | str | pathlib.Path
+MetricRows = Sequence[Mapping[str, Any]]
+Source = MetricRows | str | pathlib.Path
 """Rows of metrics, each with "step", or the path of a metrics.jsonl."""
 
 INK, QUIET, GRID = "#2a2927", "#7a766f", "#e4e0d9"
@@ -32,7 +32,7 @@ class _Panel:
     """Metric and label of what evaluations measure: markers, joined by dashes."""
 
 
-def _panels(lines: Rows, curves: Curves, temperature: float) -> list[_Panel]:
+def _panels(lines: MetricRows, curves: Curves, temperature: float) -> list[_Panel]:
     """What there is to draw of one run."""
     paid = {name.removeprefix("reward/") for line in lines for name in line if name.startswith("reward/")}
     components = {name: words for name, words in curves.rewards.items() if name in paid}
@@ -158,7 +158,7 @@ def plot_spread(
     save_figure(figure, out_png)
 
 
-def series(rows: Rows, metric: str, x: str = "step") -> tuple[np.ndarray, np.ndarray]:
+def series(rows: MetricRows, metric: str, x: str = "step") -> tuple[np.ndarray, np.ndarray]:
     """(x, value) of the rows that hold a finite value of `metric`, as float64 arrays in order of x."""
     points = [(row[x], row[metric]) for row in rows if row.get(metric) is not None and row.get(x) is not None]
     found = np.array(points, np.float64).reshape(-1, 2)
@@ -189,7 +189,7 @@ def _line(axis: Any, steps: np.ndarray, values: np.ndarray, label: str, colour: 
     return width if width >= 2 else 0
 
 
-def band(axis: Any, seeds: Sequence[Rows], metric: str, x: str, label: str, colour: str) -> None:
+def band(axis: Any, seeds: Sequence[MetricRows], metric: str, x: str, label: str, colour: str) -> None:
     """Draws the mean over seeds of one metric, in a band from the lowest to the highest; nothing where one has none of it."""
     curves = [series(rows, metric, x) for rows in seeds]
     length = min(len(values) for _, values in curves)
@@ -206,9 +206,9 @@ def band(axis: Any, seeds: Sequence[Rows], metric: str, x: str, label: str, colo
     )
 
 
-def _rows(source: Source) -> Rows:
+def _rows(source: Source) -> MetricRows:
     if not isinstance(source, str | pathlib.Path):
-        rows: Rows = source
+        rows: MetricRows = source
     elif not pathlib.Path(source).is_file():
         raise UserError(f"no metrics at {source}: give the metrics.jsonl of a run's workdir")
     else:

@@ -6,7 +6,7 @@ import re
 import textwrap
 from collections.abc import Sequence
 
-from rrl.files import write_whole
+from rrl.files import write_atomically
 from rrl.retrieval.bm25 import WORD, analyse
 from rrl.retrieval.retriever import Hit
 
@@ -48,7 +48,7 @@ def write_page(
 {sections}
 </body></html>
 """
-    write_whole(pathlib.Path(path), page.encode("utf-8", "replace").decode())
+    write_atomically(pathlib.Path(path), page.encode("utf-8", "replace").decode())
 
 
 def _section(query: str, hits: Sequence[Hit]) -> str:

@@ -17,7 +17,7 @@ RSEARCH_TAGS: Mapping[Tag, str] = {"search": "search", "original_evidence": "evi
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Piece:
+class Segment:
     """A run of text of one role and one kind."""
 
     role: int
@@ -31,31 +31,31 @@ class Piece:
     """(text, log-probability) of each sampled token, if the tokens' bytes were given; their texts join to `text`."""
 
 
-def pieces(
+def segments_of(
     trajectory: Trajectory,
     tags: Mapping[Tag, str] = RSEARCH_TAGS,
     token_bytes: Sequence[bytes] | None = None,
-) -> list[Piece]:
+) -> list[Segment]:
     """Cuts every segment; text that is in no well-formed box and under no heading is reasoning, blank stretches are dropped.
 
     `token_bytes` holds the exact bytes of each token id; with it, policy pieces carry their tokens.
     """
-    found: list[Piece] = []
+    found: list[Segment] = []
     texts = _token_texts(trajectory, token_bytes) if token_bytes is not None else None
     prompt = said = ""
     for index, (role, text) in enumerate(trajectory.segments):
         if role == POLICY:
-            found += policy_pieces(text, tags, texts[index] if texts else [])
+            found += policy_segments(text, tags, texts[index] if texts else [])
             said = text
         elif role == PROMPT:
             new = _new(prompt, said, text)
-            found.append(Piece(role, "observation", new) if prompt else Piece(role, "prompt", text))
+            found.append(Segment(role, "observation", new) if prompt else Segment(role, "prompt", text))
             prompt = text
         elif text.strip():
             # The label takes the place of the tags; a message without tags is a correction.
             inner = in_one_box(text)
             kind, shown = ("message", text) if inner is None else ("observation", inner)
-            found.append(Piece(role, kind, shown.strip()))
+            found.append(Segment(role, kind, shown.strip()))
     return found
 
 
@@ -79,9 +79,9 @@ def stray_tags(text: str, tags: Mapping[Tag, str] = RSEARCH_TAGS) -> list[tuple[
     return [match.span() for match in re.finditer(known or "(?!)", text)]
 
 
-def policy_pieces(
+def policy_segments(
     text: str, tags: Mapping[Tag, str], tokens: Sequence[tuple[str, float]] = ()
-) -> list[Piece]:
+) -> list[Segment]:
     """The pieces of a text that the policy wrote."""
     cuts: list[tuple[str, int, int]] = []
     end = 0
@@ -98,7 +98,7 @@ def policy_pieces(
         inner = text[start:stop].strip()
         if inner or kind != "reasoning":
             start += len(text[start:stop]) - len(text[start:stop].lstrip())
-            found.append(Piece(POLICY, kind, inner, _cut_tokens(tokens, start, start + len(inner))))
+            found.append(Segment(POLICY, kind, inner, _cut_tokens(tokens, start, start + len(inner))))
     return found
 
 

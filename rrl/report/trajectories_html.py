@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 from rrl.data.trajectory import Trajectory
-from rrl.files import write_whole
+from rrl.files import write_atomically
 from rrl.report.article import ENDINGS, article, verdict, words
 from rrl.report.segments import RSEARCH_TAGS
 from rrl.text.spans import Tag
@@ -56,7 +56,7 @@ script-src 'unsafe-inline'">
 <script>{_resource("page.js")}</script>
 </body></html>
 """
-    write_whole(pathlib.Path(path), page)
+    write_atomically(pathlib.Path(path), page)
 
 
 def fragment(

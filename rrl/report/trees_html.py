@@ -12,7 +12,7 @@ import textwrap
 from collections.abc import Sequence
 
 from rrl.data.trajectory import Search, Trajectory
-from rrl.files import write_whole
+from rrl.files import write_atomically
 from rrl.recipes.r2ag import R2AG, Expansion
 from rrl.report.article import verdict
 from rrl.text.normalize import title_key
@@ -132,7 +132,7 @@ def write_trees(
 <main>{trees}</main>
 </body></html>
 """
-    write_whole(pathlib.Path(path), page.encode("utf-8", "replace").decode())
+    write_atomically(pathlib.Path(path), page.encode("utf-8", "replace").decode())
 
 
 def _tree(trajectory: Trajectory, recipe: R2AG) -> str:
@@ -192,13 +192,13 @@ def _edge(x1: float, y1: float, x2: float, y2: float, kind: str = "") -> str:
 
 def _hub(x: float, y: float, number: int, expansion: Expansion, complete: bool) -> str:
     """The circle of an expansion, with its number; a square where it gave the stop signal, in time or too early."""
-    stop = expansion.proposal.stop
+    stop = expansion.output.stop
     shape = (
         f'<rect x="{x - 11:.0f}" y="{y - 11:.0f}" width="22" height="22" rx="3"/>'
         if stop
         else f'<circle cx="{x:.0f}" cy="{y:.0f}" r="11"/>'
     )
-    state = ("right" if complete else "wrong") if stop else "cut" if expansion.cut else ""
-    word = ("stop" if complete else "too early") if stop else "cut" if expansion.cut else ""
+    state = ("right" if complete else "wrong") if stop else "cut" if expansion.truncated else ""
+    word = ("stop" if complete else "too early") if stop else "cut" if expansion.truncated else ""
     said = f'<text class="word" x="{x:.0f}" y="{y + 26:.0f}">{word}</text>' if word else ""
     return f'<g class="hub {state}">{shape}<text x="{x:.0f}" y="{y + 4:.0f}">{number}</text>{said}</g>'

@@ -17,7 +17,7 @@ import regex
 
 from rrl.data.passages import Passage
 from rrl.errors import UserError, at_least, one_of
-from rrl.retrieval.files import room_for
+from rrl.retrieval.disk_space import room_for
 from rrl.retrieval.postings import Allocate, Block, BlockFolder, Vocabulary, count, score_matrix
 from rrl.retrieval.ranking import Ranking, empty_ranking, top_k
 

@@ -23,10 +23,10 @@ import numpy as np
 from rrl.data.passages import Passage, iter_passages
 from rrl.data.records import OnError
 from rrl.errors import UserError
-from rrl.files import FULL, LOCK, locked, replaced
+from rrl.files import DISK_FULL, LOCK, atomic_stream, exclusive_lock
 from rrl.retrieval.bm25 import ANALYSIS, Bm25Config, Bm25Index
 from rrl.retrieval.dense import ExactIndex, ScannIndex
-from rrl.retrieval.files import disk_full_told
+from rrl.retrieval.disk_space import disk_full_error
 from rrl.retrieval.folder import KINDS, PassageFile, write_manifest, write_passages
 from rrl.retrieval.postings import BlockFolder
 from rrl.retrieval.ranking import overlap
@@ -107,16 +107,16 @@ def build_index(
     else:
         assert text_encoder is not None
         wanted["encoder"] = {"name": text_encoder.name, "fingerprint": text_encoder.fingerprint}
-    with disk_full_told(work), _still_there(work):
+    with disk_full_error(work), _still_there(work):
         try:
             work.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            if error.errno in FULL:
+            if error.errno in DISK_FULL:
                 raise
             raise UserError(
                 f"index folder {out}: cannot be made ({error}). Give the path of another."
             ) from error
-        with locked(work, f"index {work}: another process builds it. Wait for that, or stop it."):
+        with exclusive_lock(work, f"index {work}: another process builds it. Wait for that, or stop it."):
             _refuse_other(work, wanted)
             read = _read(work, corpus, on_error, columns, shard, progress)
             count = read["passages"]
@@ -173,7 +173,7 @@ def _refuse_other(work: Path, wanted: dict[str, Any]) -> None:
                 f"index {work}: an unfinished build with other settings ({named}). Give the same settings to continue "
                 "it, or remove that folder."
             )
-    with replaced(file) as stream:
+    with atomic_stream(file) as stream:
         stream.write(json.dumps(wanted).encode())
 
 
@@ -229,7 +229,7 @@ def _read(
         for name in ("words", "bm25", "scann"):
             shutil.rmtree(work / name, ignore_errors=True)
     read = {"passages": count, "corpus": fingerprint, "skipped": len(skipped), "left_out": len(left_out)}
-    with replaced(file) as stream:
+    with atomic_stream(file) as stream:
         stream.write(json.dumps({"source": source, "read": read}).encode())
     return read
 
@@ -310,7 +310,7 @@ def _embed_block(
             return
         report(int(done.sum()))
         if time.monotonic() - saved >= SAVE_SECONDS:
-            with replaced(begun) as stream:
+            with atomic_stream(begun) as stream:
                 np.savez(stream, start=start, rows=np.flatnonzero(done), vectors=vectors[done])
             saved = time.monotonic()
 
@@ -348,7 +348,7 @@ def _scann(
     if not begun.is_file() or begun.read_bytes() != settings:  # other memory than a build before had
         shutil.rmtree(begun.parent, ignore_errors=True)
         begun.parent.mkdir()
-        with replaced(begun) as stream:
+        with atomic_stream(begun) as stream:
             stream.write(settings)
     progress("ScaNN", 0, count)
     for done in ScannIndex.build_folder(begun.parent, embeddings, config):

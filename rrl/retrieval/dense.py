@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float, Int
 
-from rrl.retrieval.files import SPARE, reserve, room_for
+from rrl.retrieval.disk_space import SPARE, reserve, room_for
 from rrl.retrieval.ranking import MARGIN, Ranking, rescore, top_k
 from rrl.retrieval.sizing import ScannConfig, choose_scann, codes_bytes, training_sample
 

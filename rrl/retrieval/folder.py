@@ -19,8 +19,8 @@ import numpy as np
 
 from rrl.data.passages import Passage, fingerprint
 from rrl.errors import UserError
-from rrl.files import replaced
-from rrl.retrieval.files import room_for
+from rrl.files import atomic_stream
+from rrl.retrieval.disk_space import room_for
 
 KINDS = ("scann", "bm25", "exact")
 FORMAT = 3
@@ -64,10 +64,10 @@ class PassageFile(Sequence[Passage]):
 def write_passages(folder: Path, passages: Iterable[Passage]) -> tuple[int, str]:
     """Write what `PassageFile` reads, as they come; returns how many there are and their fingerprint."""
     offsets = array.array("q", [0])
-    with replaced(folder / "passages.jsonl") as stream:
+    with atomic_stream(folder / "passages.jsonl") as stream:
         corpus = fingerprint(_written(stream, offsets, passages))
     places = np.asarray(offsets, np.int64)
-    with room_for(places.nbytes, folder), replaced(folder / "offsets.npy") as stream:
+    with room_for(places.nbytes, folder), atomic_stream(folder / "offsets.npy") as stream:
         np.save(stream, places)
     return len(offsets) - 1, corpus
 
@@ -87,7 +87,7 @@ def write_manifest(folder: Path, manifest: dict[str, Any], without: Sequence[str
     left_out = {"manifest.json", *without}
     stamps = {name: stamp(folder / name) for name in files if name not in left_out}
     whole = {"format": FORMAT, **manifest, "versions": versions, "files": stamps}
-    with replaced(folder / "manifest.json") as stream:
+    with atomic_stream(folder / "manifest.json") as stream:
         stream.write(json.dumps(whole, indent=2).encode() + b"\n")
 
 

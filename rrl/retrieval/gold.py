@@ -12,7 +12,7 @@ from rrl.text.normalize import RRL, Rule, title_key
 
 
 @dataclasses.dataclass(frozen=True)
-class Hits:
+class GoldHits:
     """Which of the passages found for each question are gold; a passage that comes again is not counted again.
 
     Metrics have one value a question: NaN where it has no gold passage.
@@ -91,7 +91,7 @@ class Hits:
         return np.where(self.gold > 0, values.astype(np.float64), np.nan)
 
 
-def hits_of(found: Sequence[Sequence[str]], gold: Sequence[Sequence[str]]) -> Hits:
+def gold_hits(found: Sequence[Sequence[str]], gold: Sequence[Sequence[str]]) -> GoldHits:
     """The hits of passages found, best first, for the gold ones of each question; both are titles, or both ids.
 
     Titles count as equal whatever their case and white space.
@@ -107,7 +107,7 @@ def hits_of(found: Sequence[Sequence[str]], gold: Sequence[Sequence[str]]) -> Hi
 
 def hits_by_answer(
     found: Sequence[Sequence[str]], answers: Sequence[Sequence[str]], rule: Rule = RRL
-) -> Hits:
+) -> GoldHits:
     """Hits where no gold passages are known: a passage's text that holds a gold answer (cover-EM) is the one gold passage.
 
     The first such passage counts (open-domain retrieval accuracy, NQ and TriviaQA). The same text twice is one passage.
@@ -124,7 +124,7 @@ def hits_by_answer(
     return _hits(rows, [{""}] * len(rows))
 
 
-def hits_at(ranks: Sequence[int]) -> Hits:
+def hits_at(ranks: Sequence[int]) -> GoldHits:
     """The hits of questions with one gold passage each, found at that rank, counted from 1; 0: it was not found."""
     rows = [[at == rank for at in range(1, rank + 1)] for rank in ranks]
     return _hits(rows, [{""}] * len(rows))
@@ -138,10 +138,10 @@ def gold_efficiency(recall: float, passages: float, gold: float) -> float:
     return (recall / passages) / (1.0 / gold) if passages else 0.0
 
 
-def _hits(rows: Sequence[Sequence[bool]], wanted: Sequence[set[str]]) -> Hits:
+def _hits(rows: Sequence[Sequence[bool]], wanted: Sequence[set[str]]) -> GoldHits:
     hits = np.zeros((len(rows), max(map(len, rows), default=0)), bool)
     for at, row in enumerate(rows):
         hits[at, : len(row)] = row
-    return Hits(
+    return GoldHits(
         hits, np.array([len(row) for row in rows], int), np.array([len(want) for want in wanted], int)
     )

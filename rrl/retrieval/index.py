@@ -12,12 +12,12 @@ import numpy as np
 
 from rrl.data.passages import Passage, fingerprint
 from rrl.errors import UserError
-from rrl.files import in_turn
+from rrl.files import wait_for_lock
 from rrl.retrieval.bm25 import Bm25Config, Bm25Index
 from rrl.retrieval.build import build_index, check_kind
 from rrl.retrieval.dense import ExactIndex, ScannIndex
 from rrl.retrieval.folder import PassageFile, damaged, read_manifest
-from rrl.retrieval.retriever import Index, Patience, Retriever
+from rrl.retrieval.retriever import Index, Retriever, RetryPolicy
 from rrl.retrieval.sizing import SMALL, ScannConfig
 
 if TYPE_CHECKING:  # BM25 needs no JAX, so opening it does not import any.
@@ -67,7 +67,7 @@ def stored_retriever(
     key = hashlib.sha256(f"{kind} {fingerprint(passages)} {text_encoder.fingerprint}".encode()).hexdigest()
     index = folder / key[:16]
     folder.mkdir(parents=True, exist_ok=True)
-    with in_turn(folder):
+    with wait_for_lock(folder):
         if os.path.lexists(index):
             try:
                 return open_index(index, text_encoder)
@@ -91,7 +91,7 @@ def stored_retriever(
 
 
 def open_index(
-    folder: str | Path, text_encoder: "TextEncoder | None" = None, patience: Patience | None = None
+    folder: str | Path, text_encoder: "TextEncoder | None" = None, retry_policy: RetryPolicy | None = None
 ) -> Retriever:
     """Open an index folder, passages and embeddings memory-mapped.
 
@@ -100,14 +100,14 @@ def open_index(
     """
     folder = Path(folder)
     try:
-        return _opened(folder, text_encoder, patience)
+        return _opened(folder, text_encoder, retry_policy)
     except UserError:
         raise
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise damaged(folder, f"it cannot be opened ({error!r})") from error
 
 
-def _opened(folder: Path, text_encoder: "TextEncoder | None", patience: Patience | None) -> Retriever:
+def _opened(folder: Path, text_encoder: "TextEncoder | None", retry_policy: RetryPolicy | None) -> Retriever:
     manifest = read_manifest(folder)
     index: Index
     if manifest["kind"] == "bm25":
@@ -126,7 +126,9 @@ def _opened(folder: Path, text_encoder: "TextEncoder | None", patience: Patience
             index = ScannIndex.load(folder / "scann", embeddings, ScannConfig(**settings))
         else:
             index = ExactIndex(embeddings)
-    return Retriever(PassageFile(folder, manifest["passages"]), index, text_encoder, patience=patience)
+    return Retriever(
+        PassageFile(folder, manifest["passages"]), index, text_encoder, retry_policy=retry_policy
+    )
 
 
 def open_with_encoder(index: str | Path, encoder: str | Path | None) -> Retriever:

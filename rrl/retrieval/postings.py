@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import Float, Int
 
-from rrl.files import replaced
+from rrl.files import atomic_stream
 
 Allocate = Callable[[str, int, type], np.ndarray]
 
@@ -110,7 +110,7 @@ class BlockFolder:
         block = count(passages, self.vocabulary)
         new = json.dumps(list(self.vocabulary)[known:]).encode()
         file = self.folder / f"{len(self._files()):06d}.npz"
-        with replaced(file) as stream:
+        with atomic_stream(file) as stream:
             np.savez(stream, new=np.frombuffer(new, np.uint8), **vars(block))
         self.passages += len(passages)
 

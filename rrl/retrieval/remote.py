@@ -14,7 +14,7 @@ from typing import Any
 from rrl.data.passages import Passage
 from rrl.errors import UserError, one_of
 from rrl.retrieval.ranking import Ranking, empty_ranking
-from rrl.retrieval.retriever import Patience, Retriever
+from rrl.retrieval.retriever import Retriever, RetryPolicy
 from rrl.retrieval.wire import FORMS, read_answer, request
 
 log = logging.getLogger(__name__)
@@ -97,14 +97,14 @@ class RemoteIndex:
             raise OSError(f"{url} does not answer: {error.reason}") from error
 
 
-def open_remote(url: str, form: str = "search-r1", patience: Patience | None = None) -> Retriever:
+def open_remote(url: str, form: str = "search-r1", retry_policy: RetryPolicy | None = None) -> Retriever:
     """A retriever over a service at `url`, of one of the `FORMS`. Nothing is asked of it yet.
 
     Several addresses with commas between are the parts of one corpus, which `build_index` divides by `shard`.
 
-    Raises UserError for another form or no http address. A search that fails is tried three times unless `patience`
+    Raises UserError for another form or no http address. A search that fails is tried three times unless `retry_policy`
     says otherwise.
     """
-    patience = patience or Patience(retries=2)
-    index = RemoteIndex(url.split(","), form, patience.time_out or TIME_OUT)
-    return Retriever(index.passages, index, patience=patience)
+    retry_policy = retry_policy or RetryPolicy(retries=2)
+    index = RemoteIndex(url.split(","), form, retry_policy.time_out or TIME_OUT)
+    return Retriever(index.passages, index, retry_policy=retry_policy)

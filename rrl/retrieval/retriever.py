@@ -24,7 +24,7 @@ MAX_QUERY_CHARACTERS = 4_096
 """Longer queries are cut: no encoder reads further, and a runaway policy must not stall the search."""
 
 T = TypeVar("T")
-Found = tuple[tuple[int, float], ...]
+RankedPassages = tuple[tuple[int, float], ...]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class SearchFailed(RuntimeError):
 
 
 @dataclasses.dataclass(frozen=True)
-class Patience:
+class RetryPolicy:
     """What a retriever does about slow and failing searches."""
 
     time_out: float | None = None
@@ -83,7 +83,7 @@ class Retriever:
         index: Index,
         text_encoder: "TextEncoder | None" = None,
         cache_size: int = 65_536,
-        patience: Patience | None = None,
+        retry_policy: RetryPolicy | None = None,
     ):
         if index.needs_embeddings and text_encoder is None:
             raise UserError(f"retriever: a {index.kind} index needs the encoder it was built with; got none.")
@@ -92,11 +92,11 @@ class Retriever:
         self.needs_embeddings = index.needs_embeddings
         self.text_encoder = text_encoder if index.needs_embeddings else None
         self._index = index
-        self._cache: collections.OrderedDict[tuple[str, int], Found] = collections.OrderedDict()
+        self._cache: collections.OrderedDict[tuple[str, int], RankedPassages] = collections.OrderedDict()
         self._cache_size = cache_size
         self._lock = threading.Lock()
         self._meter = Meter()
-        self.patience = patience or Patience()
+        self.retry_policy = retry_policy or RetryPolicy()
 
     @property
     def encoder(self) -> Any:
@@ -132,13 +132,13 @@ class Retriever:
 
         Raises:
           UserError: k < 1, or embeddings of the wrong shape.
-          SearchFailed: too slow or broken, after the retries of `patience`.
+          SearchFailed: too slow or broken, after the retries of `retry_policy`.
         """
         started = time.perf_counter()
         self._check(queries, k, embeddings)
         texts = [query[:MAX_QUERY_CHARACTERS].strip() for query in queries]
         first = {text: row for row, text in reversed(list(enumerate(texts))) if text}
-        found: dict[str, Found] = {"": ()}
+        found: dict[str, RankedPassages] = {"": ()}
         with self._lock:
             for text in first:
                 if (text, k) in self._cache:
@@ -175,10 +175,10 @@ class Retriever:
         missing: Sequence[tuple[int, str]],
         k: int,
         embeddings: np.ndarray | None,
-        found: dict[str, Found],
+        found: dict[str, RankedPassages],
     ) -> None:
         """Searches (row, text) pairs batch by batch, into `found` and the cache."""
-        size = self.patience.batch
+        size = self.retry_policy.batch
         batches = [missing[at : at + size] for at in range(0, len(missing), size)]
         if len(batches) <= 1:
             for part in batches:
@@ -197,15 +197,15 @@ class Retriever:
         return np.asarray(embeddings, np.float32)[[row for row, _ in batch]]
 
     def _search(self, batch: Sequence[tuple[int, str]], k: int, vectors: np.ndarray | None) -> Ranking:
-        texts, patience = [text for _, text in batch], self.patience
+        texts, retry_policy = [text for _, text in batch], self.retry_policy
         if self.kind != "http":  # whose corpus is not known
             k = min(k, max(1, len(self.passages)))
-        for attempt in range(patience.retries + 1):
+        for attempt in range(retry_policy.retries + 1):
             if attempt:
                 self._meter.add(retries=1)
-                time.sleep(patience.pause * 2 ** (attempt - 1))
+                time.sleep(retry_policy.pause * 2 ** (attempt - 1))
             try:
-                ids, scores = within(patience.time_out, lambda: self._index.search(texts, k, vectors))
+                ids, scores = within(retry_policy.time_out, lambda: self._index.search(texts, k, vectors))
                 if not len(ids) == len(scores) == len(texts):
                     raise ValueError(
                         f"{len(ids)} rankings with {len(scores)} rows of scores for {len(texts)} queries"
@@ -216,11 +216,11 @@ class Retriever:
             except Exception as error:  # an index may fail in any way, and its caller's batch must go on
                 last = error
         raise SearchFailed(
-            f"search failed {patience.retries + 1} times in the {self.kind} index: {last!r}"
+            f"search failed {retry_policy.retries + 1} times in the {self.kind} index: {last!r}"
         ) from last
 
     def _keep(
-        self, batch: Sequence[tuple[int, str]], k: int, ranking: Ranking, found: dict[str, Found]
+        self, batch: Sequence[tuple[int, str]], k: int, ranking: Ranking, found: dict[str, RankedPassages]
     ) -> None:
         with self._lock:
             for (_, text), ids, scores in zip(batch, *(part.tolist() for part in ranking), strict=True):

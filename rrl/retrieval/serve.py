@@ -7,7 +7,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from rrl.errors import UserError
-from rrl.retrieval.joined import JoinedSearches
+from rrl.retrieval.batched_searches import BatchedSearches
 from rrl.retrieval.retriever import Retriever, SearchFailed
 from rrl.retrieval.wire import answer
 
@@ -28,7 +28,7 @@ def make_server(
     class Service(_Service):
         pass
 
-    Service.retriever, Service.joined, Service.k = retriever, JoinedSearches(retriever), k
+    Service.retriever, Service.joined, Service.k = retriever, BatchedSearches(retriever), k
     try:
         return ThreadingHTTPServer((host, port), Service)
     except (OSError, OverflowError) as error:
@@ -37,7 +37,7 @@ def make_server(
 
 class _Service(BaseHTTPRequestHandler):
     retriever: Retriever
-    joined: JoinedSearches
+    joined: BatchedSearches
     k: int
     protocol_version = "HTTP/1.1"
     timeout = 60

@@ -26,28 +26,28 @@ from typing import Any
 import jax
 
 from rrl.errors import UserError, at_least
-from rrl.files import write_whole
+from rrl.files import write_atomically
 from rrl.parallel.gather import gather_objects
-from rrl.stopping import Unavailable, when_stopped
+from rrl.stopping import ServiceUnavailable, on_stop
 from rrl.text.chat import Prompt
 
 log = logging.getLogger(__name__)
 
-LARGEST = 16 << 20
+MAX_REPLY_BYTES = 16 << 20
 """Bytes of a reply beyond which it is no answer."""
-LARGEST_REFUSAL = 1 << 16
+MAX_REFUSAL_BYTES = 1 << 16
 """Bytes that are read of why a prompt was refused; 300 characters are shown."""
-TRANSIENT = (408, 409, 425, 429)
+TRANSIENT_STATUSES = (408, 409, 425, 429)
 """Refusals that may pass; so may all from 500 on."""
-OF_THE_PROMPT = (400, 413, 422)
+PROMPT_REFUSALS = (400, 413, 422)
 """Refusals of this prompt (too long, filtered): it gets no answer, and the others go on."""
-OF_A_SETTING = ("unsupported_parameter", "unsupported_value", "unknown_parameter")
+SETTING_REFUSALS = ("unsupported_parameter", "unsupported_value", "unknown_parameter")
 """Codes of an error that refuse a setting of ours, whatever the prompt is."""
-LIMITS = ("max_tokens", "max_completion_tokens")
+TOKEN_LIMIT_FIELDS = ("max_tokens", "max_completion_tokens")
 """Names of the most tokens of an answer: services that refuse the first ask for the second (OpenAI's reasoning models)."""
-HOPELESS = 8
+MIN_REFUSED_PROMPTS = 8
 """Prompts refused, and none ever answered, after which it is not the prompts."""
-LOOK = 0.1
+POLL_SECONDS = 0.1
 """Seconds between two looks at whether an attempt is to be given up."""
 KEY_VARIABLE = "OPENAI_API_KEY"
 """Where the key is looked for."""
@@ -77,10 +77,10 @@ class EndpointConfig:
     """Seconds from the start of an attempt after which it is given up, whatever still comes."""
     retries: int = 6
     """Attempts after the first."""
-    pause: float = 1.0
-    """Seconds before the first retry, doubled before each further one, up to `longest_pause`; a part of it is random. What
+    backoff: float = 1.0
+    """Seconds before the first retry, doubled before each further one, up to `max_backoff`; a part of it is random. What
     the service asks for (Retry-After) is waited for instead, within the same bound."""
-    longest_pause: float = 60.0
+    max_backoff: float = 60.0
     cache: str = ""
     """Folder for answers; empty: ~/.cache/rrl/answers."""
 
@@ -108,7 +108,7 @@ class EndpointConfig:
         if not self.model:
             raise UserError("model='' names no model; give the name by which the service knows it")
         at_least(1, self, "answer_tokens", "concurrency")
-        at_least(0, self, "temperature", "retries", "pause", "longest_pause")
+        at_least(0, self, "temperature", "retries", "backoff", "max_backoff")
         if not self.time_out > 0:
             raise UserError(f"time_out={self.time_out} must be above 0 seconds")
 
@@ -122,11 +122,11 @@ class EndpointConfig:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Reply:
+class EndpointReply:
     """What a service says to a prompt."""
 
     text: str = ""
-    cut: bool = False
+    truncated: bool = False
     """Whether it ended at `EndpointConfig.answer_tokens`."""
     refused: bool = False
     """Whether the service or its model would not answer this prompt (too long, filtered, a refusal)."""
@@ -138,11 +138,11 @@ class Endpoint:
     def __init__(self, config: EndpointConfig) -> None:
         self.config = config
         self.cache = pathlib.Path(config.cache or "~/.cache/rrl/answers").expanduser()
-        self.asked = self.remembered = self.refused = 0
+        self.sent = self.cached = self.refused = 0
         """Prompts of this process that were sent, that were found in the cache, and that the service would not answer."""
         self._refusal = ""
-        self._limit = LIMITS[0]
-        self._told = False
+        self._limit = TOKEN_LIMIT_FIELDS[0]
+        self._warned = False
         """Whether the log says of this call that an attempt failed."""
         self._lock = threading.Lock()
         # urllib would send the key on to wherever a redirect points.
@@ -154,9 +154,9 @@ class Endpoint:
 
         Raises as `replies`.
         """
-        return ["" if reply.cut else reply.text for reply in self.replies(prompts)]
+        return ["" if reply.truncated else reply.text for reply in self.replies(prompts)]
 
-    def replies(self, prompts: Sequence[str | Prompt]) -> list[Reply]:
+    def replies(self, prompts: Sequence[str | Prompt]) -> list[EndpointReply]:
         """The same, and whether an answer was cut or refused.
 
         Equal prompts are asked once. In several processes each asks a share, and all get every answer.
@@ -167,28 +167,28 @@ class Endpoint:
         wanted = list(dict.fromkeys(prompts))
         rank, count = jax.process_index(), jax.process_count()
         mine = wanted[rank::count]
-        found: list[Reply] = []
+        found: list[EndpointReply] = []
         errors: list[Exception] = []
         stop = threading.Event()
-        self._told = False
+        self._warned = False
 
-        def one(prompt: str | Prompt) -> Reply:
+        def one(prompt: str | Prompt) -> EndpointReply:
             try:
                 return self._answer(prompt, stop)
             except Exception as failure:
                 errors.append(failure)
                 stop.set()  # the others shall not go on trying
-                return Reply()
+                return EndpointReply()
 
-        with when_stopped(stop.set), ThreadPoolExecutor(max(1, self.config.concurrency // count)) as pool:
+        with on_stop(stop.set), ThreadPoolExecutor(max(1, self.config.concurrency // count)) as pool:
             try:
                 found = list(pool.map(one, mine))
             finally:
                 stop.set()
-        if not errors and self.refused == self.asked >= HOPELESS and not self.remembered:
+        if not errors and self.refused == self.sent >= MIN_REFUSED_PROMPTS and not self.cached:
             errors.append(
                 UserError(
-                    f"{self._refusal}; all of {self.asked} prompts were refused so: check model={self.config.model!r}, "
+                    f"{self._refusal}; all of {self.sent} prompts were refused so: check model={self.config.model!r}, "
                     f"answer_tokens={self.config.answer_tokens} and temperature={self.config.temperature}"
                 )
             )
@@ -197,28 +197,30 @@ class Endpoint:
         if error is not None:
             raise error
         if elsewhere := [words for _, words in parts if words]:
-            raise Unavailable(f"asking {self.config.url} failed in another process: {elsewhere[0]}")
+            raise ServiceUnavailable(f"asking {self.config.url} failed in another process: {elsewhere[0]}")
         known = {prompt: reply for part, _ in parts for prompt, reply in part.items()}
         return [known[prompt] for prompt in prompts]
 
     # -- one prompt --------------------------------------------------------------------------------------------------
 
-    def _answer(self, prompt: str | Prompt, stop: threading.Event) -> Reply:
+    def _answer(self, prompt: str | Prompt, stop: threading.Event) -> EndpointReply:
         body = self._body(prompt)
         file = self._file(body)
-        if (reply := _remembered(file)) is not None:
+        if (reply := _read_cached(file)) is not None:
             with self._lock:
-                self.remembered += 1
+                self.cached += 1
             return reply
         with self._lock:
-            self.asked += 1
+            self.sent += 1
         reply = self._ask(body, stop)
         if reply.refused:
             with self._lock:
                 self.refused += 1
             return reply
-        if reply.text or reply.cut:  # a service that says nothing may say something when it is asked again
-            _remember(file, self.config.model, reply)
+        if (
+            reply.text or reply.truncated
+        ):  # a service that says nothing may say something when it is asked again
+            _write_cached(file, self.config.model, reply)
         return reply
 
     def _body(self, prompt: str | Prompt) -> dict[str, Any]:
@@ -245,13 +247,13 @@ class Endpoint:
         name = hashlib.sha256(text.encode()).hexdigest()
         return self.cache / name[:2] / f"{name[2:]}.json"
 
-    def _ask(self, body: Mapping[str, Any], stop: threading.Event) -> Reply:
+    def _ask(self, body: Mapping[str, Any], stop: threading.Event) -> EndpointReply:
         """Asks until there is an answer, or the service refuses this prompt."""
         config = self.config
         why = ""
         for attempt in range(config.retries + 1):
             if stop.is_set():
-                raise Unavailable(
+                raise ServiceUnavailable(
                     f"{config.url}: given up, since another prompt failed or the run is to stop"
                 )
             asked: float | None = None
@@ -259,9 +261,9 @@ class Endpoint:
                 return self._attempt_by_either_name(body, stop)
             except _Refused as refusal:
                 why, asked = str(refusal), refusal.wait
-                if refusal.status in OF_THE_PROMPT and refusal.code not in OF_A_SETTING:
+                if refusal.status in PROMPT_REFUSALS and refusal.code not in SETTING_REFUSALS:
                     return self._refused(why)
-                if refusal.status < 500 and refusal.status not in TRANSIENT:
+                if refusal.status < 500 and refusal.status not in TRANSIENT_STATUSES:
                     raise self._refuses_us(refusal) from None
             except UserError:
                 raise
@@ -269,45 +271,49 @@ class Endpoint:
                 why = self._clean(f"{config.url}: {_words(failure)}")
             if attempt < config.retries and not stop.is_set():
                 with self._lock:
-                    told, self._told = self._told, True
+                    told, self._warned = self._warned, True
                 if not told:
                     log.warning("%s; up to %d attempts follow", why, config.retries)
-                doubled = config.pause * 2**attempt * random.uniform(0.75, 1.25)
+                doubled = config.backoff * 2**attempt * random.uniform(0.75, 1.25)
                 # "Retry-After: 0", or a date that is past, names no time: all attempts would be made at once.
-                stop.wait(min(asked or doubled, config.longest_pause))
-        raise Unavailable(
+                stop.wait(min(asked or doubled, config.max_backoff))
+        raise ServiceUnavailable(
             f"{why} (after {attempt + 1} attempts); check the address and the service of model={config.model!r}. Answers that "
             "came are kept"
         )
 
     def _refuses_us(self, refusal: "_Refused") -> UserError:
         config, settings = self.config, ""
-        if refusal.code in OF_A_SETTING:
+        if refusal.code in SETTING_REFUSALS:
             settings = f", temperature={config.temperature}, seed={config.seed}, thinking={config.thinking}"
         return UserError(
             f"{refusal}; check the address, model={config.model!r}{settings} and the key in the environment variable "
             f"{config.key_variable}"
         )
 
-    def _refused(self, why: str) -> Reply:
+    def _refused(self, why: str) -> EndpointReply:
         log.warning("a prompt gets no answer: %s", why)
         self._refusal = why
-        return Reply(refused=True)
+        return EndpointReply(refused=True)
 
-    def _attempt_by_either_name(self, body: Mapping[str, Any], stop: threading.Event) -> Reply:
-        """`_attempt`, with the limit of the answer under the name of `LIMITS` that the service takes."""
+    def _attempt_by_either_name(self, body: Mapping[str, Any], stop: threading.Event) -> EndpointReply:
+        """`_attempt`, with the limit of the answer under the name of `TOKEN_LIMIT_FIELDS` that the service takes."""
         name = self._limit
         try:
             return self._attempt(_renamed(body, name), stop)
         except _Refused as refusal:
-            if name == LIMITS[1] or refusal.status not in OF_THE_PROMPT or LIMITS[1] not in refusal.reason:
+            if (
+                name == TOKEN_LIMIT_FIELDS[1]
+                or refusal.status not in PROMPT_REFUSALS
+                or TOKEN_LIMIT_FIELDS[1] not in refusal.reason
+            ):
                 raise
-            self._limit = LIMITS[1]
-            return self._attempt(_renamed(body, LIMITS[1]), stop)
+            self._limit = TOKEN_LIMIT_FIELDS[1]
+            return self._attempt(_renamed(body, TOKEN_LIMIT_FIELDS[1]), stop)
 
-    def _attempt(self, body: Mapping[str, Any], stop: threading.Event) -> Reply:
+    def _attempt(self, body: Mapping[str, Any], stop: threading.Event) -> EndpointReply:
         """`_post`, given up after `time_out` seconds, or as soon as `stop` is set, wherever it hangs."""
-        ended: Future[Reply] = Future()
+        ended: Future[EndpointReply] = Future()
         refused: list[_Refused] = []
 
         def post() -> None:
@@ -326,10 +332,10 @@ class Endpoint:
                 if refused:  # its reason never came
                     raise refused[0]
                 raise TimeoutError(f"no whole reply within time_out={self.config.time_out:g} seconds")
-            wait([ended], min(left, LOOK))
+            wait([ended], min(left, POLL_SECONDS))
         return ended.result()
 
-    def _post(self, body: Mapping[str, Any], refused: Callable[["_Refused"], None]) -> Reply:
+    def _post(self, body: Mapping[str, Any], refused: Callable[["_Refused"], None]) -> EndpointReply:
         """One attempt. Raises _Refused for a refusal, which `refused` is told of before its reason is read, and OSError or
         ValueError for anything else that is no answer."""
         config = self.config
@@ -361,7 +367,7 @@ class Endpoint:
             raise ValueError("the reply has no choices[0].message.content") from None
         if refusal or ended == "content_filter":
             return self._refused(self._clean(f"{url}: {refusal or 'filtered'}")[:300])
-        return Reply(self._clean(_text(content)), ended == "length")
+        return EndpointReply(self._clean(_text(content)), ended == "length")
 
     def _key(self) -> str:
         """The key. Raises UserError for one that no header can hold; the message does not show it."""
@@ -396,7 +402,7 @@ class _Refused(Exception):
 
 
 def _renamed(body: Mapping[str, Any], limit: str) -> dict[str, Any]:
-    return {limit if name == LIMITS[0] else name: value for name, value in body.items()}
+    return {limit if name == TOKEN_LIMIT_FIELDS[0] else name: value for name, value in body.items()}
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
@@ -404,7 +410,7 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
         return None  # which makes it an HTTPError
 
 
-def _read(reply: Any, until: float, largest: int = LARGEST) -> bytes:
+def _read(reply: Any, until: float, largest: int = MAX_REPLY_BYTES) -> bytes:
     """The body of a reply. A socket's time-out is for each piece: a service that drips would never meet it."""
     parts, size = [], 0
     while part := reply.read1(1 << 16):
@@ -420,7 +426,7 @@ def _read(reply: Any, until: float, largest: int = LARGEST) -> bytes:
 def _refusal(error: urllib.error.HTTPError, until: float) -> str:
     """Why something was refused, or as much of it as comes."""
     try:
-        return _read(error, until, LARGEST_REFUSAL).decode("utf-8", "replace")
+        return _read(error, until, MAX_REFUSAL_BYTES).decode("utf-8", "replace")
     except (OSError, http.client.HTTPException, ValueError) as failure:
         return f"({_words(failure)})"
 
@@ -460,20 +466,20 @@ def _words(failure: Exception) -> str:
     return f"{type(failure).__name__}: {reason}"
 
 
-def _remembered(file: pathlib.Path) -> Reply | None:
+def _read_cached(file: pathlib.Path) -> EndpointReply | None:
     """A kept answer; None where there is none, or only half of one."""
     try:
         kept = json.loads(file.read_text(encoding="utf-8"))
         text, cut = kept["answer"], kept["cut"]
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    return Reply(text, cut) if isinstance(text, str) and isinstance(cut, bool) else None
+    return EndpointReply(text, cut) if isinstance(text, str) and isinstance(cut, bool) else None
 
 
-def _remember(file: pathlib.Path, model: str, reply: Reply) -> None:
+def _write_cached(file: pathlib.Path, model: str, reply: EndpointReply) -> None:
     """Keeps an answer, whole or not at all, whoever else writes the same one."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(file, json.dumps({"model": model, "answer": reply.text, "cut": reply.cut}))
+        write_atomically(file, json.dumps({"model": model, "answer": reply.text, "cut": reply.truncated}))
     except OSError as error:
         log.warning("an answer could not be kept in %s: %s", file.parent, error)

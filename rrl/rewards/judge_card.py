@@ -8,8 +8,8 @@ import json
 import pathlib
 
 from rrl.errors import UserError, at_least
-from rrl.files import write_whole
-from rrl.rewards.cases import Case
+from rrl.files import write_atomically
+from rrl.rewards.judge_prompts import JudgePrompt
 from rrl.text.chat import Prompt
 
 FILE = "rrl_judge.json"
@@ -26,7 +26,7 @@ class JudgeCard:
     answer_tokens: int = 1024
     """Most tokens of an answer. TIRESRAG-R1's sufficiency prompt has it reason first."""
     cases: tuple[str, ...] = ()
-    """Classes of `rrl.rewards.cases` that it was trained on, and judges no other; empty: all."""
+    """Classes of `rrl.rewards.judge_prompts` that it was trained on, and judges no other; empty: all."""
 
     def __post_init__(self) -> None:
         for name, kind in (("instructions", bool), ("context", int), ("answer_tokens", int)):
@@ -35,7 +35,7 @@ class JudgeCard:
         object.__setattr__(self, "cases", tuple(self.cases))  # a list, as JSON has it
         at_least(1, self, "context", "answer_tokens")
 
-    def asked(self, case: Case) -> Prompt:
+    def prompt_for(self, case: JudgePrompt) -> Prompt:
         """What the judge is asked about a case. Raises UserError for a kind of case that it was not trained on."""
         self.check(type(case))
         return case.prompt if self.instructions else dataclasses.replace(case.prompt, system="")
@@ -53,7 +53,7 @@ class JudgeCard:
 def write_judge_card(folder: str | pathlib.Path, card: JudgeCard) -> None:
     """Writes the card into a judge's folder."""
     text = json.dumps(dataclasses.asdict(card), indent=2)
-    write_whole(pathlib.Path(folder, FILE), text + "\n")
+    write_atomically(pathlib.Path(folder, FILE), text + "\n")
 
 
 def read_judge_card(folder: str | pathlib.Path) -> JudgeCard | None:

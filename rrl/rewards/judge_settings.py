@@ -16,7 +16,7 @@ from rrl.models.weights import require_folder
 from rrl.rewards.endpoint import Endpoint, EndpointConfig
 from rrl.rewards.judge import Judge, ModelJudge
 from rrl.rewards.judge_card import JudgeCard, read_judge_card
-from rrl.rewards.oracle import Oracle, refuse_unknown
+from rrl.rewards.oracle import Oracle, require_gold
 from rrl.rewards.reader import Reader
 from rrl.rollout.config import EngineConfig
 
@@ -103,7 +103,7 @@ class JudgeSettings:
         if self.endpoint is not None:
             return ModelJudge(Endpoint(self.endpoint).answers)
         if self.judge.kind == "oracle":
-            refuse_unknown(questions)
+            require_gold(questions)
             return Oracle()
         frozen = load_language_model(
             self.judge.folder,
@@ -117,7 +117,7 @@ class JudgeSettings:
             *frozen,
             self.rollout,
             answer_tokens=self.judge.answer_tokens,
-            whole=True,
+            require_complete=True,
             thinking=self.judge.thinking,
             mesh=mesh,
         )
@@ -132,7 +132,7 @@ SECTIONS: Mapping[str, type] = {
 """The sections of a config that has a judge, and the dataclass behind each."""
 
 
-def sections_of(judge: str, model: str = "", context: int = 0) -> dict[str, dict[str, Any]]:
+def judge_sections(judge: str, model: str = "", context: int = 0) -> dict[str, dict[str, Any]]:
     """The sections of a config for a judge that is named in one word: "oracle", a folder, or the http address of a service
     whose `model` it is. `context`: most tokens of a model's prompt and answer; 0: what its card says.
 
@@ -151,5 +151,5 @@ def sections_of(judge: str, model: str = "", context: int = 0) -> dict[str, dict
     return {
         "judge": found,
         "judge_endpoint": {"url": judge if kind == "endpoint" else "", "model": model},
-        "judge_rollout": {"rows": 64, "context": context, "feed_tokens": 2048},
+        "judge_rollout": {"rows": 64, "context": context, "prefill_tokens": 2048},
     }

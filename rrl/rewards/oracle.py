@@ -6,15 +6,15 @@ from collections.abc import Iterable, Sequence
 from rrl.data.questions import Question
 from rrl.data.trajectory import ENVIRONMENT
 from rrl.errors import UserError
-from rrl.rewards.cases import (
-    Case,
+from rrl.rewards.judge_prompts import (
     Correctness,
-    Finding,
+    ErrorAnalysis,
+    JudgePrompt,
     Relevance,
     ShortAnswer,
     Sufficiency,
     Thinking,
-    Told,
+    Transcript,
     Validation,
 )
 from rrl.text.metrics import cover_exact_match
@@ -38,29 +38,29 @@ class Oracle:
       thoughts are faithful where they are grounded, and reached the answer where they name it after the last search.
     """
 
-    def grade(self, cases: Sequence[Case]) -> list[float | None]:
+    def grade(self, cases: Sequence[JudgePrompt]) -> list[float | None]:
         """See `rrl.rewards.judge.Judge`. Raises UserError for a question without gold passages where they are needed."""
         return [self._grade(case) for case in cases]
 
-    def _grade(self, case: Case) -> float:
+    def _grade(self, case: JudgePrompt) -> float:
         match case:
             case Sufficiency(question, told):
-                return float(_keys(known(question)) <= _keys(told.titles))
+                return float(_keys(gold_titles(question)) <= _keys(told.titles))
             case Thinking(question, told):
-                return round(chained(question, told) * grounded(question, told), 1)
+                return round(chain_coverage(question, told) * groundedness(question, told), 1)
             case Relevance(question, passages):
-                gold = _keys(known(question))
+                gold = _keys(gold_titles(question))
                 return round(len(_keys(passage.title for passage in passages) & gold) / len(gold), 1)
             case Correctness(question, predicted) | Validation(question, predicted):
                 return cover_exact_match(predicted, question.answers)
             case ShortAnswer():
-                return case.of([case.predicted])
-            case Finding(question, _, _, "mistaken", last):
-                return float(bool(last) and not _keys(last) & _keys(known(question)))
-            case Finding(question, told, _, "faithful"):
-                return float(grounded(question, told) == 1.0)
-            case Finding(question, told, _, "reached"):
-                return cover_exact_match(closing(told), question.answers)
+                return case.score([case.predicted])
+            case ErrorAnalysis(question, _, _, "mistaken", last):
+                return float(bool(last) and not _keys(last) & _keys(gold_titles(question)))
+            case ErrorAnalysis(question, told, _, "faithful"):
+                return float(groundedness(question, told) == 1.0)
+            case ErrorAnalysis(question, told, _, "reached"):
+                return cover_exact_match(final_thought(told), question.answers)
         raise TypeError(f"the oracle knows nothing of {type(case).__name__}")
 
 
@@ -68,7 +68,7 @@ def _keys(titles: Iterable[str]) -> set[str]:
     return {title_key(title) for title in titles}
 
 
-def known(question: Question) -> tuple[str, ...]:
+def gold_titles(question: Question) -> tuple[str, ...]:
     """Titles of the gold passages. Raises UserError where the data does not name them."""
     if not question.gold:
         raise UserError(
@@ -78,20 +78,20 @@ def known(question: Question) -> tuple[str, ...]:
     return question.gold
 
 
-def refuse_unknown(questions: Iterable[Question]) -> None:
+def require_gold(questions: Iterable[Question]) -> None:
     """Raises UserError for the first question of which an oracle knows too little."""
     for question in questions:
-        known(question)
+        gold_titles(question)
 
 
-def chained(question: Question, told: Told) -> float:
+def chain_coverage(question: Question, told: Transcript) -> float:
     """Share of the gold passages whose titles the reasoning names."""
     thought = f" {normalize_answer(' '.join(text for who, text in told.segments if who != ENVIRONMENT))} "
-    named = [f" {normalize_answer(title)} " in thought for title in known(question)]
+    named = [f" {normalize_answer(title)} " in thought for title in gold_titles(question)]
     return sum(named) / len(named)
 
 
-def grounded(question: Question, told: Told) -> float:
+def groundedness(question: Question, told: Transcript) -> float:
     """Share of the names and numbers in the reasoning that stood in the question or in what had been found before; 1 where
     there are none.
 
@@ -101,7 +101,7 @@ def grounded(question: Question, told: Told) -> float:
     return sum(checked) / len(checked) if checked else 1.0
 
 
-def claims(question: Question, told: Told) -> list[tuple[str, bool]]:
+def claims(question: Question, told: Transcript) -> list[tuple[str, bool]]:
     """The names and numbers in the reasoning, word by word, and whether each stood in the question or in what had been found
     before."""
     seen = _words(question.text)
@@ -114,7 +114,7 @@ def claims(question: Question, told: Told) -> list[tuple[str, bool]]:
     return found
 
 
-def closing(told: Told) -> str:
+def final_thought(told: Transcript) -> str:
     """What was thought after the last search."""
     after: list[str] = []
     for who, text in told.segments:

@@ -25,16 +25,16 @@ from rrl.text.chat import Prompt, after_thought, chat_ids, fitting_ids
 log = logging.getLogger(__name__)
 
 
-class Said(NamedTuple):
+class ReaderReply(NamedTuple):
     """An answer, and the tokens that were read and written for it."""
 
     text: str
-    read: int
-    written: int
+    prompt_tokens: int
+    answer_tokens: int
 
 
 class Reader:
-    """Answers prompts greedily in one turn; equal prompts are answered once, the latest `remember` answers kept."""
+    """Answers prompts greedily in one turn; equal prompts are answered once, the latest `cache_size` answers kept."""
 
     def __init__(
         self,
@@ -43,13 +43,13 @@ class Reader:
         config: EngineConfig,
         *,
         answer_tokens: int = 32,
-        remember: int = 100_000,
-        whole: bool = False,
+        cache_size: int = 100_000,
+        require_complete: bool = False,
         thinking: bool = False,
         mesh: Mesh | None = None,
     ) -> None:
-        """`whole`: an answer that `answer_tokens` cut is none, "", as a judge's is: what half of it says is not what the whole
-        would have said. `thinking`: whether a model that may think before it answers does; of a thought
+        """`require_complete`: an answer that `answer_tokens` cut is none, "", as a judge's is: what half of it says is not what
+        the whole would have said. `thinking`: whether a model that may think before it answers does; of a thought
         nothing is in the answer. Raises UserError where an answer leaves the prompt no room."""
         if config.context < answer_tokens + 3:
             raise UserError(
@@ -58,10 +58,10 @@ class Reader:
         self.engine = Engine(decoder, tokenizer, config, mesh=mesh)
         self.params = nnx.state(decoder)
         self.environment = SingleTurn(turn_tokens=answer_tokens)
-        self.remember, self.whole, self.thinking = remember, whole, thinking
-        self.memory: dict[bytes, Said] = {}
+        self.cache_size, self.require_complete, self.thinking = cache_size, require_complete, thinking
+        self.cache: dict[bytes, ReaderReply] = {}
         """Answers by the digest of their prompt: 100,000 of a judge's prompts, each with a trajectory, would be gigabytes."""
-        self.cut = 0
+        self.truncated = 0
         """Prompts that did not fit the context."""
 
     def close(self) -> None:
@@ -72,15 +72,15 @@ class Reader:
         """The model's answer to each prompt; a text is the user's turn of its chat template.
 
         A prompt that does not fit the model's context is cut: its body at the front, and a text at its own front, where
-        the evidence begins. The first time that this happens a warning says of how many, and `cut` counts them.
+        the evidence begins. The first time that this happens a warning says of how many, and `truncated` counts them.
         """
-        return [said.text for said in self.said(prompts)]
+        return [said.text for said in self.replies(prompts)]
 
-    def said(self, prompts: Sequence[str | Prompt]) -> list[Said]:
+    def replies(self, prompts: Sequence[str | Prompt]) -> list[ReaderReply]:
         """The same with the tokens of each, also of an answer that was remembered."""
         keys = [hashlib.sha256(repr(prompt).encode()).digest() for prompt in prompts]
-        new = {key: prompt for key, prompt in zip(keys, prompts, strict=True) if key not in self.memory}
-        before, room = self.cut, self.engine.config.context - self.environment.turn_tokens - 2
+        new = {key: prompt for key, prompt in zip(keys, prompts, strict=True) if key not in self.cache}
+        before, room = self.truncated, self.engine.config.context - self.environment.turn_tokens - 2
         requests = [
             Request(
                 Question(str(i), prompt if isinstance(prompt, str) else prompt.said, ()),
@@ -91,26 +91,28 @@ class Reader:
             for i, prompt in enumerate(new.values())
         ]
         if requests:
-            if self.cut and not before:
+            if self.truncated and not before:
                 log.warning(
                     "%d of %d prompts are longer than the context of %d tokens of the model that is asked, and were cut at "
                     "their front; give it a larger context, or show it less",
-                    self.cut,
+                    self.truncated,
                     len(requests),
                     self.engine.config.context,
                 )
             found = self.engine.run(self.params, requests, self.environment, jax.random.key(0))
             for key, trajectory in zip(new, found, strict=True):
                 written = int((trajectory.roles == POLICY).sum())
-                self.memory[key] = Said(self._text(trajectory), len(trajectory.roles) - written, written)
-        said = [self.memory[key] for key in keys]
-        for key in list(self.memory)[: max(len(self.memory) - self.remember, 0)]:
-            del self.memory[key]
+                self.cache[key] = ReaderReply(
+                    self._text(trajectory), len(trajectory.roles) - written, written
+                )
+        said = [self.cache[key] for key in keys]
+        for key in list(self.cache)[: max(len(self.cache) - self.cache_size, 0)]:
+            del self.cache[key]
         return said
 
     def _text(self, trajectory: Trajectory) -> str:
-        """The answer; "" where the text broke off because logits were not finite, or before a `whole` one had ended."""
-        if trajectory.ended == NOT_FINITE or (self.whole and trajectory.ended != "answer"):
+        """The answer; "" if logits were not finite, or if the text broke off before an answer that must be complete had ended."""
+        if trajectory.ended == NOT_FINITE or (self.require_complete and trajectory.ended != "answer"):
             return ""
         return after_thought("".join(responses(trajectory.segments))).strip()
 
@@ -118,5 +120,5 @@ class Reader:
         ids = chat_ids(self.engine.tokenizer, prompt, self.thinking)
         if len(ids) <= room:
             return ids
-        self.cut += 1
+        self.truncated += 1
         return fitting_ids(self.engine.tokenizer, prompt, room, self.thinking)

@@ -11,7 +11,7 @@ from jaxtyping import PyTree
 
 from rrl.parallel.mesh import put_rows
 from rrl.parallel.rules import constrain_state
-from rrl.parallel.streams import beside, streams_on
+from rrl.parallel.threads import map_in_threads, parallel_microbatches_on
 from rrl.rl.batch import Batch
 from rrl.rl.optim import skipped_updates
 
@@ -19,7 +19,7 @@ Loss = Callable[[PyTree, PyTree, Batch], tuple[jax.Array, dict[str, jax.Array]]]
 """(trained parameters, frozen ones, a microbatch) -> the summed loss, and sums by name."""
 
 
-class Descent:
+class GradientAccumulator:
     """Two jitted programs: `accumulate` adds a microbatch's gradient to the sum, `apply` takes the optimiser's step.
 
     With a mesh of several devices, rows are split over its axes data and fsdp, and everything that is shaped like a
@@ -32,12 +32,12 @@ class Descent:
         optimizer: optax.GradientTransformation,
         sums: Sequence[str],
         mesh: Mesh | None = None,
-        streams: int = 1,
+        parallel_microbatches: int = 1,
     ) -> None:
         """`sums` are the names that `loss` returns; `streams` is as in `ObjectiveConfig`."""
         self.mesh = mesh
         self.sums = (*sums, "loss")
-        self.streams = streams_on(mesh, streams)
+        self.parallel_microbatches = parallel_microbatches_on(mesh, parallel_microbatches)
 
         def accumulate(
             params: PyTree, frozen: PyTree, grads: PyTree, sums: dict[str, jax.Array], batch: Batch
@@ -76,7 +76,7 @@ class Descent:
         # Zeros lie where `accumulate` returns them: from anywhere else the first call would compile it a second time.
         place = jax.tree.leaves(params)[0].sharding
         whole = NamedSharding(place.mesh, PartitionSpec()) if isinstance(place, NamedSharding) else place
-        streams = min(self.streams, len(batches)) or 1
+        streams = min(self.parallel_microbatches, len(batches)) or 1
         shares = [batches[first::streams] for first in range(streams)]
 
         def zeros() -> tuple[PyTree, dict[str, jax.Array]]:
@@ -90,7 +90,7 @@ class Descent:
                     jax.block_until_ready(held[1])
             return held
 
-        held = beside(streams, add, [zeros() for _ in shares], shares)
+        held = map_in_threads(streams, add, [zeros() for _ in shares], shares)
         grads, sums = held[0]
         for part in held[1:]:
             grads, sums = self.join((grads, sums), part)

@@ -55,7 +55,7 @@ def batch_normalize(
     (Hu et al. 2025, section 3.1; the alternative to GRPO in TIRESRAG-R1, Table 4 and appendix D).
 
     Every trajectory counts once. Where the KL is part of the reward, tokens of a trajectory differ: then that paper whitens
-    rewards less KL over all tokens (`penalized`, `whiten`), of rewards that nothing normalised before ("reward").
+    rewards less KL over all tokens (`subtract_penalty_to_go`, `whiten`), of rewards that nothing normalised before ("reward").
 
     Args:
       rewards: one a trajectory.
@@ -70,7 +70,7 @@ def batch_normalize(
     return ((rewards - rewards.mean()) / (rewards.std() + epsilon)).astype(np.float32)
 
 
-def reward_itself(rewards: Float[np.ndarray, "N"], groups: Int[np.ndarray, "N"]) -> Float[np.ndarray, "N"]:
+def raw_reward(rewards: Float[np.ndarray, "N"], groups: Int[np.ndarray, "N"]) -> Float[np.ndarray, "N"]:
     """r, with no baseline: what REINFORCE++ starts from where advantages are whitened token by token."""
     return np.asarray(rewards, np.float32)
 
@@ -82,14 +82,14 @@ ESTIMATORS: dict[str, Estimator] = {
     "rloo": leave_one_out,
     "reinforce_plus_plus": batch_normalize,
     "reinforce_plus_plus_baseline": functools.partial(batch_normalize, baseline=True),
-    "reward": reward_itself,
+    "reward": raw_reward,
 }
 """What a recipe's field `advantage` may name."""
-WITHIN_GROUPS = ("grpo", "grpo_population", "dr_grpo", "rloo", "reinforce_plus_plus_baseline")
+GROUP_RELATIVE = ("grpo", "grpo_population", "dr_grpo", "rloo", "reinforce_plus_plus_baseline")
 """Those that compare the samples of a question with each other: of a single one they say 0."""
 
 
-def penalized(
+def subtract_penalty_to_go(
     advantages: Float[np.ndarray, "N"], penalties: Sequence[Float[np.ndarray, "T"]]
 ) -> list[Float[np.ndarray, "T"]]:
     """A - (sum of the penalties from the token to the end), for every token of every trajectory.

@@ -17,7 +17,7 @@ class Batch:
     """Position in the sequence, from 0; restarts with each sequence."""
     segment_ids: Int[Array, "B T"]
     """1, 2, ... by sequence of the row; 0 is padding."""
-    loss: Bool[Array, "B T"]
+    loss_mask: Bool[Array, "B T"]
     """True where the token itself is a target (it is predicted from the token before it)."""
     extras: dict[str, Shaped[Array, "B T"]] = dataclasses.field(default_factory=dict)
     """Per-token side arrays by name: advantages, old log-probabilities, ..."""

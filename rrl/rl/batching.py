@@ -11,19 +11,19 @@ from jaxtyping import Array, Float, Int, PyTree
 from rrl.data.trajectory import POLICY, Trajectory
 from rrl.errors import UserError
 from rrl.parallel.mesh import data_shards, put_rows, use_mesh
-from rrl.parallel.streams import beside, streams_on
+from rrl.parallel.threads import map_in_threads, parallel_microbatches_on
 from rrl.rl.batch import Batch
 from rrl.rl.objective import ObjectiveConfig
 from rrl.rl.packing import Buckets, pack_buckets
-from rrl.rl.prefix_tree import Layout, layouts
+from rrl.rl.prefix_tree import PrefixTree, prefix_trees
 
 
 @dataclasses.dataclass(frozen=True)
-class Rows:
+class PackedTrajectories:
     """Trajectories in packed rows, and the way back."""
 
     buckets: Buckets
-    layouts: list[Layout]
+    prefix_trees: list[PrefixTree]
     """Each sequence of the rows."""
 
     def unpack(
@@ -33,58 +33,58 @@ class Rows:
         where the trunk has them."""
         sizes = [len(t.tokens) for t in trajectories]
         found = np.zeros(sum(sizes), np.float32)
-        parts = self.buckets.unpack(values, [len(layout.tokens) for layout in self.layouts])
-        for layout, part in zip(self.layouts, parts, strict=True):
-            found[layout.held] = part[layout.columns]
+        parts = self.buckets.unpack(values, [len(tree.tokens) for tree in self.prefix_trees])
+        for tree, part in zip(self.prefix_trees, parts, strict=True):
+            found[tree.covered] = part[tree.columns]
         return np.split(found, np.cumsum(sizes, dtype=int))[:-1]
 
 
-def bucketed(
+def pack_trajectories(
     trajectories: Sequence[Trajectory],
     config: ObjectiveConfig,
     shards: int = 1,
     extras: Mapping[str, Sequence[Float[np.ndarray, "T"]]] | None = None,
-) -> Rows:
+) -> PackedTrajectories:
     """Trajectories in packed rows, whose targets are the policy's tokens, with per-token arrays beside them.
 
     Each context is a sequence of its own, as the policy saw it, or a branch of one (`rrl.rl.prefix_tree`). Raises UserError for
     one longer than every length.
     """
-    most = config.lengths[-1]
+    most = config.row_lengths[-1]
     longest = max((part.stop - part.start for t in trajectories for part in t.contexts), default=0)
     if longest > most:
         raise UserError(
-            f"a trajectory of {longest} tokens is longer than the longest of objective.lengths={config.lengths}"
+            f"a trajectory of {longest} tokens is longer than the longest of objective.row_lengths={config.row_lengths}"
         )
-    laid = layouts(trajectories, config.share_prefixes, most)
+    laid = prefix_trees(trajectories, config.share_prefixes, most)
 
     def cut(values: Sequence[np.ndarray]) -> list[np.ndarray]:
         flat = np.concatenate([*values]) if trajectories else np.empty(0)
-        return [flat[layout.tokens] for layout in laid]
+        return [flat[tree.tokens] for tree in laid]
 
     buckets = pack_buckets(
         cut([t.tokens for t in trajectories]),
         cut([t.roles == POLICY for t in trajectories]),
-        config.lengths,
-        [config.rows(length, shards) for length in config.lengths],
-        positions=[layout.positions for layout in laid],
-        branches=[layout.branches for layout in laid] if config.share_prefixes else None,
+        config.row_lengths,
+        [config.rows_per_microbatch(length, shards) for length in config.row_lengths],
+        positions=[tree.positions for tree in laid],
+        branches=[tree.branches for tree in laid] if config.share_prefixes else None,
         extras={name: cut(values) for name, values in (extras or {}).items()},
     )
-    return Rows(buckets, laid)
+    return PackedTrajectories(buckets, laid)
 
 
-def packed_sizes(trajectories: Sequence[Trajectory], config: ObjectiveConfig) -> Int[np.ndarray, "N"]:
+def packed_token_counts(trajectories: Sequence[Trajectory], config: ObjectiveConfig) -> Int[np.ndarray, "N"]:
     """How many tokens of the rows each trajectory takes, packed with these others: what contexts have in common may lie there
     once, for one of them."""
     whose = np.repeat(np.arange(len(trajectories)), [len(t.tokens) for t in trajectories])
     sizes = np.zeros(len(trajectories), np.int64)
-    for layout in layouts(trajectories, config.share_prefixes, config.lengths[-1]):
-        sizes += np.bincount(whose[layout.tokens], minlength=len(sizes))
+    for tree in prefix_trees(trajectories, config.share_prefixes, config.row_lengths[-1]):
+        sizes += np.bincount(whose[tree.tokens], minlength=len(sizes))
     return sizes
 
 
-class Scorer:
+class PerTokenFunction:
     """A jitted function of packed rows, applied to all trajectories of a step."""
 
     def __init__(
@@ -100,7 +100,7 @@ class Scorer:
         alone = mesh is None or mesh.size == 1
         places = None if alone else NamedSharding(mesh, PartitionSpec())
         self.program: Callable[..., dict[str, Array]] = jax.jit(function, out_shardings=places)
-        self.streams = streams_on(mesh, config.streams)
+        self.parallel_microbatches = parallel_microbatches_on(mesh, config.parallel_microbatches)
 
     def __call__(
         self,
@@ -115,7 +115,7 @@ class Scorer:
             return jax.device_get(self.program(params, fixed, put_rows(batch, self.mesh)))
 
         with use_mesh(self.mesh):
-            rows = bucketed(trajectories, self.config, data_shards(self.mesh), extras)
-            found = beside(self.streams, one, rows.buckets.batches)
+            rows = pack_trajectories(trajectories, self.config, data_shards(self.mesh), extras)
+            found = map_in_threads(self.parallel_microbatches, one, rows.buckets.batches)
         names = found[0] if found else ()
         return {name: rows.unpack([part[name] for part in found], trajectories) for name in names}

@@ -17,17 +17,17 @@ from rrl.errors import UserError, at_least
 from rrl.models.config import DecoderConfig
 from rrl.models.heads import ValueModel
 from rrl.parallel.mesh import data_shards, use_mesh
-from rrl.rl.accumulate import Descent
+from rrl.rl.accumulate import GradientAccumulator
 from rrl.rl.advantages import whiten
 from rrl.rl.batch import Batch
-from rrl.rl.batching import Scorer, bucketed, packed_sizes
+from rrl.rl.batching import PerTokenFunction, pack_trajectories, packed_token_counts
 from rrl.rl.gae import before_token, gae
 from rrl.rl.objective import ObjectiveConfig
 from rrl.rl.optim import OptimConfig, init_optimizer, make_optimizer, split_trained
 from rrl.rl.packing import even_shares
 from rrl.rl.values import MOMENTS, explained_variance, value_loss, value_moments
 
-State = tuple[PyTree, PyTree]
+CriticState = tuple[PyTree, PyTree]
 """Trained parameters and the state of their optimiser."""
 
 
@@ -40,7 +40,7 @@ class CriticConfig:
     """The body: so many of the policy's layers, from the first; 0: all."""
     discount: float = 1.0
     """gamma."""
-    trace: float = 1.0
+    gae_lambda: float = 1.0
     """lambda."""
     across_contexts: bool = False
     """Whether a context's last token is followed by the next context's first, so that a step answers for those after it (R3-RAG,
@@ -55,7 +55,7 @@ class CriticConfig:
     """Updates, counted from the start, in which the critic learns and the policy waits."""
 
     def __post_init__(self) -> None:
-        for field in ("discount", "trace"):
+        for field in ("discount", "gae_lambda"):
             if not 0 <= getattr(self, field) <= 1:
                 raise UserError(f"critic.{field}={getattr(self, field)} must lie in 0..1")
         if self.clip is not None:
@@ -78,7 +78,7 @@ class CriticConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class Estimate:
+class ValueEstimate:
     """What the critic says of finished trajectories: one array of its token length each, read on policy tokens."""
 
     values: list[Float[np.ndarray, "T"]]
@@ -86,12 +86,12 @@ class Estimate:
     returns: list[Float[np.ndarray, "T"]]
     """What V should have been: advantage + value."""
     advantages: list[Float[np.ndarray, "T"]]
-    spread: float
+    advantage_std: float
     """Their standard deviation over the policy tokens of the batch, before they were whitened."""
 
 
 class Critic:
-    """A critic for one value model; its state is the caller's (`make_critic` gives the first). `descent` holds the jitted
+    """A critic for one value model; its state is the caller's (`make_critic` gives the first). `accumulator` holds the jitted
     programs of its update."""
 
     def __init__(
@@ -121,19 +121,21 @@ class Critic:
         def loss(params: PyTree, fixed: PyTree, batch: Batch) -> tuple[jax.Array, dict[str, jax.Array]]:
             old, returns = batch.extras["value"], batch.extras["return"]
             found, clipped = value_loss(values(params, fixed, batch), old, returns, clip=config.clip)
-            mask = batch.loss.astype(jnp.float32)
+            mask = batch.loss_mask.astype(jnp.float32)
             sums = value_moments(old, returns, mask) | {"clip_fraction": jnp.sum(mask * clipped)}
             return jnp.sum(mask * found), sums
 
-        self._estimate = Scorer(estimate, objective, mesh)
-        self.descent = Descent(loss, optimizer, (*MOMENTS, "clip_fraction"), mesh, objective.streams)
+        self._estimate = PerTokenFunction(estimate, objective, mesh)
+        self.accumulator = GradientAccumulator(
+            loss, optimizer, (*MOMENTS, "clip_fraction"), mesh, objective.parallel_microbatches
+        )
 
     def estimate(
         self,
-        state: State,
+        state: CriticState,
         trajectories: Sequence[Trajectory],
         penalties: Sequence[Float[np.ndarray, "T"]] | None = None,
-    ) -> Estimate:
+    ) -> ValueEstimate:
         """Values, returns and advantages (whitened over the policy tokens of the batch where the objective says so).
 
         A token's reward is what is paid there (`Trajectory.token_rewards`), less its entry in `penalties` (the KL).
@@ -148,7 +150,7 @@ class Critic:
         spread = float(np.concatenate([a[mask] for a, mask in zip(advantages, own, strict=True)]).std())
         if self.objective.whiten:
             advantages = whiten(advantages, own)
-        return Estimate(values, returns, advantages, spread)
+        return ValueEstimate(values, returns, advantages, spread)
 
     def _gae(
         self,
@@ -158,7 +160,7 @@ class Critic:
     ) -> tuple[list[Float[np.ndarray, "T"]], list[Float[np.ndarray, "T"]]]:
         """Advantages and returns over the policy tokens of each context, or of all contexts of a trajectory."""
         sizes = [len(t.tokens) for t in trajectories]
-        width = self.objective.lengths[-1]
+        width = self.objective.row_lengths[-1]
         width *= -(-max(sizes) // width)  # few widths, so that few programs are compiled
 
         def rows(parts: Sequence[np.ndarray]) -> np.ndarray:
@@ -176,16 +178,16 @@ class Critic:
             rows([t.roles == POLICY for t in trajectories]),
             rows([episodes(t) for t in trajectories]),
             discount=self.config.discount,
-            trace=self.config.trace,
+            gae_lambda=self.config.gae_lambda,
         )
         advantages, returns = (
             [row[:size] for row, size in zip(np.asarray(part), sizes, strict=True)] for part in found
         )
         return advantages, returns
 
-    def learn(
-        self, state: State, trajectories: Sequence[Trajectory], estimate: Estimate
-    ) -> tuple[State, dict[str, float]]:
+    def update(
+        self, state: CriticState, trajectories: Sequence[Trajectory], estimate: ValueEstimate
+    ) -> tuple[CriticState, dict[str, float]]:
         """Moves the values towards the returns; donates the buffers of `state`.
 
         Returns the new state, and: loss (mean over policy tokens), clip_fraction, grad_norm, skipped, and
@@ -199,13 +201,13 @@ class Critic:
                 "value": [estimate.values[i] for i in share],
                 "return": [estimate.returns[i] for i in share],
             }
-            rows = bucketed(chosen, self.objective, data_shards(self.mesh), extras)
+            rows = pack_trajectories(chosen, self.objective, data_shards(self.mesh), extras)
             packed.append((rows.buckets.batches, max(sum(t.policy_tokens for t in chosen), 1)))
         found: list[dict[str, float]] = []
         params, opt_state = state
         with use_mesh(self.mesh):
             for batches, total in packed * config.epochs:
-                params, opt_state, sums = self.descent.step(params, opt_state, self.fixed, batches, total)
+                params, opt_state, sums = self.accumulator.step(params, opt_state, self.fixed, batches, total)
                 found.append(sums | {"clip_fraction": sums["clip_fraction"] / total})
         once = {name: sum(sums[name] for sums in found[: len(packed)]) for name in MOMENTS}
         tokens = max(once["count"], 1.0)
@@ -223,7 +225,7 @@ class Critic:
     def _shares(self, trajectories: Sequence[Trajectory]) -> list[Int[np.ndarray, "n"]]:
         """Trajectories of each of the batch's steps, about as many tokens of the rows for each; those that may lie in one tree
         are kept together."""
-        sizes = packed_sizes(trajectories, self.objective)
+        sizes = packed_token_counts(trajectories, self.objective)
         if not self.objective.share_prefixes:
             return even_shares(sizes, self.config.minibatches)
         _, groups = np.unique([t.group for t in trajectories], return_inverse=True)
@@ -233,7 +235,7 @@ class Critic:
 
 def make_critic(
     model: ValueModel, config: CriticConfig, objective: ObjectiveConfig, mesh: Mesh | None = None
-) -> tuple[Critic, State]:
+) -> tuple[Critic, CriticState]:
     """A critic and its first state, whose buffers are the model's (updates donate them)."""
     graph, params, fixed = split_trained(model, config.optim.frozen)
     optimizer = make_optimizer(config.optim)

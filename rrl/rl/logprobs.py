@@ -64,7 +64,7 @@ def token_logprobs(
     temperature: float = 1.0,
     remat: bool | None = None,
 ) -> TokenScores:
-    """Runs the decoder over packed rows and scores the tokens whose `batch.loss` is True.
+    """Runs the decoder over packed rows and scores the tokens whose `batch.loss_mask` is True.
 
     Args:
         decoder: gives hidden states [B, T, D] and, from them, logits [..., V].
@@ -85,7 +85,7 @@ def token_logprobs(
         decoder.unembed,
         hidden,
         batch.tokens,
-        batch.loss,
+        batch.loss_mask,
         chunk=chunk,
         entropy=entropy,
         greedy=greedy,
@@ -154,13 +154,15 @@ class _Head:
         return jnp.exp(logp) * slope + jnp.where(chosen, grads["logp"][..., None], 0.0)
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["tokens", "loss", "slots"], meta_fields=[])
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["tokens", "loss_mask", "slots"], meta_fields=[]
+)
 @dataclasses.dataclass(frozen=True)
 class _Chunks:
     """Which positions each chunk is about."""
 
     tokens: Int[Array, "B T"]
-    loss: Bool[Array, "B T"]
+    loss_mask: Bool[Array, "B T"]
     slots: Int[Array, "chunks B c"]
     """Positions that predict; the last one of a row stands for none."""
 
@@ -168,7 +170,7 @@ class _Chunks:
         """Where a chunk's states are, its targets, and which of these are real."""
         length = self.tokens.shape[1]
         targets = jnp.minimum(slots + 1, length - 1)
-        real = jnp.take_along_axis(self.loss, targets, axis=1) & (slots < length - 1)
+        real = jnp.take_along_axis(self.loss_mask, targets, axis=1) & (slots < length - 1)
         return jnp.minimum(slots, length - 2), jnp.take_along_axis(self.tokens, targets, axis=1), real
 
     def inverse(self) -> Int[Array, "B T-1"]:
@@ -245,7 +247,7 @@ def score_targets(
     unembed: Callable[[Array], Array],
     hidden: Float[Array, "B T D"],
     tokens: Int[Array, "B T"],
-    loss: Bool[Array, "B T"],
+    loss_mask: Bool[Array, "B T"],
     *,
     chunk: int | None = None,
     entropy: bool = False,
@@ -265,9 +267,9 @@ def score_targets(
     width = min(max(1, chunk // rows), length - 1)
     number = -(-(length - 1) // width)
     # Compacting each row by itself keeps rows where they are when the batch is sharded over devices.
-    order = jnp.argsort(~loss[:, 1:], axis=1, stable=True)
+    order = jnp.argsort(~loss_mask[:, 1:], axis=1, stable=True)
     order = jnp.pad(order, ((0, 0), (0, number * width - (length - 1))), constant_values=length - 1)
-    chunks = _Chunks(tokens, loss, order.reshape(rows, number, width).swapaxes(0, 1))
+    chunks = _Chunks(tokens, loss_mask, order.reshape(rows, number, width).swapaxes(0, 1))
     apply, weights = jax.closure_convert(unembed, hidden[:, :width])
     head = _Head(apply, entropy, greedy, temperature)
     stacked = (_recomputed if remat else _forward)(head, chunks, hidden, weights)

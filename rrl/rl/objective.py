@@ -50,25 +50,29 @@ class ObjectiveConfig:
     """Passes over a rollout batch."""
     microbatch_tokens: int = 8192
     """Tokens whose activations exist at a time."""
-    lengths: tuple[int, ...] = (512, 1024, 2048, 4096, 8192)
+    row_lengths: tuple[int, ...] = (512, 1024, 2048, 4096, 8192)
     """Row lengths that are compiled; the last is the longest trajectory, or tree of several (`share_prefixes`)."""
     share_prefixes: bool = False
     """Contexts that begin alike, the steps of one trajectory (R3-RAG) or the samples of one prompt (R2AG), lie in a row as one
     tree, whose trunk is computed once (`rrl.rl.prefix_tree`). Splash attention cannot do it."""
-    streams: int = 1
+    parallel_microbatches: int = 1
     """On one CPU: microbatches that are computed at once, each stream adding to a sum of its own, since one by itself leaves
     a part of a second core idle. Other devices have one. The last bits of a gradient depend on it, not on the cores."""
 
     def __post_init__(self) -> None:
-        if not self.lengths or list(self.lengths) != sorted(set(self.lengths)) or self.lengths[0] < 1:
-            raise UserError(f"objective.lengths={self.lengths} must be increasing row lengths")
+        if (
+            not self.row_lengths
+            or list(self.row_lengths) != sorted(set(self.row_lengths))
+            or self.row_lengths[0] < 1
+        ):
+            raise UserError(f"objective.row_lengths={self.row_lengths} must be increasing row lengths")
         at_least(
             1,
             self,
             "minibatches",
             "epochs",
             "microbatch_tokens",
-            "streams",
+            "parallel_microbatches",
             "constant_tokens",
             where="objective.",
         )
@@ -107,7 +111,7 @@ class ObjectiveConfig:
         weighed = ("importance",) if self.importance_cap is not None else ()
         return ("kl", "entropy", "ratio", "clip_fraction", "step_kl", "logp_gap", "tokens", *weighed)
 
-    def rows(self, length: int, shards: int = 1) -> int:
+    def rows_per_microbatch(self, length: int, shards: int = 1) -> int:
         """Rows of this length in a microbatch: the same number, at least one, on each of the data shards."""
         return shards * max(1, self.microbatch_tokens // (length * shards))
 
@@ -133,7 +137,7 @@ def policy_loss(
         clip_high=config.clip_high,
         dual_clip=config.dual_clip,
     )
-    mask = batch.loss.astype(jnp.float32)
+    mask = batch.loss_mask.astype(jnp.float32)
     sums = {}
     if config.importance_cap is not None:
         importance = truncated_importance(old, batch.extras["sampled_logp"], config.importance_cap)

@@ -74,7 +74,7 @@ def even_shares(sizes: Int[np.ndarray, "N"], shares: int) -> list[np.ndarray]:
 
 def pack(
     tokens: Sequence[Int[np.ndarray, "T"]],
-    loss: Sequence[Bool[np.ndarray, "T"]],
+    loss_mask: Sequence[Bool[np.ndarray, "T"]],
     row_length: int,
     *,
     positions: Sequence[Int[np.ndarray, "T"]] | None = None,
@@ -91,7 +91,7 @@ def pack(
 
     Args:
         tokens: the sequences.
-        loss: for each token whether it is a target.
+        loss_mask: for each token whether it is a target.
         row_length: T.
         positions: of each token; None: they count from 0.
         branches: as `Batch.branches`, of each sequence; None: none branches.
@@ -144,7 +144,7 @@ def pack(
     segment_ids, columns = np.zeros(count * row_length, np.int32), np.zeros(count * row_length, np.int32)
     segment_ids[flat], columns[flat] = np.repeat(segment, lengths), within
     places = columns.reshape(count, row_length)
-    mask = scatter(loss, 0, np.dtype(bool)) & (places > 0)
+    mask = scatter(loss_mask, 0, np.dtype(bool)) & (places > 0)
 
     row, start = np.full(len(tokens), -1, np.int64), np.zeros(len(tokens), np.int64)
     row[kept], start[kept] = row_of, start_of
@@ -152,7 +152,7 @@ def pack(
         tokens=scatter(tokens, pad_id, np.dtype(np.int32)),
         positions=places if positions is None else scatter(positions, 0, np.dtype(np.int32)),
         segment_ids=segment_ids.reshape(mask.shape),
-        loss=mask,
+        loss_mask=mask,
         extras={name: scatter(parts, 0) for name, parts in (extras or {}).items()},
         branches=None if branches is None else scatter(branches, 0, np.dtype(np.int32)),
     )
@@ -179,7 +179,7 @@ class Buckets:
 
 def pack_buckets(
     tokens: Sequence[Int[np.ndarray, "T"]],
-    loss: Sequence[Bool[np.ndarray, "T"]],
+    loss_mask: Sequence[Bool[np.ndarray, "T"]],
     lengths: Sequence[int],
     rows: Sequence[int],
     *,
@@ -202,7 +202,7 @@ def pack_buckets(
         chosen = waiting.tolist()
         packed = pack(
             [tokens[i] for i in chosen],
-            [loss[i] for i in chosen],
+            [loss_mask[i] for i in chosen],
             length,
             multiple=count,
             positions=None if positions is None else [positions[i] for i in chosen],
@@ -234,7 +234,7 @@ def take_rows(batch: Batch, rows: Int[np.ndarray, "B"]) -> Batch:
         take(batch.tokens),
         take(batch.positions),
         take(batch.segment_ids),
-        take(batch.loss),
+        take(batch.loss_mask),
         {name: take(x) for name, x in batch.extras.items()},
         None if batch.branches is None else take(batch.branches),
     )

@@ -18,7 +18,7 @@ from rrl.data.trajectory import POLICY, Trajectory
 
 
 @dataclasses.dataclass(frozen=True)
-class Layout:
+class PrefixTree:
     """One sequence of a packed row. Tokens are counted over all trajectories, one after the other."""
 
     tokens: Int[np.ndarray, "L"]
@@ -27,7 +27,7 @@ class Layout:
     """Position of each in its context."""
     branches: Int[np.ndarray, "L"]
     """0: trunk."""
-    held: Int[np.ndarray, "M"]
+    covered: Int[np.ndarray, "M"]
     """All tokens that the sequence stands for, each once."""
     columns: Int[np.ndarray, "M"]
     """Where each of them stands; tokens that were the same for several contexts stand in one column."""
@@ -42,7 +42,7 @@ class _Context(NamedTuple):
     """So many of them stand before the policy's first."""
 
 
-def layouts(trajectories: Sequence[Trajectory], share: bool, longest: int) -> list[Layout]:
+def prefix_trees(trajectories: Sequence[Trajectory], share: bool, longest: int) -> list[PrefixTree]:
     """The sequences of all trajectories: one for each context, or, with `share`, trees of at most `longest` tokens: of the
     contexts of one trajectory, or of those trajectories of a group that have a single context."""
     families: dict[tuple[str, int], list[_Context]] = {}
@@ -64,9 +64,9 @@ def _context(trajectory: Trajectory, part: slice, first: int) -> _Context:
     return _Context(first + part.start, first + part.stop, trajectory.tokens[part], prompt)
 
 
-def _trees(contexts: Sequence[_Context], longest: int) -> list[Layout]:
+def _trees(contexts: Sequence[_Context], longest: int) -> list[PrefixTree]:
     """What the first tree has no room for, or has nothing in common with its trunk, begins another."""
-    found: list[Layout] = []
+    found: list[PrefixTree] = []
     while contexts:
         trunk = max(contexts, key=lambda part: len(part.tokens))
         room = longest - len(trunk.tokens)
@@ -95,7 +95,7 @@ def _common(trunk: _Context, part: _Context) -> int:
     return most if same.all() else int(same.argmin())
 
 
-def _tree(trunk: _Context, branches: Sequence[tuple[int, _Context]]) -> Layout:
+def _tree(trunk: _Context, branches: Sequence[tuple[int, _Context]]) -> PrefixTree:
     """`branches`, and after how many tokens of the trunk each of them leaves it, in that order."""
     tokens, positions, marks = [], [], []
     held, columns = [np.arange(trunk.start, trunk.stop)], [np.empty(trunk.stop - trunk.start, np.int64)]
@@ -119,4 +119,4 @@ def _tree(trunk: _Context, branches: Sequence[tuple[int, _Context]]) -> Layout:
         columns.append(np.concatenate([columns[0][:common], own]))
     columns[0][done:] = lay(trunk.start + done, trunk.stop, done, 0)
     joined = (np.concatenate(parts) for parts in (tokens, positions, marks, held, columns))
-    return Layout(*joined)
+    return PrefixTree(*joined)

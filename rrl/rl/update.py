@@ -14,10 +14,10 @@ from jaxtyping import Float, PyTree
 
 from rrl.data.trajectory import POLICY, Trajectory
 from rrl.parallel.mesh import data_shards, use_mesh
-from rrl.rl.accumulate import Descent
-from rrl.rl.advantages import penalized, whiten
+from rrl.rl.accumulate import GradientAccumulator
+from rrl.rl.advantages import subtract_penalty_to_go, whiten
 from rrl.rl.batch import Batch
-from rrl.rl.batching import Scorer, bucketed
+from rrl.rl.batching import PerTokenFunction, pack_trajectories
 from rrl.rl.logprobs import token_logprobs
 from rrl.rl.losses import kl_estimate, sequence_weights
 from rrl.rl.objective import ObjectiveConfig, policy_loss
@@ -26,11 +26,11 @@ Advantages = Float[np.ndarray, "N"] | Sequence[Float[np.ndarray, "T"]]
 """One number a trajectory, or one a token (read on policy tokens only)."""
 
 
-class Before(NamedTuple):
+class ReferenceLogprobs(NamedTuple):
     """What the reference says of each trajectory, 0 where a token is not the policy's."""
 
     logps: list[Float[np.ndarray, "T"]]
-    penalties: list[Float[np.ndarray, "T"]]
+    kl_penalties: list[Float[np.ndarray, "T"]]
     """kl_coef times the estimate between the sampler and the reference."""
 
 
@@ -67,11 +67,11 @@ def microbatches(
         extras["sampled_logp"] = [t.sampled_logps for t in trajectories]
     if reference_logps is not None:
         extras["reference_logp"] = reference_logps
-    return bucketed(trajectories, config, shards, extras).buckets.batches, total
+    return pack_trajectories(trajectories, config, shards, extras).buckets.batches, total
 
 
 class Updater:
-    """The policy's update for one model graph, as `split_trained` gives it: `descent` holds its jitted programs."""
+    """The policy's update for one model graph, as `split_trained` gives it: `accumulator` holds its jitted programs."""
 
     def __init__(
         self,
@@ -95,7 +95,9 @@ class Updater:
                 before = token_logprobs(nnx.merge(graph, reference, fixed), batch).logp
             return policy_loss(scores, jax.lax.stop_gradient(before), batch, config)
 
-        self.descent = Descent(loss, optimizer, config.sums, mesh, config.streams)
+        self.accumulator = GradientAccumulator(
+            loss, optimizer, config.sums, mesh, config.parallel_microbatches
+        )
 
         def logps(params: PyTree, fixed: PyTree, batch: Batch) -> dict[str, jax.Array]:
             return {"logp": token_logprobs(nnx.merge(graph, params, fixed), batch).logp}
@@ -103,24 +105,26 @@ class Updater:
         def kl(reference: PyTree, fixed: PyTree, batch: Batch) -> dict[str, jax.Array]:
             before = logps(reference, fixed, batch)["logp"]
             found = kl_estimate(batch.extras["old_logp"], before, config.kl_estimator)
-            return {"logp": before, "kl": jnp.where(batch.loss, config.kl_coef * found, 0.0)}
+            return {"logp": before, "kl": jnp.where(batch.loss_mask, config.kl_coef * found, 0.0)}
 
-        self.logps = Scorer(logps, config, mesh)
-        self.penalty = Scorer(kl, config, mesh)
+        self.logps = PerTokenFunction(logps, config, mesh)
+        self.penalty = PerTokenFunction(kl, config, mesh)
 
-    def before(self, reference: PyTree, fixed: PyTree, trajectories: Sequence[Trajectory]) -> Before | None:
+    def reference_logprobs(
+        self, reference: PyTree, fixed: PyTree, trajectories: Sequence[Trajectory]
+    ) -> ReferenceLogprobs | None:
         """What the reward of each token pays for the KL, and the reference's log-probabilities, which the update takes from
         here; None where the reward pays nothing (then the update asks the reference itself)."""
         if not self.config.kl_in_reward:
             return None
         found = self.penalty(reference, fixed, trajectories, {"old_logp": [t.logps for t in trajectories]})
-        return Before(found["logp"], found["kl"])
+        return ReferenceLogprobs(found["logp"], found["kl"])
 
-    def credit(
+    def token_advantages(
         self,
         trajectories: Sequence[Trajectory],
         advantages: Float[np.ndarray, "N"],
-        before: Before | None = None,
+        before: ReferenceLogprobs | None = None,
     ) -> Advantages:
         """What each token is learned from, given the recipe's advantages: less the KL still to come where the reward pays for
         it (`before`), whitened where the objective asks for that; else they stay as they are."""
@@ -129,9 +133,9 @@ class Updater:
         penalties = (
             [np.zeros(len(t.tokens), np.float32) for t in trajectories]
             if before is None
-            else before.penalties
+            else before.kl_penalties
         )
-        tokens = penalized(advantages, penalties)
+        tokens = subtract_penalty_to_go(advantages, penalties)
         return whiten(tokens, [t.roles == POLICY for t in trajectories]) if self.config.whiten else tokens
 
     def __call__(
@@ -142,7 +146,7 @@ class Updater:
         fixed: PyTree,
         trajectories: Sequence[Trajectory],
         advantages: Advantages,
-        before: Before | None = None,
+        before: ReferenceLogprobs | None = None,
     ) -> tuple[PyTree, optax.OptState, dict[str, float]]:
         """Updates on all trajectories, in `config.epochs` passes; the buffers of `params` and `opt_state` are donated.
 
@@ -162,7 +166,7 @@ class Updater:
             gaps = [np.abs(o - t.logps)[t.roles == POLICY] for o, t in zip(old, trajectories, strict=True)]
             gap = {"logp_gap": float(np.concatenate(gaps).mean())}
         if before is None:
-            before = self.before(reference, fixed, trajectories)
+            before = self.reference_logprobs(reference, fixed, trajectories)
         with use_mesh(self.mesh):
             groups = np.array([t.group for t in trajectories])
             names = np.unique(groups)
@@ -181,7 +185,7 @@ class Updater:
                 )
             steps: list[dict[str, float]] = []
             for batches, total in packed * config.epochs:
-                params, opt_state, found = self.descent.step(
+                params, opt_state, found = self.accumulator.step(
                     params, opt_state, (reference, fixed), batches, total
                 )
                 tokens, whole = max(found.pop("tokens"), 1.0), ("loss", "grad_norm", "skipped")

@@ -22,14 +22,14 @@ class Curriculum(Protocol):
     def restore(self, state: Mapping[str, Any]) -> None:
         """Goes on from a state."""
 
-    def ask(self, step: int, number: int, count: int) -> list[Question]:
+    def select(self, step: int, number: int, count: int) -> list[Question]:
         """The questions of a step's round `number` (both counted from 0): one at least, `count` at most."""
 
-    def learn(self, trajectories: Sequence[Trajectory]) -> None:
+    def update(self, trajectories: Sequence[Trajectory]) -> None:
         """Is told what was sampled from what it asked."""
 
 
-class Shuffled:
+class ShuffledQuestions:
     """Questions in random order, epoch after epoch; each round goes through all of them in an order of its own."""
 
     def __init__(self, questions: Sequence[Question], size: int, seed: int) -> None:
@@ -43,11 +43,11 @@ class Shuffled:
     def restore(self, state: Mapping[str, Any]) -> None:
         """There is nothing to remember."""
 
-    def ask(self, step: int, number: int, count: int) -> list[Question]:
+    def select(self, step: int, number: int, count: int) -> list[Question]:
         order = question_order(len(self.questions), self.size, self.seed, step, number)
         return [self.questions[i] for i in order[:count]]
 
-    def learn(self, trajectories: Sequence[Trajectory]) -> None:
+    def update(self, trajectories: Sequence[Trajectory]) -> None:
         """There is nothing to learn."""
 
 

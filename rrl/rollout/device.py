@@ -1,6 +1,6 @@
 """The device's side of an episode batch: decoding until rows pause, and feeding rows what the host answers.
 
-Pure functions over `Rows` and a KV cache; the jitted loop and the host-driven reference loop share them.
+Pure functions over `DecodeState` and a KV cache; the jitted loop and the host-driven reference loop share them.
 """
 
 import functools
@@ -15,30 +15,30 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from rrl.models.cache import KVCache
 from rrl.models.cpu.layers import cpu_draw
-from rrl.models.decoder import FEW_TOKENS, Decoder
+from rrl.models.decoder import MAX_DECODE_TOKENS, Decoder
 from rrl.parallel.mesh import ROW_AXES, data_shards
-from rrl.rollout.drafts import Drafts, following, windows
+from rrl.rollout.drafts import NgramDrafts, following, windows
 from rrl.rollout.exchange import (
+    BLOCKED,
+    DECODING,
     HEADER,
-    HELD,
     NO_TOKEN,
+    PAUSED,
     RECENT,
-    RUN,
     STOP_CONTEXT,
     STOP_EOS,
     STOP_NOT_FINITE,
     STOP_TURN,
-    WAIT,
-    Feed,
+    PrefillChunk,
 )
 from rrl.rollout.sampling import is_greedy, row_keys, sample, uniform
 
 
-class Rows(NamedTuple):
+class DecodeState(NamedTuple):
     """State of every row; R rows, at most A tokens a turn."""
 
     status: Int[Array, "R"]
-    """RUN, WAIT, HELD or OFF."""
+    """DECODING, PAUSED, BLOCKED or OFF."""
     stop: Int[Array, "R"]
     """Why the row pauses: index of the stop string, or a STOP_* code."""
     position: Int[Array, "R"]
@@ -65,12 +65,12 @@ class Rows(NamedTuple):
         return self.recent[:, -1]
 
     @staticmethod
-    def create(rows: int, turn_tokens: int) -> "Rows":
+    def create(rows: int, turn_tokens: int) -> "DecodeState":
         """All rows wait for their first prompt."""
         zeros = jnp.zeros(rows, jnp.int32)
         turn = (rows, turn_tokens)
-        return Rows(
-            status=jnp.full(rows, WAIT, jnp.int32),
+        return DecodeState(
+            status=jnp.full(rows, PAUSED, jnp.int32),
             stop=zeros,
             position=zeros,
             recent=jnp.full((rows, RECENT), NO_TOKEN, jnp.int32),
@@ -97,7 +97,7 @@ class Sampler(NamedTuple):
     top_k: int
 
 
-class Drawn(NamedTuple):
+class SampledTokens(NamedTuple):
     """A token for each of P rows, with its log-probability under the full distribution and as sampled."""
 
     ids: Int[Array, "P"]
@@ -105,15 +105,15 @@ class Drawn(NamedTuple):
     sampled_logps: Float[Array, "P"]
 
 
-def draw(
-    model: Decoder, rows: Rows, hidden: Float[Array, "P T D"], sampler: Sampler, cache: KVCache
-) -> list[Drawn]:
+def sample_tokens(
+    model: Decoder, rows: DecodeState, hidden: Float[Array, "P T D"], sampler: Sampler, cache: KVCache
+) -> list[SampledTokens]:
     """T tokens for each of P rows, each as if those before it were the row's. They are drawn together, so that the bits of one
     do not depend on its place among them; by `rrl.models.cpu.layers`, where that computed the layers over this cache."""
     count, time, width = hidden.shape
     positions = (rows.offset + rows.position)[:, None] + jnp.arange(1, time + 1)
     keys = row_keys(sampler.key, jnp.repeat(rows.request, time), positions.ravel())
-    temperature, table = jnp.repeat(rows.temperature, time), model.drawn_by(cache)
+    temperature, table = jnp.repeat(rows.temperature, time), model.sampling_table(cache)
     kept: dict[str, Any] = {"top_p": sampler.top_p, "top_k": sampler.top_k}
     if table is None:
         drawn = sample(model.unembed(hidden).reshape(count * time, -1), keys, temperature, **kept)
@@ -122,17 +122,17 @@ def draw(
         asked = uniform(keys), jnp.where(greedy, 0.0, temperature)
         drawn = cpu_draw(hidden, table, *asked, **kept, threads=cache.threads)
     ids, full, as_sampled = (part.reshape(count, time) for part in drawn)
-    return [Drawn(ids[:, place], full[:, place], as_sampled[:, place]) for place in range(time)]
+    return [SampledTokens(ids[:, place], full[:, place], as_sampled[:, place]) for place in range(time)]
 
 
-def emit(
-    rows: Rows,
-    drawn: Drawn,
+def append_tokens(
+    rows: DecodeState,
+    drawn: SampledTokens,
     mask: Bool[Array, "P"],
     sampler: Sampler,
     context: int,
     which: Int[Array, "P"] | None = None,
-) -> Rows:
+) -> DecodeState:
     """Appends the tokens of those of P rows that are in `mask` to their turn, and pauses those that must stop.
 
     A token without a finite log-probability is not appended, and stops its row: its logits are no distribution, since one of
@@ -141,7 +141,7 @@ def emit(
     `which` rows these are; None: the p-th is row p, and P = R.
     """
     count, turn_tokens = rows.ids.shape
-    of = rows if which is None else _taken(rows, which)
+    of = rows if which is None else _select(rows, which)
     ids = drawn.ids
     finite = jnp.isfinite(drawn.logps) & jnp.isfinite(drawn.sampled_logps)
     column = jnp.where(mask & finite, of.length, turn_tokens)
@@ -166,7 +166,7 @@ def emit(
         return old.at[jnp.where(mask, which, count)].set(new, mode="drop")
 
     return rows._replace(
-        status=chosen(jnp.where(stops, WAIT, RUN), rows.status),
+        status=chosen(jnp.where(stops, PAUSED, DECODING), rows.status),
         stop=chosen(stop, rows.stop),
         position=chosen(position, rows.position),
         recent=chosen(recent, rows.recent),
@@ -178,44 +178,46 @@ def emit(
     )
 
 
-def decode_until(
+def decode(
     model: Decoder,
-    rows: Rows,
+    rows: DecodeState,
     cache: KVCache,
-    drafts: Drafts,
+    drafts: NgramDrafts,
     sampler: Sampler,
     *,
     context: int,
     enough: int,
-    patience: int | Int[Array, ""],
+    max_wait_steps: int | Int[Array, ""],
     widths: Sequence[int],
     readers: Sequence[int] = (),
     step_tokens: int = 0,
-) -> tuple[Rows, KVCache, Drafts, Int[Array, "2"]]:
-    """Decodes until `enough` rows wait, or some have waited or been held for `patience` steps (0: not at all), or no row runs.
+) -> tuple[DecodeState, KVCache, NgramDrafts, Int[Array, "2"]]:
+    """Decodes until `enough` rows wait, or some have waited or been held for `max_wait_steps` (0: not at all), or no row runs.
 
     A step takes as many rows as the narrowest of `widths` that has room for all that run, or the widest, which is their
     first, where none has; the same number on each device that has rows. Of them `readers` read their past together, those of
-    these numbers that are not more (see `Decoder.extend`). Of each row it computes `tokens_of_a_row`: the next, and what `drafts`
+    these numbers that are not more (see `Decoder.extend`). Of each row it computes `tokens_per_row`: the next, and what `drafts`
     guesses behind it. It writes as many as were guessed right, and one more. Returns also how many steps it took, and how many
     rows wrote in each, added up.
     """
 
-    def going(state: tuple[Rows, KVCache, Drafts, Array], narrower: int) -> Array:
+    def going(state: tuple[DecodeState, KVCache, NgramDrafts, Array], narrower: int) -> Array:
         rows, *_, (steps, _) = state
-        waiting = jnp.sum(rows.status == WAIT)
-        nobody = jnp.all((rows.status != WAIT) & (rows.status != HELD)) & (patience > 0)
-        too_many = jnp.sum(rows.status == RUN) > narrower
-        return too_many & (nobody | ((waiting < enough) & (steps < patience)))
+        waiting = jnp.sum(rows.status == PAUSED)
+        nobody = jnp.all((rows.status != PAUSED) & (rows.status != BLOCKED)) & (max_wait_steps > 0)
+        too_many = jnp.sum(rows.status == DECODING) > narrower
+        return too_many & (nobody | ((waiting < enough) & (steps < max_wait_steps)))
 
-    def step(state: tuple[Rows, KVCache, Drafts, Array], width: int) -> tuple[Rows, KVCache, Drafts, Array]:
+    def step(
+        state: tuple[DecodeState, KVCache, NgramDrafts, Array], width: int
+    ) -> tuple[DecodeState, KVCache, NgramDrafts, Array]:
         rows, cache, drafts, counts = state
-        which = None if width == len(rows.status) else least_far(rows, width)
-        of = rows if which is None else _taken(rows, which)
-        running, guesses = of.status == RUN, tokens_of_a_row(step_tokens, width) - 1
+        which = None if width == len(rows.status) else shortest(rows, width)
+        of = rows if which is None else _select(rows, which)
+        running, guesses = of.status == DECODING, tokens_per_row(step_tokens, width) - 1
         tokens = of.pending[:, None]
         if guesses:
-            tokens = jnp.concatenate([tokens, drafts.guess(of.recent, guesses)], axis=1)
+            tokens = jnp.concatenate([tokens, drafts.propose(of.recent, guesses)], axis=1)
         slots = of.position[:, None] + jnp.arange(guesses + 1)
         hidden, cache = model.extend(
             tokens,
@@ -225,14 +227,14 @@ def decode_until(
             readers=tuple(count for count in readers if count <= width),
         )
         accepted, wrote = running, []
-        for place, drawn in enumerate(draw(model, of, hidden, sampler, cache)):
-            rows, before = emit(rows, drawn, accepted, sampler, context, which), of
-            of = rows if which is None else _taken(rows, which)
+        for place, drawn in enumerate(sample_tokens(model, of, hidden, sampler, cache)):
+            rows, before = append_tokens(rows, drawn, accepted, sampler, context, which), of
+            of = rows if which is None else _select(rows, which)
             wrote.append((before.recent, of.pending, accepted & (of.length > before.length)))
             if place < guesses:
-                accepted = accepted & (of.status == RUN) & (of.pending == tokens[:, place + 1])
+                accepted = accepted & (of.status == DECODING) & (of.pending == tokens[:, place + 1])
         if guesses:
-            drafts = drafts.learn(*(jnp.stack(part, axis=1) for part in zip(*wrote, strict=True)))
+            drafts = drafts.update(*(jnp.stack(part, axis=1) for part in zip(*wrote, strict=True)))
         return rows, cache, drafts, counts + jnp.stack([1, jnp.sum(running)])
 
     # One after the other: nothing begins to run meanwhile, and a choice within one loop would copy the cache.
@@ -244,18 +246,18 @@ def decode_until(
     return state
 
 
-def tokens_of_a_row(step_tokens: int, width: int) -> int:
-    """How many a decode step of `width` rows computes: together `step_tokens`, but one at least and FEW_TOKENS at most."""
-    return min(max(step_tokens // width, 1), FEW_TOKENS)
+def tokens_per_row(step_tokens: int, width: int) -> int:
+    """How many a decode step of `width` rows computes: together `step_tokens`, but one at least and MAX_DECODE_TOKENS at most."""
+    return min(max(step_tokens // width, 1), MAX_DECODE_TOKENS)
 
 
-def least_far(rows: Rows, count: int) -> Int[Array, "count"]:
+def shortest(rows: DecodeState, count: int) -> Int[Array, "count"]:
     """The rows that decode next, where not all do: those that run and have come least far, so that once no more requests come all
     end at about the same time; until then the longest wait for those that follow. Where rows are split over devices, each takes
     as many of its own."""
 
     def on_one(status: Array, length: Array, count: int) -> Array:
-        return jnp.argsort(jnp.where(status == RUN, length, jnp.iinfo(length.dtype).max))[:count]
+        return jnp.argsort(jnp.where(status == DECODING, length, jnp.iinfo(length.dtype).max))[:count]
 
     length = rows.offset + rows.position
     mesh = jax.sharding.get_abstract_mesh()
@@ -272,18 +274,18 @@ def least_far(rows: Rows, count: int) -> Int[Array, "count"]:
     )
 
 
-def _taken(rows: Rows, which: Int[Array, "P"]) -> Rows:
+def _select(rows: DecodeState, which: Int[Array, "P"]) -> DecodeState:
     """The state of some rows, but for what they wrote."""
     wrote = {"ids", "logps", "sampled_logps"}
     return rows._replace(**{name: part[which] for name, part in rows._asdict().items() if name not in wrote})
 
 
-def feed(
+def prefill(
     model: Decoder,
-    rows: Rows,
+    rows: DecodeState,
     cache: KVCache,
-    drafts: Drafts,
-    feeds: Int[Array, "shards P words"],
+    drafts: NgramDrafts,
+    chunks: Int[Array, "shards P words"],
     marks: Int[Array, "R"],
     *,
     context: int,
@@ -291,8 +293,8 @@ def feed(
     copies: int,
     readers: Sequence[int] = (),
     learns: bool = False,
-) -> tuple[Rows, KVCache, Drafts]:
-    """Does what the host sent (`rrl.rollout.exchange.Feed`): copies prefixes, prefills tokens, begins turns, marks rows.
+) -> tuple[DecodeState, KVCache, NgramDrafts]:
+    """Does what the host sent (`rrl.rollout.exchange.PrefillChunk`): copies prefixes, prefills tokens, begins turns, marks rows.
 
     Row numbers are global, R is no row. Of a shard's P pieces at most `copies` copy a prefix, before all are prefilled or, where
     that is what they copy, after; those with tokens come first.
@@ -301,16 +303,18 @@ def feed(
     pending, so that its logits come from decoding whether its past was prefilled here or copied. Where the
     drafts are to learn, they learn what stands in each piece.
     """
-    count, shards = rows.status.shape[0], feeds.shape[0]
-    entry = Feed(*(feeds[..., i].reshape(-1) for i in range(HEADER)))
-    first = jnp.argsort(feeds[..., Feed._fields.index("copied")] == 0, axis=1)[:, :copies]
-    copied = Feed(*(jnp.take_along_axis(feeds[..., i], first, axis=1).reshape(-1) for i in range(HEADER)))
+    count, shards = rows.status.shape[0], chunks.shape[0]
+    entry = PrefillChunk(*(chunks[..., i].reshape(-1) for i in range(HEADER)))
+    first = jnp.argsort(chunks[..., PrefillChunk._fields.index("copied")] == 0, axis=1)[:, :copies]
+    copied = PrefillChunk(
+        *(jnp.take_along_axis(chunks[..., i], first, axis=1).reshape(-1) for i in range(HEADER))
+    )
     cache = cache.copy_rows(copied.source, copied.row, jnp.maximum(copied.copied, 0), copied.kept)
-    busy = jnp.max(jnp.sum(feeds[..., Feed._fields.index("length")] > 0, axis=1))
+    busy = jnp.max(jnp.sum(chunks[..., PrefillChunk._fields.index("length")] > 0, axis=1))
 
-    def prefill(state: tuple[Array, KVCache, Drafts], count: int) -> tuple[Array, KVCache, Drafts]:
+    def prefill(state: tuple[Array, KVCache, NgramDrafts], count: int) -> tuple[Array, KVCache, NgramDrafts]:
         done, cache, drafts = state
-        part = jax.lax.dynamic_slice_in_dim(feeds, done, count, axis=1).reshape(shards * count, -1)
+        part = jax.lax.dynamic_slice_in_dim(chunks, done, count, axis=1).reshape(shards * count, -1)
         row, start, length = (part[:, i] for i in range(3))
         tokens = part[:, HEADER:]
         offsets = jnp.arange(tokens.shape[1])[None, :]
@@ -318,7 +322,7 @@ def feed(
         slots = jnp.where(valid, start[:, None] + offsets, context)
         if learns:
             none = jnp.full((len(row), RECENT), NO_TOKEN, jnp.int32)
-            drafts = drafts.learn(windows(none, tokens), tokens, valid)
+            drafts = drafts.update(windows(none, tokens), tokens, valid)
         cache = model.prefill(tokens, positions=slots, cache=cache, rows=row, readers=readers)
         return done + count, cache, drafts
 
@@ -339,7 +343,7 @@ def feed(
         return old.at[target].set(new, mode="drop")
 
     rows = rows._replace(
-        status=put(jnp.where(marks > 0, marks - 1, rows.status), RUN),
+        status=put(jnp.where(marks > 0, marks - 1, rows.status), DECODING),
         position=put(rows.position, entry.start + entry.length),
         recent=put(rows.recent, jnp.stack(entry[-RECENT:], axis=-1)),
         tag=put(rows.tag, entry.tag),

@@ -28,18 +28,20 @@ _FACTORS = (0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D, 0x27D4EB2F)
 """Odd, one for each token of an n-gram."""
 
 
-class Drafts(NamedTuple):
+class NgramDrafts(NamedTuple):
     """What followed what, in the rows of each data shard."""
 
     table: Int[Array, "shards places"]
     """The token behind an n-gram + 1; 0: none."""
 
     @staticmethod
-    def create(shards: int) -> "Drafts":
+    def create(shards: int) -> "NgramDrafts":
         """Nothing is known."""
-        return Drafts(constrain(jnp.zeros((shards, len(NGRAMS) << HASH_BITS), jnp.int32), ROW_AXES, None))
+        return NgramDrafts(
+            constrain(jnp.zeros((shards, len(NGRAMS) << HASH_BITS), jnp.int32), ROW_AXES, None)
+        )
 
-    def guess(self, recent: Int[Array, "P RECENT"], count: int) -> Int[Array, "P count"]:
+    def propose(self, recent: Int[Array, "P RECENT"], count: int) -> Int[Array, "P count"]:
         """The tokens that are likely to follow; 0 where nothing is known. Where rows are split over devices, the P are too."""
 
         def on_one(table: Array, recent: Array) -> Array:
@@ -54,12 +56,12 @@ class Drafts(NamedTuple):
 
         return self._by_shard(on_one, recent)
 
-    def learn(
+    def update(
         self,
         recent: Int[Array, "P T RECENT"],
         tokens: Int[Array, "P T"],
         valid: Bool[Array, "P T"],
-    ) -> "Drafts":
+    ) -> "NgramDrafts":
         """With what followed these, where valid; of two that followed the same, either. Of n-grams with NO_TOKEN in them nothing
         is learned. Where rows are split over devices, the P are too."""
 
@@ -69,7 +71,7 @@ class Drafts(NamedTuple):
             values = jnp.broadcast_to(tokens[..., None] + 1, places.shape)
             return table.at[0, places].set(values, mode="drop")
 
-        return Drafts(self._by_shard(on_one, recent, tokens, valid))
+        return NgramDrafts(self._by_shard(on_one, recent, tokens, valid))
 
     def _by_shard(self, what: Callable[..., Array], *entries: Array) -> Array:
         mesh = jax.sharding.get_abstract_mesh()

@@ -26,7 +26,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rrl.data.questions import Question
 from rrl.data.trajectory import Trajectory
-from rrl.errors import UserError, shown, whole
+from rrl.errors import UserError, describe_error, integer_at_least
 from rrl.models.decoder import Decoder
 from rrl.models.tokenizer import check_tokenizer, end_ids, token_bytes
 from rrl.parallel.gather import gather_objects
@@ -34,16 +34,16 @@ from rrl.parallel.mesh import make_mesh
 from rrl.retrieval.retriever import Retriever
 from rrl.rollout.automaton import StopSets, compile_sets
 from rrl.rollout.config import EngineConfig
-from rrl.rollout.cpu.shape_probe import narrow
+from rrl.rollout.cpu.shape_probe import configure_shapes
 from rrl.rollout.episodes import Request, check_tokens
-from rrl.rollout.exchange import WAIT, Turns
-from rrl.rollout.host import OF_DEVICE, Host
-from rrl.rollout.loop import Programs, QueryEncoder
+from rrl.rollout.exchange import PAUSED, DeviceReport
+from rrl.rollout.loop import QueryEncoder, RolloutPrograms
 from rrl.rollout.protocol import Environment, check_stops
-from rrl.rollout.searches import NAP, Desk
+from rrl.rollout.scheduler import DEVICE_STAGES, Scheduler
+from rrl.rollout.searches import IDLE_WAIT_SECONDS, InFlightSearches
 from rrl.rollout.stats import RolloutStats
 from rrl.rollout.watchdog import Watchdog
-from rrl.rollout.workflow import Completion, Flows, Workflow, numbered_workflows
+from rrl.rollout.workflow import Completion, Workflow, WorkflowRunner, numbered_workflows
 from rrl.text.chat import chat_ids
 from rrl.text.encoding import plain_ids, special_name, text_ids
 
@@ -51,10 +51,10 @@ T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
-KEPT_TEXTS, KEPT_LENGTH = 4096, 4096
+CACHED_TEXTS, MAX_CACHED_CHARACTERS = 4096, 4096
 """Texts whose tokens are kept, of at most so many characters: samples of a question read the same passages, and tags are always
 the same."""
-KEPT_STOPS = 8
+CACHED_STOP_TABLES = 8
 """Tables of stop strings that are kept: the next run asks for the same most often, or for some of them."""
 
 
@@ -76,7 +76,7 @@ class Engine:
         self.mesh = mesh or make_mesh(data=1, devices=jax.devices()[:1])
         check_tokenizer(tokenizer, decoder.config)
         self.bytes = token_bytes(tokenizer)
-        self._encoded = functools.lru_cache(KEPT_TEXTS)(self._encode)
+        self._encoded = functools.lru_cache(CACHED_TEXTS)(self._encode)
         self._special = [piece for piece, number in tokenizer.get_vocab().items() if not self.bytes[number]]
         self.bytes += [b""] * (decoder.config.vocab_size - len(self.bytes))
         encoder = retriever.encoder if retriever is not None and retriever.needs_embeddings else None
@@ -92,21 +92,21 @@ class Engine:
                 query_tokens=text_encoder.settings.query_tokens,
                 dim=text_encoder.dim,
             )
-        self.programs = Programs(
+        self.programs = RolloutPrograms(
             nnx.split(decoder)[0],
             decoder.config,
             config,
             self.mesh,
             eos=np.array(end_ids(tokenizer, decoder.config), np.int32),
-            answer=WeakCallback(self._answer),
+            host_callback=WeakCallback(self._host_callback),
             encoder=query_encoder,
         )
         self.stats = RolloutStats()
-        self._hosts: list[Host] = []
+        self._schedulers: list[Scheduler] = []
         self._preparing = ""  # what is done before the device first asks a host
         self._told: set[type] = set()
-        self._stops = collections.deque[StopSets](maxlen=KEPT_STOPS)
-        self._built: dict[Any, Callable] = {}
+        self._stop_tables = collections.deque[StopSets](maxlen=CACHED_STOP_TABLES)
+        self._compiled_loops: dict[Any, Callable] = {}
         self._closed = self._at_work = False
         self._lock = threading.Lock()  # of the two
 
@@ -122,8 +122,8 @@ class Engine:
             if self._at_work:
                 return
         self.programs.close()
-        self._built.clear()
-        self._hosts, self.encoder_state = [], None
+        self._compiled_loops.clear()
+        self._schedulers, self.encoder_state = [], None
 
     def __enter__(self) -> "Engine":
         return self
@@ -146,7 +146,7 @@ class Engine:
 
     def encode(self, text: str) -> np.ndarray:
         """Token ids of `text`, no special tokens added; read-only, since what is often asked is kept."""
-        return self._encoded(text) if len(text) <= KEPT_LENGTH else self._encode(text)
+        return self._encoded(text) if len(text) <= MAX_CACHED_CHARACTERS else self._encode(text)
 
     def encode_plain(self, text: str) -> np.ndarray:
         """The same of a text that others wrote: where it names a special token, that is text and no control token."""
@@ -197,14 +197,14 @@ class Engine:
                 on_finish(index, trajectory)
 
         sets = [environment.stops if request.stops is None else request.stops for request in requests]
-        stops = self._compiled(sets or [environment.stops])
+        stops = self._stop_table(sets or [environment.stops])
         prompts, shards = [request.prompt for request in requests], self.programs.shards
-        shares = deal(prompts, shards, self.programs.loops)
+        shares = assign_to_shards(prompts, shards, self.programs.workers)
         queues = [collections.deque([(i, requests[i]) for i in group] for group in share) for share in shares]
-        desk = Desk(self._told)
+        desk = InFlightSearches(self._told)
         hosts = [
             self._host(queue, environment, stops, retriever, desk)
-            for _ in range(self.programs.loops)
+            for _ in range(self.programs.workers)
             for queue in queues
         ]
         for host in hosts:
@@ -235,9 +235,9 @@ class Engine:
         not one for each workflow, there twice or too large, and for a workflow that is no fresh generator or there twice.
         """
         numbered = numbered_workflows(workflows, numbers)
-        count = self.programs.shards * self.programs.loops
-        stops = self._compiled([(), *environment.stop_sets])
-        desk = Desk(self._told)
+        count = self.programs.shards * self.programs.workers
+        stops = self._stop_table([(), *environment.stop_sets])
+        desk = InFlightSearches(self._told)
         hosts = [self._host(collections.deque(), environment, stops, retriever, desk) for _ in range(count)]
         results: dict[int, Any] = {}
         alone = threading.Lock()
@@ -247,7 +247,7 @@ class Engine:
                 on_finish(number, result)
 
         starts = [
-            (host, Flows(numbered[place::count], host, environment, results, finish).start)
+            (host, WorkflowRunner(numbered[place::count], host, environment, results, finish).start)
             for place, host in self._own(hosts)
         ]
         with self._working():
@@ -262,9 +262,9 @@ class Engine:
         environment: Environment,
         stops: StopSets,
         retriever: Retriever | None,
-        desk: Desk,
-    ) -> Host:
-        return Host(
+        desk: InFlightSearches,
+    ) -> Scheduler:
+        return Scheduler(
             requests,
             environment,
             stops,
@@ -279,10 +279,10 @@ class Engine:
             search_seconds=self.config.search_seconds,
             share_prompts=self.config.share_prompts,
             desk=desk,
-            nap=NAP / self.programs.shards,  # while one naps the others stand still
+            nap=IDLE_WAIT_SECONDS / self.programs.shards,  # while one naps the others stand still
         )
 
-    def _own(self, hosts: Sequence[Host]) -> list[tuple[int, Host]]:
+    def _own(self, hosts: Sequence[Scheduler]) -> list[tuple[int, Scheduler]]:
         """Those that are asked in this process, with their places: their data shards lie on its devices."""
         shards = self.programs.shards
         asking = self.mesh.devices.reshape(shards, -1)[:, 0]  # rank 0 of the tensor axis
@@ -302,11 +302,11 @@ class Engine:
                 )
         return retriever
 
-    def _compiled(self, sets: Sequence[tuple[str, ...]]) -> StopSets:
+    def _stop_table(self, sets: Sequence[tuple[str, ...]]) -> StopSets:
         """The automata of these sets, and perhaps of more: a loop that is compiled serves a part of its sets too. UserError for a
         string that can never be seen."""
         wanted = dict.fromkeys(sets)
-        for kept in self._stops:
+        for kept in self._stop_tables:
             if wanted.keys() <= kept.starts.keys():
                 return kept
         for string in {string for strings in wanted for string in strings}:
@@ -316,8 +316,8 @@ class Engine:
                     'of the tokenizer, which no text shows. Make it an ordinary one ("special": false in tokenizer.json '
                     "and tokenizer_config.json), or choose another tag"
                 )
-        self._stops.append(compile_sets(tuple(wanted), self.bytes))
-        return self._stops[-1]
+        self._stop_tables.append(compile_sets(tuple(wanted), self.bytes))
+        return self._stop_tables[-1]
 
     @contextlib.contextmanager
     def _working(self) -> Iterator[None]:
@@ -336,13 +336,13 @@ class Engine:
 
     def _drive(
         self,
-        hosts: list[Host],
+        hosts: list[Scheduler],
         found: dict[int, Any],
         params: PyTree,
         environment: Environment,
         key: Key,
         reference: bool,
-        starts: Sequence[tuple[Host, Callable[[], None]]] = (),
+        starts: Sequence[tuple[Scheduler, Callable[[], None]]] = (),
     ) -> dict[int, Any]:
         """Runs the loop until every host has switched its rows off; fills `stats`.
 
@@ -352,7 +352,7 @@ class Engine:
         if reference and jax.process_count() > 1:
             raise UserError("the reference loop runs in one process only; leave reference=True out")
         began, over = time.perf_counter(), threading.Event()
-        self._hosts = hosts
+        self._schedulers = hosts
         for host in hosts:
             host.over = over
         self._preparing = ""
@@ -389,7 +389,7 @@ class Engine:
 
     def _run(
         self,
-        hosts: list[Host],
+        hosts: list[Scheduler],
         params: PyTree,
         environment: Environment,
         key: Key,
@@ -400,14 +400,14 @@ class Engine:
         wrote, added up."""
         stops = hosts[0].stops
         signature = (environment.turn_tokens, stops.first_accept, len(stops.table), reference)
-        if fresh := signature not in self._built:
-            if not self._built:
+        if fresh := signature not in self._compiled_loops:
+            if not self._compiled_loops:
                 self._preparing = "trying row counts"
-                narrow(self.programs, params)
+                configure_shapes(self.programs, params)
             build = self.programs.reference_loop if reference else self.programs.episode_loop
-            self._built[signature] = build(environment.turn_tokens, stops.first_accept)
+            self._compiled_loops[signature] = build(environment.turn_tokens, stops.first_accept)
             turns = f"turns of {environment.turn_tokens} tokens, {len(stops.strings)} stop strings"
-            self._preparing = f"compiling {self.programs.sizes()}, {turns}"
+            self._preparing = f"compiling {self.programs.describe()}, {turns}"
             log.info(self._preparing)
         key, table = self._everywhere((key, stops.table))
         # The reference loop hands arrays to and fro at every step.
@@ -416,17 +416,17 @@ class Engine:
         def run(loop: int) -> np.ndarray:
             number = self._everywhere(np.int32(loop))
             with jax.set_mesh(self.mesh), jax.transfer_guard(moving):
-                steps = self._built[signature](params, self.encoder_state, key, table, number)
+                steps = self._compiled_loops[signature](params, self.encoder_state, key, table, number)
             return np.asarray(steps)
 
-        loops = self.programs.loops
+        loops = self.programs.workers
         if reference:
             return np.sum([run(loop) for loop in range(loops)], axis=0)
         if fresh and loops > 1:
             # Other calls wait until the first has ended: it is one that has nothing to do.
-            self._hosts = [self._host(collections.deque(), environment, stops, None, Desk())]
+            self._schedulers = [self._host(collections.deque(), environment, stops, None, InFlightSearches())]
             run(0)
-            self._hosts = hosts
+            self._schedulers = hosts
         # A single loop has a thread, too: this one hears Ctrl-C, as long as it waits for another.
         with concurrent.futures.ThreadPoolExecutor(loops, "rrl-rollout") as pool:
             try:
@@ -450,33 +450,35 @@ class Engine:
 
         return jax.tree.map(put, tree)
 
-    def _answer(self, words: Any) -> np.ndarray:
+    def _host_callback(self, words: Any) -> np.ndarray:
         """The callback: NumPy in, NumPy out."""
         self._preparing = ""
         words = np.asarray(words)
         place, active = words[:2]
         limits, encoder = self.programs.limits, self.programs.encoder
         dim = encoder.dim if encoder else 0
-        turns, vectors = Turns.unpacked(words[2:], limits.rows, limits.feeds * dim)
-        others = int(active) - int(np.count_nonzero(turns.status <= WAIT))
-        return self._hosts[place].exchange(turns, vectors.reshape(limits.feeds, dim), others)
+        turns, vectors = DeviceReport.from_message(words[2:], limits.rows, limits.wake_threshold * dim)
+        others = int(active) - int(np.count_nonzero(turns.status <= PAUSED))
+        return self._schedulers[place].exchange(turns, vectors.reshape(limits.wake_threshold, dim), others)
 
     def _progress(self) -> int:
-        return sum(host.exchanges for host in self._hosts)
+        return sum(host.exchanges for host in self._schedulers)
 
     def _computes(self) -> bool:
-        return self.programs.on_cpu and all(host.stage in OF_DEVICE for _, host in self._own(self._hosts))
+        return self.programs.on_cpu and all(
+            host.stage in DEVICE_STAGES for _, host in self._own(self._schedulers)
+        )
 
     def _stages(self) -> str:
         return "; ".join(
             f"host {number} {host.stage}, after {host.exchanges} exchanges"
-            for number, host in self._own(self._hosts)
+            for number, host in self._own(self._schedulers)
         )
 
     def _check(self, requests: Sequence[Request], environment: Environment) -> None:
         where = f"{type(environment).__name__}."
-        whole(1, environment, "turn_tokens", where=where)
-        whole(0, environment, "observation_tokens", where=where)
+        integer_at_least(1, environment, "turn_tokens", where=where)
+        integer_at_least(0, environment, "observation_tokens", where=where)
         check_stops(environment.stops, f"{where}stops")
         for request in requests:
             self.check_prompt(request.question, request.prompt)
@@ -503,10 +505,10 @@ class WeakCallback:
         return method(message)
 
 
-def _gathered(hosts: Sequence[Host], value: T) -> list[T]:
+def _gathered(hosts: Sequence[Scheduler], value: T) -> list[T]:
     """What each process gives; raises what a host met, or that one of another process met something."""
     errors = [host.error for host in hosts if host.error is not None]
-    parts = gather_objects((value, [shown(error) for error in errors]))
+    parts = gather_objects((value, [describe_error(error) for error in errors]))
     if errors:
         raise errors[0]
     for process, (_, words) in enumerate(parts):
@@ -515,7 +517,9 @@ def _gathered(hosts: Sequence[Host], value: T) -> list[T]:
     return [value for value, _ in parts]
 
 
-def deal(prompts: Sequence[Int[np.ndarray, "T"]], shards: int, loops: int = 1) -> list[list[list[int]]]:
+def assign_to_shards(
+    prompts: Sequence[Int[np.ndarray, "T"]], shards: int, loops: int = 1
+) -> list[list[list[int]]]:
     """Which requests each data shard runs, in groups for one of its loops: those of one prompt together, as long as each loop
     gets as many prompts; those of the prompts that are left over go round one by one.
 

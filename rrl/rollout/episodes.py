@@ -8,10 +8,10 @@ from jaxtyping import Float, Int
 
 from rrl.data.questions import Question
 from rrl.data.trajectory import ENVIRONMENT, POLICY, PROMPT, Trajectory
-from rrl.errors import UserError, at_least, at_most, whole
+from rrl.errors import UserError, at_least, at_most, integer_at_least
 from rrl.rollout.protocol import Episode, check_stops
 
-HOTTEST = float(np.finfo(np.float32).max)
+MAX_TEMPERATURE = float(np.finfo(np.float32).max)
 """The highest temperature that the device can hold."""
 
 
@@ -33,10 +33,10 @@ class Request:
     """The strings that end its turns; None: the environment's."""
 
     def __post_init__(self) -> None:
-        whole(0, self, "seed", "group", "turn_tokens", where="request.")
+        integer_at_least(0, self, "seed", "group", "turn_tokens", where="request.")
         at_most(2**31 - 1, self, "seed", where="request.")
         at_least(0, self, "temperature", where="request.")
-        at_most(HOTTEST, self, "temperature", where="request.")
+        at_most(MAX_TEMPERATURE, self, "temperature", where="request.")
         check_ids(self.prompt, f"the prompt of question {self.question.id!r}")
         if self.stops is not None:
             check_stops(self.stops, f"request.stops of question {self.question.id!r}")
@@ -66,7 +66,7 @@ def check_tokens(tokens: Int[np.ndarray, "T"], vocab_size: int, whose: str) -> N
         raise UserError(f"{whose} has token {wrong[0]}; the model's tokens are 0 to {vocab_size - 1}")
 
 
-class Live:
+class EpisodeState:
     """One episode in flight. A context is what the policy sees at a time; a restart opens another."""
 
     def __init__(self, request: Request, text: str) -> None:
@@ -97,11 +97,11 @@ class Live:
         self.starts.append(self.length)
         self._add(prompt, PROMPT, text, None, None)
 
-    def met(self, limit: str) -> None:
+    def hit_limit(self, limit: str) -> None:
         """The turn meets a limit (see `Trajectory.cuts`)."""
         self.cuts.append((self.episode.turn, limit))
 
-    def wrote(
+    def add_policy_turn(
         self,
         ids: Int[np.ndarray, "T"],
         text: str,
@@ -111,12 +111,12 @@ class Live:
         """The policy's turn."""
         self._add(ids, POLICY, text, logps, sampled)
 
-    def answered(self, ids: Int[np.ndarray, "T"], text: str) -> None:
+    def add_observation(self, ids: Int[np.ndarray, "T"], text: str) -> None:
         """The environment's answer, which ends the turn."""
         self._add(ids, ENVIRONMENT, text, None, None)
         self.episode.turn += 1
 
-    def restarted(self, prompt: Int[np.ndarray, "T"], text: str) -> None:
+    def restart(self, prompt: Int[np.ndarray, "T"], text: str) -> None:
         """The environment's answer is another context, which ends the turn."""
         self.episode.turn += 1
         self._open(prompt, text)

@@ -1,4 +1,4 @@
-"""The words that device and host exchange: the state of rows one way, feeds and marks the other."""
+"""The words that device and host exchange: the state of rows one way, chunks and marks the other."""
 
 import dataclasses
 from typing import Any, NamedTuple
@@ -6,25 +6,25 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Float, Int
 
-RUN, WAIT, HELD, OFF = 0, 1, 2, 3
+DECODING, PAUSED, BLOCKED, OFF = 0, 1, 2, 3
 """Status of a row: decoding; paused, the host has something to do for it; paused, the host waits for others (a search, the
 next request); nothing left to do."""
 
 STOP_EOS, STOP_TURN, STOP_CONTEXT, STOP_NOT_FINITE = -1, -2, -3, -4
 """Why a row paused, where it was not one of the stop strings."""
 
-LEAVE = -1
+ABORT = -1
 """In place of the decode steps that a host gives the device: it met an error, and all devices leave the loop."""
 
 
-PIECE = 32
+CHUNK_TOKENS = 32
 """Most tokens of a piece: a shorter one is padded to it."""
 
-PARTS = 6
+PREFILLS_PER_EXCHANGE = 6
 """How often the device prefills between two exchanges at most."""
 
 
-class Feed(NamedTuple):
+class PrefillChunk(NamedTuple):
     """A piece of what a row is fed; the tokens follow. Later pieces of a row's text come after earlier ones."""
 
     row: Any
@@ -55,59 +55,59 @@ class Feed(NamedTuple):
     is none of these."""
 
 
-HEADER = len(Feed._fields)
+HEADER = len(PrefillChunk._fields)
 
-RECENT = HEADER - Feed._fields.index("last_4")
+RECENT = HEADER - PrefillChunk._fields.index("last_4")
 """So many last tokens of a row are known to the device."""
 
 NO_TOKEN = -1
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Limits:
+class ExchangeSizes:
     """Static sizes of the exchange between device and host, for one data shard."""
 
     rows: int
     context: int
     """Cache slots of a row: no context is longer."""
-    feeds: int
+    wake_threshold: int
     """Rows that wait when decoding stops for them; as many queries are encoded together."""
-    feed_tokens: int
+    prefill_tokens: int
     """Tokens that are prefilled together."""
     query_tokens: int
     """Width of the query encoder's input; 0 without an encoder."""
-    patience: int = 8
+    max_wait_steps: int = 8
     """Decode steps that a paused row waits at most while others run."""
 
     @property
     def piece(self) -> int:
         """Tokens of a piece."""
-        return min(PIECE, self.feed_tokens)
+        return min(CHUNK_TOKENS, self.prefill_tokens)
 
     @property
     def together(self) -> int:
         """Pieces that are prefilled together."""
-        return max(1, self.feed_tokens // PIECE)
+        return max(1, self.prefill_tokens // CHUNK_TOKENS)
 
     @property
     def pieces(self) -> int:
         """Pieces of one exchange."""
-        return PARTS * self.together
+        return PREFILLS_PER_EXCHANGE * self.together
 
     @property
     def copies(self) -> int:
         """Rows that copy a prefix in one exchange, at most."""
-        return min(self.feeds, self.pieces)
+        return min(self.wake_threshold, self.pieces)
 
     @property
     def words(self) -> int:
-        """Length of the array that the host returns: feeds, queries, marks, and two numbers: of the queries, and of the
+        """Length of the array that the host returns: chunks, queries, marks, and two numbers: of the queries, and of the
         decode steps after which it wants to be asked again if rows are paused."""
-        return self.pieces * (HEADER + self.piece) + self.feeds * self.query_tokens + self.rows + 2
+        return self.pieces * (HEADER + self.piece) + self.wake_threshold * self.query_tokens + self.rows + 2
 
 
 @dataclasses.dataclass(slots=True)
-class Turns:
+class DeviceReport:
     """What the device reports: one entry a row."""
 
     status: Int[np.ndarray, "R"]
@@ -119,9 +119,9 @@ class Turns:
     length: Int[np.ndarray, "R"]
 
     @classmethod
-    def unpacked(
+    def from_message(
         cls, words: Int[np.ndarray, "words"], rows: int, embedded: int
-    ) -> "tuple[Turns, Float[np.ndarray, 'embedded']]":
+    ) -> "tuple[DeviceReport, Float[np.ndarray, 'embedded']]":
         """The fields of all rows, one after the other and floats by their bits, and the `embedded` numbers behind them. (As one
         array, since each that a callback is handed costs the host more than what it does with it.)"""
         turn = ((len(words) - embedded) // rows - 3) // 3

@@ -8,7 +8,7 @@ NOTHING = np.iinfo(np.int32).min
 """In a slot of which nothing is known: neither a token nor ~token."""
 
 
-class Prefixes:
+class PrefixIndex:
     """What the first slots of each row hold, or will hold once the row is fed."""
 
     def __init__(self, rows: int, chunk: int) -> None:

@@ -11,7 +11,7 @@ from jaxtyping import Int
 from rrl.data.passages import Passage, render
 from rrl.data.questions import Question
 from rrl.data.trajectory import Search
-from rrl.errors import UserError, one_of, whole
+from rrl.errors import UserError, integer_at_least, one_of
 from rrl.text.chat import Prompt
 from rrl.text.spans import MARKER, Tag, boxes, markers
 
@@ -36,7 +36,7 @@ class Episode:
     turn: int = 0
     """Index of the current turn; every answer of the environment opens the next one."""
     searches: list[Search] = dataclasses.field(default_factory=list)
-    said: list[str] = dataclasses.field(default_factory=list)
+    policy_texts: list[str] = dataclasses.field(default_factory=list)
     """What the policy wrote in each turn, the current one last."""
 
 
@@ -45,7 +45,7 @@ class SearchFor:
     """Action: retrieve passages, then do what `Environment.observe(...)` says."""
 
     query: str
-    also: tuple[str, ...] = ()
+    parallel_queries: tuple[str, ...] = ()
     """Further queries, searched side by side with it."""
 
 
@@ -56,9 +56,9 @@ class Append:
     prefix: str = ""
     body: str = ""
     suffix: str = ""
-    most: int | None = None
+    max_tokens: int | None = None
     """Most tokens of the three together, for which the body is cut further."""
-    leaves: int = 1
+    reserve_tokens: int = 1
     """How many tokens of the context the policy is to have after it; a message that leaves fewer does not fit."""
 
 
@@ -119,8 +119,8 @@ def message_ids(
     """
     prefix, suffix = encode(message.prefix), encode(message.suffix)
     body = (encode_body or encode)(message.body)
-    if message.most is not None:
-        body_tokens = min(body_tokens, max(0, message.most - len(prefix) - len(suffix)))
+    if message.max_tokens is not None:
+        body_tokens = min(body_tokens, max(0, message.max_tokens - len(prefix) - len(suffix)))
     return np.concatenate([prefix, body[:body_tokens], suffix]), len(body) > body_tokens
 
 
@@ -153,8 +153,8 @@ class Stream:
 
     def __post_init__(self) -> None:
         one_of(("end", "cut"), self, "when_full", where="environment.")
-        whole(0, self, "max_searches", where="environment.")
-        whole(1, self, "turn_tokens", "observation_tokens", where="environment.")
+        integer_at_least(0, self, "max_searches", where="environment.")
+        integer_at_least(1, self, "turn_tokens", "observation_tokens", where="environment.")
         written: list[str] = []
         for field in ("search", "observation", "answer"):
             tag = getattr(self, field)
@@ -194,13 +194,13 @@ class Stream:
         body = self.failure if passages is None else render(passages)
         opening, closing = markers(self.observation)
         leaves = self.turn_tokens if self.when_full == "cut" else 1
-        return Append(f"\n{opening}\n", body, f"\n{closing}\n", leaves=leaves)
+        return Append(f"\n{opening}\n", body, f"\n{closing}\n", reserve_tokens=leaves)
 
     def overflow(self, episode: Episode, message: Append | Restart, room: int) -> Action:
         most = room - self.turn_tokens
         if isinstance(message, Restart) or self.when_full == "end" or most <= 0:
             return Finish("context_limit")
-        return dataclasses.replace(message, most=most)
+        return dataclasses.replace(message, max_tokens=most)
 
 
 def _is_tag(tag: object) -> bool:
@@ -218,8 +218,8 @@ class SingleTurn:
     observation_tokens: int = 0
 
     def __post_init__(self) -> None:
-        whole(1, self, "turn_tokens", where="environment.")
-        whole(0, self, "observation_tokens", where="environment.")
+        integer_at_least(1, self, "turn_tokens", where="environment.")
+        integer_at_least(0, self, "observation_tokens", where="environment.")
 
     @property
     def stops(self) -> tuple[str, ...]:

@@ -31,14 +31,14 @@ def truncate(logits: Float[Array, "B V"], *, top_p: float = 1.0, top_k: int = 0)
         logits = jnp.where(logits < kth, -jnp.inf, logits)
     if top_p < 1.0:
         probabilities = jax.nn.softmax(logits, axis=-1)
-        logits = jnp.where(probabilities < _least_kept(probabilities, top_p), -jnp.inf, logits)
+        logits = jnp.where(probabilities < _top_p_threshold(probabilities, top_p), -jnp.inf, logits)
     return logits
 
 
-def _least_kept(probabilities: Float[Array, "B V"], top_p: float) -> Float[Array, "B 1"]:
+def _top_p_threshold(probabilities: Float[Array, "B V"], top_p: float) -> Float[Array, "B 1"]:
     """The largest threshold above which the probabilities still sum to `top_p`.
 
-    Found bit by bit: floats from 0 on are ordered like their bits. Sorting the vocabulary at each token would cost more
+    SearchOutcome bit by bit: floats from 0 on are ordered like their bits. Sorting the vocabulary at each token would cost more
     than all of a small model's layers. It ends when no row has two probabilities left between what is known to keep enough
     and what is known to keep too little: then all further bits choose the same tokens.
     """
@@ -78,7 +78,7 @@ def _mass_and_count(
     return mass[:, None], count[:, None]
 
 
-def _first_best(logits: Float[Array, "B V"]) -> Int[Array, "B"]:
+def _argmax(logits: Float[Array, "B V"]) -> Int[Array, "B"]:
     """As jnp.argmax, which takes ten times as long on a CPU."""
     best = jnp.max(logits, axis=-1, keepdims=True)
     places = jnp.arange(logits.shape[-1], dtype=jnp.int32)
@@ -87,7 +87,7 @@ def _first_best(logits: Float[Array, "B V"]) -> Int[Array, "B"]:
     return jnp.min(jnp.where(logits == best, places, last), axis=-1)
 
 
-def _inverted(probabilities: Float[Array, "B V"], uniform: Float[Array, "B"]) -> Int[Array, "B"]:
+def _inverse_cdf(probabilities: Float[Array, "B V"], uniform: Float[Array, "B"]) -> Int[Array, "B"]:
     """The token in whose share of the cumulative distribution each number in [0, 1) falls; none of probability 0.
 
     First the block of tokens, then the token in it: one cumulative sum over all takes ten times as long on a CPU.
@@ -124,12 +124,12 @@ def sample(
     truncated) and under the distribution that was sampled (0 for greedy rows).
     """
     greedy = is_greedy(temperature)
-    best = _first_best(logits)
+    best = _argmax(logits)
 
     def draw() -> tuple[Array, Array]:
         scaled = logits / jnp.where(greedy, 1.0, temperature)[:, None]
         scaled = jax.nn.log_softmax(truncate(scaled, top_p=top_p, top_k=top_k), axis=-1)
-        drawn = _inverted(jnp.exp(scaled), uniform(keys))
+        drawn = _inverse_cdf(jnp.exp(scaled), uniform(keys))
         ids = jnp.where(greedy, best, drawn)
         sampled = jnp.take_along_axis(scaled, ids[:, None], axis=-1)[:, 0]
         return ids, jnp.where(greedy, 0.0, sampled)

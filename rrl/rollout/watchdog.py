@@ -6,13 +6,13 @@ import time
 from collections.abc import Callable
 from types import TracebackType
 
-LOOKS = 10
+CHECKS_PER_REPORT = 10
 """The watchdog looks so many times in the seconds after which it reports."""
 
-COMPUTES = 0.05
+MIN_COMPUTING_CORES = 0.05
 """A device that computes in this process uses at least such a share of a core, however many other processes there are."""
 
-BELIEVED = 10
+MAX_COMPUTING_REPORTS = 10
 """After so many times the seconds without progress, a device that seems to compute has stalled, too: other threads of the process
 may be what is busy."""
 
@@ -59,8 +59,8 @@ class Watchdog:
 
     def _watch(self) -> None:
         self.begin(time.monotonic(), time.process_time())
-        while not self._over.wait(self._seconds / LOOKS):
-            self.look(time.monotonic(), time.process_time())
+        while not self._over.wait(self._seconds / CHECKS_PER_REPORT):
+            self.check(time.monotonic(), time.process_time())
 
     def begin(self, now: float, used: float) -> None:
         """Starts the clock, at the second `now`, when the process has used `used` seconds of CPU time."""
@@ -68,7 +68,7 @@ class Watchdog:
         self._since = self._reported = now
         self._used = used
 
-    def look(self, now: float, used: float) -> None:
+    def check(self, now: float, used: float) -> None:
         """Reports, if nothing has moved for long enough."""
         if self._progress() != self._seen or self._preparing() != self._doing:
             self.begin(now, used)
@@ -80,7 +80,11 @@ class Watchdog:
         """`cores` is how many the process has used on average since the last report."""
         if self._doing:
             log.info("the rollout has not begun yet; for %.0f s: %s", waited, self._doing)
-        elif self._computing() and cores >= COMPUTES and waited < BELIEVED * self._seconds:
+        elif (
+            self._computing()
+            and cores >= MIN_COMPUTING_CORES
+            and waited < MAX_COMPUTING_REPORTS * self._seconds
+        ):
             log.info(
                 "the device has been computing for %.0f s, on %.1f cores: %s", waited, cores, self._describe()
             )

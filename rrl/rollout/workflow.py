@@ -23,9 +23,8 @@ from jaxtyping import Int
 from rrl.data.passages import Passage
 from rrl.data.questions import Question
 from rrl.data.trajectory import NOT_FINITE, POLICY, Trajectory
-from rrl.errors import UserError, at_least, at_most, whole
-from rrl.rollout.episodes import HOTTEST, Request, check_tokens
-from rrl.rollout.host import Asker, Host
+from rrl.errors import UserError, at_least, at_most, integer_at_least
+from rrl.rollout.episodes import MAX_TEMPERATURE, Request, check_tokens
 from rrl.rollout.protocol import (
     CONTEXT,
     EOS,
@@ -37,6 +36,7 @@ from rrl.rollout.protocol import (
     Restart,
     check_stops,
 )
+from rrl.rollout.scheduler import Requester, Scheduler
 from rrl.text.chat import Prompt
 
 
@@ -54,9 +54,9 @@ class Generate:
     """0 is greedy."""
 
     def __post_init__(self) -> None:
-        whole(0, self, "tokens", where="generate.")
+        integer_at_least(0, self, "tokens", where="generate.")
         at_least(0, self, "temperature", where="generate.")
-        at_most(HOTTEST, self, "temperature", where="generate.")
+        at_most(MAX_TEMPERATURE, self, "temperature", where="generate.")
         check_stops(self.stops, "generate.stops")
 
 
@@ -79,7 +79,7 @@ class Generated:
     """Tokens and log-probabilities."""
 
 
-ASKS = 12
+CALL_BITS = 12
 """Bits of a seed that count the texts that one workflow asks for; the others are its number."""
 
 
@@ -88,9 +88,9 @@ class PromptTooLong(UserError):
     the run ends with it."""
 
 
-Ask = Generate | Retrieve
-Workflow = Generator[Ask | Sequence[Ask], Any, Any]
-ENDS = ("eos", "length", "context_limit", NOT_FINITE)
+WorkflowRequest = Generate | Retrieve
+Workflow = Generator[WorkflowRequest | Sequence[WorkflowRequest], Any, Any]
+RESERVED_STOPS = ("eos", "length", "context_limit", NOT_FINITE)
 """What `Generated.stop` is where it is no stop string."""
 
 
@@ -116,7 +116,7 @@ def numbered_workflows(
         raise UserError(
             f"numbers: {len(numbers)} for {len(workflows)} workflows; each needs one of its own, its seed"
         )
-    most = 2 ** (31 - ASKS) - 1
+    most = 2 ** (31 - CALL_BITS) - 1
     if wrong := [n for n in numbers if not isinstance(n, Integral) or not 0 <= n <= most]:
         raise UserError(f"numbers: {wrong[0]!r} must be a whole number, 0 to {most}")
     seeds = [int(number) for number in numbers]  # a small NumPy integer would overflow in a seed
@@ -135,15 +135,15 @@ class Completion:
     observation_tokens: int = 0
 
     def __post_init__(self) -> None:
-        whole(1, self, "turn_tokens", where="completion.")
-        whole(0, self, "observation_tokens", where="completion.")
+        integer_at_least(1, self, "turn_tokens", where="completion.")
+        integer_at_least(0, self, "observation_tokens", where="completion.")
         if not isinstance(self.stop_sets, Sequence):
             raise UserError(
                 f"completion.stop_sets: {self.stop_sets!r} must be a tuple of tuples of texts, such as (('.',),)"
             )
         for strings in self.stop_sets:
             check_stops(strings, "completion.stop_sets")
-            if taken := set(strings).intersection(ENDS):
+            if taken := set(strings).intersection(RESERVED_STOPS):
                 raise UserError(
                     f"completion.stop_sets: {taken.pop()!r} stands for an end at no stop string; choose another"
                 )
@@ -163,20 +163,20 @@ class Completion:
         raise NotImplementedError("a completion is never answered")
 
 
-class Flows:
+class WorkflowRunner:
     """The workflows of one host, each advanced as soon as what it asked for is there."""
 
     def __init__(
         self,
         workflows: Sequence[tuple[int, Workflow]],
-        host: Host,
+        host: Scheduler,
         environment: Completion,
         results: dict[int, Any],
         on_finish: Callable[[int, Any], None] = lambda number, result: None,
     ) -> None:
         """`workflows` are numbered; the number is their seed, and what one returns is put into `results` under it."""
         self._results = results
-        self._host, self._environment = host, environment
+        self._scheduler, self._environment = host, environment
         self._on_finish = on_finish
         self._flows = dict(workflows)
         self._waiting: dict[int, list[Any]] = {}
@@ -185,8 +185,8 @@ class Flows:
         self._asked: dict[int, int] = dict.fromkeys(self._flows, 0)
         self._places: dict[int, tuple[int, int]] = {}
         self._numbers = itertools.count()
-        host.on_finish, host.on_found = self._generated, self._found
-        host.more_may_come = bool(self._flows)
+        host.on_finish, host.on_search_done = self._generated, self._found
+        host.expects_requests = bool(self._flows)
 
     def start(self) -> None:
         """Runs all workflows up to the first thing that they ask for."""
@@ -201,11 +201,11 @@ class Flows:
             except StopIteration as end:
                 self._results[flow] = end.value
                 del self._flows[flow]
-                self._host.more_may_come = bool(self._flows)
+                self._scheduler.expects_requests = bool(self._flows)
                 self._on_finish(flow, end.value)
                 return
             self._single[flow] = not isinstance(asked, (list, tuple))
-            parts: list[Ask] = list(asked) if isinstance(asked, (list, tuple)) else [asked]
+            parts: list[WorkflowRequest] = list(asked) if isinstance(asked, (list, tuple)) else [asked]
             try:
                 prompts = [self._checked(flow, part) for part in parts]
             except PromptTooLong as error:
@@ -217,13 +217,13 @@ class Flows:
         self._waiting[flow], self._missing[flow] = [None] * len(parts), len(parts)
         for place, (part, prompt) in enumerate(zip(parts, prompts, strict=True)):
             if isinstance(part, Retrieve):
-                self._host.look_up((flow, place), part.query)
+                self._scheduler.request_search((flow, place), part.query)
             else:
                 self._generate(flow, place, part, prompt)
 
     def _checked(self, flow: int, ask: Any) -> Int[np.ndarray, "T"]:
         """The tokens of the prompt of what a workflow asks for, none for a search; raises what is wrong with it."""
-        environment, context = self._environment, self._host.limits.context
+        environment, context = self._environment, self._scheduler.limits.context
         if isinstance(ask, Retrieve) and isinstance(ask.query, str):
             return np.zeros(0, np.int32)
         if isinstance(ask, Retrieve):
@@ -234,7 +234,7 @@ class Flows:
             )
         prompt = ask.prompt
         if isinstance(prompt, (str, Prompt)):
-            prompt = self._host.encode_prompt(prompt)
+            prompt = self._scheduler.encode_prompt(prompt)
         if ask.stops and ask.stops not in environment.stop_sets:
             raise UserError(
                 f"workflow {flow} stops at {ask.stops}, which is none of {environment.stop_sets}: name all sets of stop "
@@ -244,7 +244,7 @@ class Flows:
             raise UserError(
                 f"workflow {flow} asks for {ask.tokens} tokens; Completion.turn_tokens={environment.turn_tokens}"
             )
-        check_tokens(prompt, self._host.vocab_size, f"the prompt of workflow {flow}")
+        check_tokens(prompt, self._scheduler.vocab_size, f"the prompt of workflow {flow}")
         if len(prompt) > context - 2:
             raise PromptTooLong(
                 f"workflow {flow}: a prompt of {len(prompt)} tokens; the context holds {context}, two of which are the policy's: "
@@ -257,12 +257,12 @@ class Flows:
         self._places[number] = (flow, place)
         asked = self._asked[flow]
         self._asked[flow] += 1
-        if asked >= 2**ASKS:
-            raise UserError(f"workflow {flow} asks for more than {2**ASKS} texts")
-        seed = flow << ASKS | asked
+        if asked >= 2**CALL_BITS:
+            raise UserError(f"workflow {flow} asks for more than {2**CALL_BITS} texts")
+        seed = flow << CALL_BITS | asked
         question = Question(f"{flow}.{asked}", "", ())
         request = Request(question, prompt, seed, flow, ask.temperature, ask.tokens, ask.stops)
-        self._host.queue.append((number, request))
+        self._scheduler.queue.append((number, request))
 
     def _generated(self, number: int, trajectory: Trajectory) -> None:
         written = "".join(text for role, text in trajectory.segments if role == POLICY)
@@ -271,7 +271,7 @@ class Flows:
         text = written.partition(stop)[0] if stopped else written
         self._deliver(*self._places.pop(number), Generated(text, stop, trajectory))
 
-    def _found(self, key: Asker, passages: list[Passage] | None) -> None:
+    def _found(self, key: Requester, passages: list[Passage] | None) -> None:
         assert isinstance(key, tuple)
         self._deliver(*key, passages)
 

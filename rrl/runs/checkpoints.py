@@ -16,8 +16,8 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from rrl.errors import UserError
-from rrl.files import SaveError, saving, write_whole
-from rrl.runs.workdir import CONFIG, held, refuse_other_config
+from rrl.files import SaveError, saving, write_atomically
+from rrl.runs.workdir import CONFIG, lock_workdir, refuse_other_config
 
 FOLDER = "checkpoints"
 """Of a workdir: holds a folder for each step."""
@@ -33,7 +33,7 @@ _STEP_METADATA = "_CHECKPOINT_METADATA"
 """Of a step's folder: JSON with the time of the commit."""
 _ITEMS = ("state/_METADATA", "metadata/metadata")
 """A file of each item of a step, without which it cannot be read."""
-_FILES = 64
+_MAX_FILES = 64
 """Files and folders of one checkpoint at most, by far."""
 
 
@@ -43,7 +43,7 @@ class Checkpoints:
     A workdir belongs to one config, written to `config.json`; another config is refused, since a run continued under other
     settings is neither of the two. Saving is atomic (Orbax writes beside and renames), in the background.
 
-    Opening a workdir removes what killed saves have left, and holds the workdir (`rrl.runs.workdir.held`) until `close`.
+    Opening a workdir removes what killed saves have left, and holds the workdir (`rrl.runs.workdir.lock_workdir`) until `close`.
     """
 
     def __init__(
@@ -72,11 +72,11 @@ class Checkpoints:
         self._folder = self.workdir / FOLDER
         refuse_other_config(self.workdir, config, may_differ, may_grow)
         if self._folder.is_dir():
-            _whole_steps(self._folder)
+            _complete_steps(self._folder)
         with contextlib.ExitStack() as stack:
-            stack.enter_context(held(self.workdir))
+            stack.enter_context(lock_workdir(self.workdir))
             with saving(self.workdir / CONFIG):
-                write_whole(self.workdir / CONFIG, json.dumps(config, indent=2, sort_keys=True))
+                write_atomically(self.workdir / CONFIG, json.dumps(config, indent=2, sort_keys=True))
             with saving(self._folder):
                 self._folder.mkdir(exist_ok=True)
                 if jax.process_index() == 0:
@@ -103,7 +103,8 @@ class Checkpoints:
         self._refuse_lost_workdir()
         self.wait()
         items = ocp.args.Composite(
-            state=ocp.args.StandardSave(_plain(state)), metadata=ocp.args.JsonSave(dict(metadata or {}))
+            state=ocp.args.StandardSave(_leaves_by_path(state)),
+            metadata=ocp.args.JsonSave(dict(metadata or {})),
         )
         self._saving = self._folder / str(step)
         with saving(self._saving):
@@ -142,9 +143,9 @@ class Checkpoints:
             raise UserError(
                 f"no checkpoint of step {step} in {self.workdir}; there are {list(self._manager.all_steps()) or 'none'}."
             )
-        abstract = jax.tree.map(_abstract, _plain(template))
+        abstract = jax.tree.map(_abstract, _leaves_by_path(template))
         with _reading(self._folder / str(step)):
-            _refuse_misfit(self._folder / str(step), abstract)
+            _refuse_other_shapes(self._folder / str(step), abstract)
             found = self._manager.restore(
                 step,
                 args=ocp.args.Composite(
@@ -185,7 +186,7 @@ def saved_steps(workdir: str | os.PathLike[str]) -> list[int]:
         raise UserError(
             f"workdir {os.fspath(workdir)} has no folder checkpoints; give the workdir of a training run"
         )
-    steps, _ = _whole_steps(folder)
+    steps, _ = _complete_steps(folder)
     if not steps:
         raise UserError(
             f"workdir {os.fspath(workdir)} has no complete checkpoint yet; wait until the run has saved one"
@@ -250,13 +251,15 @@ def _manager(folder: pathlib.Path, keep: int) -> ocp.CheckpointManager:
     )
 
 
-def _whole_steps(folder: pathlib.Path) -> tuple[list[int], dict[int, str]]:
+def _complete_steps(folder: pathlib.Path) -> tuple[list[int], dict[int, str]]:
     """Steps whose checkpoints are complete, in order, and of the others the file that each lacks.
 
     Orbax takes any folder with a number for a checkpoint. Raises UserError where there are some, of which none is whole.
     """
     lacks = {
-        int(path.name): _lack(path) for path in folder.iterdir() if path.name.isdigit() and path.is_dir()
+        int(path.name): _missing_file(path)
+        for path in folder.iterdir()
+        if path.name.isdigit() and path.is_dir()
     }
     whole = sorted(step for step, lack in lacks.items() if not lack)
     broken = {step: lack for step, lack in sorted(lacks.items()) if lack}
@@ -269,7 +272,7 @@ def _whole_steps(folder: pathlib.Path) -> tuple[list[int], dict[int, str]]:
     return whole, broken
 
 
-def _lack(folder: pathlib.Path) -> str:
+def _missing_file(folder: pathlib.Path) -> str:
     """The first file that the folder of a step lacks to be a checkpoint; or ""."""
     if not (folder / _COMMITTED).is_file():
         try:  # Orbax before 0.12 has that mark alone
@@ -289,7 +292,7 @@ def _remove_leftovers(folder: pathlib.Path) -> None:
         if path.is_dir() and not path.is_symlink():
             _log.info("removing %s, which a killed save has left", path)
             shutil.rmtree(path)
-    whole, broken = _whole_steps(folder)
+    whole, broken = _complete_steps(folder)
     for step, lack in broken.items():
         path = folder / str(step)
         if step < whole[-1]:
@@ -313,7 +316,7 @@ def _require_room(folder: pathlib.Path, state: Any) -> None:
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(state) if hasattr(leaf, "nbytes"))
     # Some file systems count neither blocks nor inodes.
     full = disk.f_blocks and disk.f_bavail * disk.f_frsize < size
-    if full or (disk.f_files and disk.f_favail < _FILES):
+    if full or (disk.f_files and disk.f_favail < _MAX_FILES):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
@@ -332,7 +335,7 @@ def _reading(folder: pathlib.Path) -> Iterator[None]:
         ) from error
 
 
-def _refuse_misfit(folder: pathlib.Path, abstract: Mapping[str, Any]) -> None:
+def _refuse_other_shapes(folder: pathlib.Path, abstract: Mapping[str, Any]) -> None:
     """UserError where the arrays of a checkpoint are not those of `abstract`."""
     found = ocp.PyTreeCheckpointHandler().metadata(folder / "state").tree
     stored = {name: tuple(leaf.shape) for name, leaf in found.items()}
@@ -347,7 +350,7 @@ def _refuse_misfit(folder: pathlib.Path, abstract: Mapping[str, Any]) -> None:
     )
 
 
-def _plain(tree: Any) -> dict[str, Any]:
+def _leaves_by_path(tree: Any) -> dict[str, Any]:
     """Leaves by path, so that what is on disk does not depend on the Python classes around them."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return {f"{i:0{_NUMBER}d}{_name(path)}": leaf for i, (path, leaf) in enumerate(leaves)}

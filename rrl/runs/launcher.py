@@ -17,25 +17,25 @@ from ml_collections import config_flags
 from rrl.config.arguments import run_name
 from rrl.config.renamed import rename_overrides
 from rrl.errors import UserError
-from rrl.files import FULL, SaveError, save_error
+from rrl.files import DISK_FULL, SaveError, save_error
 from rrl.parallel.runtime import prepare_host, use_huge_pages
 from rrl.retrieval.retriever import SearchFailed
-from rrl.stopping import Stopped, Unavailable
+from rrl.stopping import RunStopped, ServiceUnavailable
 
-REFUSED = 2
+EXIT_USER_ERROR = 2
 """Exit code for what a person must change: wrong input, or a workdir that cannot be written. Starting again does not help."""
-COLLAPSED = 3
+EXIT_COLLAPSED = 3
 """Exit code of a run that its guard ended."""
-TRY_AGAIN = 42
+EXIT_TRY_AGAIN = 42
 """Exit code of a run that ended after saving because a service (a judge, a reader) gave no answer; the same command continues
 it. xpk restarts a job on 42 and on 127 to 255; Slurm requeues on the codes that its RequeueExit lists."""
-STOPPED = 143
+EXIT_STOPPED = 143
 """Exit code of a run that SIGTERM or Ctrl-C stopped after saving; the same command continues it."""
 
 
 def run(main: Callable[[Sequence[str]], None], callbacks: bool = True) -> None:
-    """Parses flags and runs `main`; wrong input (flags, config arguments, fields, files) ends with exit code `REFUSED`, and so
-    do a failed save and a search that cannot be done; a service that is away with `TRY_AGAIN`.
+    """Parses flags and runs `main`; wrong input (flags, config arguments, fields, files) ends with exit code
+    `EXIT_USER_ERROR`, and so do a failed save and a search that cannot be done; a service that is away with `EXIT_TRY_AGAIN`.
 
     absl's own handling would print the whole usage text and exit with code 1. `callbacks`: see `prepare_host`, which
     must come before the flags, since config files import jax.
@@ -48,7 +48,7 @@ def run(main: Callable[[Sequence[str]], None], callbacks: bool = True) -> None:
 
     def parse(argv: Sequence[str]) -> list[str]:
         try:
-            return _parsed(argv, flags.FLAGS)
+            return _parse_flags(argv, flags.FLAGS)
         except UserError as error:
             _fail(error)
         except SystemExit:
@@ -64,19 +64,19 @@ def run(main: Callable[[Sequence[str]], None], callbacks: bool = True) -> None:
         try:
             main(argv)
         except SaveError as error:
-            _end_at_once(error)
+            _exit_at_once(error)
         except (UserError, SearchFailed) as error:
             _fail(error)
-        except Unavailable as error:
-            _fail(f"{error}; the same command continues", TRY_AGAIN)
-        except Stopped as error:
-            _fail(error, STOPPED)
+        except ServiceUnavailable as error:
+            _fail(f"{error}; the same command continues", EXIT_TRY_AGAIN)
+        except RunStopped as error:
+            _fail(error, EXIT_STOPPED)
         except OSError as error:
-            if error.errno in FULL:
+            if error.errno in DISK_FULL:
                 if error.filename:
-                    _end_at_once(save_error(pathlib.Path(error.filename), error))
+                    _exit_at_once(save_error(pathlib.Path(error.filename), error))
                 full = f"the disk, its inodes or the quota are full ({error}). Free space"
-                _end_at_once(SaveError(f"{full}, then give the same command again"))
+                _exit_at_once(SaveError(f"{full}, then give the same command again"))
             # ml_collections reports a config file that it could not read at the first use of the config only.
             if str(error).startswith("Configuration is not available"):
                 _fail(" ".join(str(error.__cause__ or error).split()))
@@ -87,13 +87,13 @@ def run(main: Callable[[Sequence[str]], None], callbacks: bool = True) -> None:
     app.run(guarded, flags_parser=parse)
 
 
-def end(failed: Mapping[str, str], stopped: bool, again: bool = False) -> None:
+def exit_after_runs(failed: Mapping[str, str], stopped: bool, again: bool = False) -> None:
     """Names what failed of several runs, with its reason, and exits where one did or all were stopped. `again`: starting again
     continues what failed."""
     for name, reason in failed.items():
         print(f"error: {name}: {reason}", file=sys.stderr)
     if stopped or failed:
-        sys.exit(STOPPED if stopped else TRY_AGAIN if again else 1)
+        sys.exit(EXIT_STOPPED if stopped else EXIT_TRY_AGAIN if again else 1)
 
 
 def load_config(config: str, overrides: Sequence[str]) -> Any:
@@ -105,11 +105,11 @@ def load_config(config: str, overrides: Sequence[str]) -> Any:
     given = rename_overrides([f"--config.{override}" for override in overrides])
     argv = ["rrl", f"--config={config}", *given]
     holder = config_flags.DEFINE_config_file("config", None, "", values, lock_config=True, sys_argv=argv)
-    _parsed(argv, values)
+    _parse_flags(argv, values)
     return holder.value
 
 
-def _parsed(argv: Sequence[str], values: flags.FlagValues) -> list[str]:
+def _parse_flags(argv: Sequence[str], values: flags.FlagValues) -> list[str]:
     """What is left of the arguments when the flags are taken out; UserError says what is wrong with them."""
     try:
         return values(argv)
@@ -175,12 +175,12 @@ def _wrong_value(argv: Sequence[str], values: flags.FlagValues) -> str:
         for part in path:
             section = section[part]
         kind = section.get_type(field)
-        if kind in _READ and not _READ[kind][0](value):
-            return f"--{name}={value!r} must be {_READ[kind][1]}; the config has {section[field]!r}"
+        if kind in _PARSERS and not _PARSERS[kind][0](value):
+            return f"--{name}={value!r} must be {_PARSERS[kind][1]}; the config has {section[field]!r}"
     return ""
 
 
-def _reads(kind: Callable[[str], Any]) -> Callable[[str], bool]:
+def _parses_as(kind: Callable[[str], Any]) -> Callable[[str], bool]:
     def reads(text: str) -> bool:
         try:
             kind(text)
@@ -191,16 +191,16 @@ def _reads(kind: Callable[[str], Any]) -> Callable[[str], bool]:
     return reads
 
 
-_READ: dict[type, tuple[Callable[[str], bool], str]] = {
+_PARSERS: dict[type, tuple[Callable[[str], bool], str]] = {
     bool: (lambda text: text.lower() in ("true", "t", "1", "false", "f", "0"), "true or false"),
-    int: (_reads(int), "a whole number"),
-    float: (_reads(float), "a number"),
-    tuple: (_reads(ast.literal_eval), "a tuple in Python's form, texts in it in quotes"),
+    int: (_parses_as(int), "a whole number"),
+    float: (_parses_as(float), "a number"),
+    tuple: (_parses_as(ast.literal_eval), "a tuple in Python's form, texts in it in quotes"),
 }
 """Field types of which not every text is a value: what reads one, and what is allowed, in words."""
 
 
-def _fail(error: object, code: int = REFUSED) -> NoReturn:
+def _fail(error: object, code: int = EXIT_USER_ERROR) -> NoReturn:
     print(f"error: {error}", file=sys.stderr)
     sys.exit(code)
 
@@ -220,11 +220,11 @@ def _quiet_failed_saves() -> None:
     sys.unraisablehook = unraisable
 
 
-def _end_at_once(error: SaveError) -> NoReturn:
+def _exit_at_once(error: SaveError) -> NoReturn:
     """Ends without the interpreter's shutdown, which would wait for threads that wait for the disk, and print a traceback for
     each file that it cannot flush."""
     print(f"error: {error}", file=sys.stderr)
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError):  # the log may lie on the same disk
             stream.flush()
-    os._exit(REFUSED)
+    os._exit(EXIT_USER_ERROR)

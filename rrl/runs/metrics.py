@@ -12,12 +12,23 @@ import jax
 import numpy as np
 
 from rrl.errors import UserError
-from rrl.files import append, json_lines, replaced, saving
+from rrl.files import append_bytes, atomic_stream, read_json_lines, saving
 from rrl.runs.tensorboard import EventFile
 
 FILE = "metrics.jsonl"
 
-MEASURED = ("reward", "train", "eval", "critic", "tokens", "ended", "cut", "rollout", "time", "memory")
+NUMERIC_PREFIXES = (
+    "reward",
+    "train",
+    "eval",
+    "critic",
+    "tokens",
+    "ended",
+    "cut",
+    "rollout",
+    "time",
+    "memory",
+)
 """What stands before the / of a name whose value is a number."""
 _REMEDY = "remove that line, or move the file away: a run goes on without them"
 
@@ -77,7 +88,7 @@ class MetricsWriter:
                 )
             _warn_of_loss(path, resume_step, len(self.past), resume_lines)
             # A kill between two writes must not lose the past.
-            with saving(path), replaced(path) as stream:
+            with saving(path), atomic_stream(path) as stream:
                 stream.write("".join(json.dumps(line) + "\n" for line in self.past).encode())
             self._file = path
             if tensorboard:
@@ -99,7 +110,7 @@ class MetricsWriter:
             with saving(self._board.file):
                 self._board.write(step, scalars)
         with saving(self._file):
-            append(self._file, (json.dumps({"step": step} | plain, allow_nan=False) + "\n").encode())
+            append_bytes(self._file, (json.dumps({"step": step} | plain, allow_nan=False) + "\n").encode())
 
     def close(self) -> None:
         """Writes nothing more."""
@@ -120,7 +131,7 @@ def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     return sorted(_lines_of(path), key=lambda line: line["step"])
 
 
-def refuse_damaged(workdir: str | os.PathLike[str]) -> None:
+def refuse_damaged_metrics(workdir: str | os.PathLike[str]) -> None:
     """Raises UserError as `read_metrics`, before a run loads what takes long, where the workdir has metrics."""
     path = pathlib.Path(workdir) / FILE
     if path.exists():
@@ -130,14 +141,14 @@ def refuse_damaged(workdir: str | os.PathLike[str]) -> None:
 def _lines_of(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     """The lines as they were written: step 0, the start's evaluation, comes after step 1."""
     lines = []
-    for number, line in json_lines(pathlib.Path(path), _REMEDY):
+    for number, line in read_json_lines(pathlib.Path(path), _REMEDY):
         if "step" not in line:
             raise UserError(f"{path}, line {number}: there is no step; {_REMEDY}")
         step = line["step"]
         if isinstance(step, bool) or not isinstance(step, int | float) or not abs(step) < math.inf:
             raise UserError(f"{path}, line {number}: step={step!r} must be a number; {_REMEDY}")
         for name, value in line.items():
-            if not isinstance(value, int | float | None) and name.partition("/")[0] in MEASURED:
+            if not isinstance(value, int | float | None) and name.partition("/")[0] in NUMERIC_PREFIXES:
                 raise UserError(
                     f"{path}, line {number}: {name}={value!r} must be a number or null; {_REMEDY}"
                 )

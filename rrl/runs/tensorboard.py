@@ -11,7 +11,7 @@ from tensorboardX.proto.summary_pb2 import Summary
 from tensorboardX.record_writer import masked_crc32c
 from tensorboardX.summary import scalar
 
-from rrl.files import append
+from rrl.files import append_bytes
 
 
 class EventFile:
@@ -41,7 +41,7 @@ class EventFile:
 
     def _add(self, event: Event) -> None:
         event.wall_time = time.time()
-        append(self.file, _record(event.SerializeToString()))
+        append_bytes(self.file, _record(event.SerializeToString()))
 
 
 def _record(data: bytes) -> bytes:

@@ -11,7 +11,7 @@ import jax
 
 from rrl.config.renamed import rename_stored
 from rrl.errors import UserError
-from rrl.files import NAME_BYTES, locked, saving
+from rrl.files import MAX_NAME_BYTES, exclusive_lock, saving
 
 CONFIG = "config.json"
 """What a workdir's run is, as JSON."""
@@ -26,13 +26,13 @@ FILES = (
     "result.json",
 )
 """Files that it makes, beside `CONFIG`."""
-LEFT: Mapping[str, str] = {
+RESUMABLE: Mapping[str, str] = {
     "checkpoints/*": "checkpoints",
     "results.jsonl": "answers (results.jsonl)",
     "blocks/*.jsonl": "sampled trajectories (blocks)",
 }
 """What only a run of the same config may go on with."""
-ADDED = (
+ADDED_FIELDS = (
     "run.data.content",
     "run.tokenizer_sha256",
     "run.encoder_sha256",
@@ -40,18 +40,18 @@ ADDED = (
     "retriever.encoder_sha256",
 )
 """Fields of configs that older runs did not write."""
-SHOWN = 6
+MAX_DIFFERENCES = 6
 """Differences that one message names."""
 
-_held: set[pathlib.Path] = set()
+_locked_workdirs: set[pathlib.Path] = set()
 """Workdirs that this process holds."""
-_HELD = (
+_LOCKED = (
     "workdir {}: another process works there. Wait until it has ended, stop it, or choose another --workdir."
 )
 
 
 @contextlib.contextmanager
-def held(workdir: str | os.PathLike[str]) -> Iterator[None]:
+def lock_workdir(workdir: str | os.PathLike[str]) -> Iterator[None]:
     """Keeps other processes from running in a workdir within the block; makes the folder where it is missing.
 
     Readers (export, evaluation) take no part. The system releases the lock with the process, however that ends. Blocks of
@@ -61,20 +61,20 @@ def held(workdir: str | os.PathLike[str]) -> Iterator[None]:
         UserError: another process holds it.
     """
     folder = pathlib.Path(workdir).absolute()
-    if folder in _held or jax.process_index() != 0:
+    if folder in _locked_workdirs or jax.process_index() != 0:
         yield
         return
     with contextlib.ExitStack() as stack:
         with saving(folder):
             folder.mkdir(parents=True, exist_ok=True)
         with saving(folder / "lock"):
-            stack.enter_context(locked(folder, _HELD.format(os.fspath(workdir))))
-        _held.add(folder)
-        stack.callback(_held.discard, folder)
+            stack.enter_context(exclusive_lock(folder, _LOCKED.format(os.fspath(workdir))))
+        _locked_workdirs.add(folder)
+        stack.callback(_locked_workdirs.discard, folder)
         yield
 
 
-def refuse_held(
+def refuse_locked(
     workdir: str | os.PathLike[str], folders: Sequence[str] = FOLDERS, files: Sequence[str] = FILES
 ) -> None:
     """Raises UserError when another process holds the workdir, or a file stands where the run makes one of its `folders`, or a
@@ -87,11 +87,11 @@ def refuse_held(
         if (folder / name).is_dir():
             raise UserError(f"{folder / name} is a folder, where the run makes a file; move it away")
     if (folder / "lock").is_file():
-        with held(workdir):
+        with lock_workdir(workdir):
             pass
 
 
-def read_settings(workdir: str | os.PathLike[str]) -> dict[str, Any]:
+def read_config(workdir: str | os.PathLike[str]) -> dict[str, Any]:
     """The config.json of a workdir. Raises UserError, with file and line, for one that is broken."""
     path = pathlib.Path(workdir) / CONFIG
     cure = "put back the file that the run wrote, or delete that folder"
@@ -115,9 +115,9 @@ def read_settings(workdir: str | os.PathLike[str]) -> dict[str, Any]:
     return rename_stored(value)
 
 
-def read_run(workdir: str | os.PathLike[str], *fields: str) -> dict[str, Any]:
-    """What the config.json of a workdir says of its run, with these fields at least. Raises UserError as `read_settings`."""
-    run = read_settings(workdir).get("run")
+def read_identity(workdir: str | os.PathLike[str], *fields: str) -> dict[str, Any]:
+    """What the config.json of a workdir says of its run, with these fields at least. Raises UserError as `read_config`."""
+    run = read_config(workdir).get("run")
     missing = [field for field in fields if field not in run] if isinstance(run, dict) else ["run"]
     if not isinstance(run, dict) or missing:
         raise UserError(
@@ -144,23 +144,23 @@ def refuse_other_config(
     path = pathlib.Path(workdir) / CONFIG
     refuse_unwritable(workdir, "workdir")
     if not path.exists():
-        if left := [what for place, what in LEFT.items() if any(path.parent.glob(place))]:
+        if left := [what for place, what in RESUMABLE.items() if any(path.parent.glob(place))]:
             raise UserError(
                 f"workdir {os.fspath(workdir)} holds {left[0]}, but not the config.json that says of which run; put that "
                 "file back, choose another --workdir, or delete that folder."
             )
         return {}
-    stored = _flat(read_settings(workdir))
+    stored = _flat(read_config(workdir))
     given = _flat(json.loads(json.dumps(config)))
-    names = sorted(n for n in stored.keys() | given.keys() if not _is_of(n, may_differ))
+    names = sorted(n for n in stored.keys() | given.keys() if not _is_within(n, may_differ))
     # Runs from before there was one of these go on.
-    new = [prefix for prefix in ADDED if not any(_is_of(n, (prefix,)) for n in stored)]
+    new = [prefix for prefix in ADDED_FIELDS if not any(_is_within(n, (prefix,)) for n in stored)]
     grown = {
         n: (stored[n], given[n])
         for n in may_grow
         if n in stored and n in given and _grew(stored[n], given[n])
     }
-    names = [n for n in names if n not in grown and not _is_of(n, tuple(new))]
+    names = [n for n in names if n not in grown and not _is_within(n, tuple(new))]
     absent = "(absent)"
     differing = [
         f"{n}: {stored.get(n, absent)!r} there, {given.get(n, absent)!r} now"
@@ -168,15 +168,15 @@ def refuse_other_config(
         if stored.get(n, absent) != given.get(n, absent)
     ]
     if differing:
-        more = f"; and {len(differing) - SHOWN} more" if len(differing) > SHOWN else ""
+        more = f"; and {len(differing) - MAX_DIFFERENCES} more" if len(differing) > MAX_DIFFERENCES else ""
         raise UserError(
-            f"workdir {os.fspath(workdir)} holds a run of another config ({'; '.join(differing[:SHOWN])}{more}). "
+            f"workdir {os.fspath(workdir)} holds a run of another config ({'; '.join(differing[:MAX_DIFFERENCES])}{more}). "
             "Use the same settings to continue it, choose another --workdir, or delete that folder."
         )
     return grown
 
 
-def _is_of(name: str, fields: tuple[str, ...]) -> bool:
+def _is_within(name: str, fields: tuple[str, ...]) -> bool:
     """Whether a dotted name is one of these fields, or lies in one."""
     return any(name == field or name.startswith(f"{field}.") for field in fields)
 
@@ -189,9 +189,9 @@ def refuse_unwritable(folder: str | os.PathLike[str], option: str) -> None:
     """Raises UserError when the folder that the flag --`option` names is a file, cannot be made, or cannot be written to."""
     path = pathlib.Path(folder).absolute()
     for name in path.parts:
-        if (size := len(os.fsencode(name))) > NAME_BYTES:
+        if (size := len(os.fsencode(name))) > MAX_NAME_BYTES:
             raise UserError(
-                f"{option} {name[:40]}...: a name of {size} bytes is too long for the file system, which takes {NAME_BYTES}; "
+                f"{option} {name[:40]}...: a name of {size} bytes is too long for the file system, which takes {MAX_NAME_BYTES}; "
                 f"choose a shorter --{option}."
             )
     if path.is_file():

@@ -15,8 +15,8 @@ from rrl.data.trajectory import Trajectory
 from rrl.errors import UserError
 from rrl.models.hf import load_language_model
 from rrl.parallel.runtime import enable_compilation_cache
-from rrl.recipes.base import Recipe, Scoring, check_tags, uses_chat
-from rrl.recipes.card import Card, card_of, read_card
+from rrl.recipes.base import Recipe, ScoringContext, check_tags, uses_chat
+from rrl.recipes.card import RecipeCard, make_card, read_card
 from rrl.recipes.catalogue import make_recipe
 from rrl.retrieval.index import open_with_encoder
 from rrl.retrieval.retriever import Retriever
@@ -94,14 +94,14 @@ class Agent:
         card = read_card(policy)
         if isinstance(recipe, str):
             if card is None or card.recipe != recipe:
-                card = card_of(make_recipe(recipe), 0, 3)
+                card = make_card(make_recipe(recipe), 0, 3)
             recipe = card.make()
-        card = card or Card("", {}, {})
+        card = card or RecipeCard("", {}, {})
         decoder, tokenizer = load_language_model(policy, "policy", chat=uses_chat(recipe))
         config = EngineConfig(
             rows=rows,
             context=min(context or card.context or DEFAULT_CONTEXT, decoder.config.max_positions),
-            feeds=min(rows, 16),
+            wake_threshold=min(rows, 16),
             top_k=top_k or card.top_k,
         )
         check_tags(recipe, tokenizer)
@@ -193,7 +193,7 @@ class Agent:
             if id(trajectory) in unknown:
                 # A recipe needs some gold answer; these scores are discarded below.
                 trajectory.question = dataclasses.replace(trajectory.question, answers=("",))
-        self.recipe.score(trajectories, Scoring(reader=self.reader.answers if self.reader else None))
+        self.recipe.score(trajectories, ScoringContext(reader=self.reader.answers if self.reader else None))
         for trajectory in trajectories:
             if id(trajectory) in unknown:
                 trajectory.question = unknown[id(trajectory)]

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from rrl.data.passages import Passage, render
 from rrl.data.trajectory import Trajectory
-from rrl.report.segments import policy_pieces
+from rrl.report.segments import policy_segments
 from rrl.rollout.protocol import Action, Append, Environment, Episode, Restart
 from rrl.text.chat import Prompt
 from rrl.text.spans import Tag
@@ -49,7 +49,7 @@ class ObservedEnvironment:
 
     def react(self, episode: Episode, text: str, stop: str) -> Action:
         """React like the wrapped environment, and emit the segments of the turn."""
-        for piece in policy_pieces(text, self._tags):
+        for piece in policy_segments(text, self._tags):
             self._emit(Event(piece.kind, piece.text))
         action = self._inner.react(episode, text, stop)
         if isinstance(action, Append):

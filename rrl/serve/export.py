@@ -25,13 +25,13 @@ from rrl.models.hf import (
     save_decoder,
 )
 from rrl.models.lora import LoraConfig, add_lora
-from rrl.models.weights import CONFIG, read_json
+from rrl.models.weights import CONFIG_FILE, read_json
 from rrl.parallel.mesh import make_mesh
 from rrl.parallel.rules import shardings
 from rrl.rl.optim import OptimConfig, split_trained
 from rrl.runs.checkpoints import read_part, saved_metadata, saved_steps
-from rrl.runs.model_files import MODEL_FILES, START
-from rrl.runs.workdir import read_run, read_settings, refuse_unwritable
+from rrl.runs.model_files import MODEL_FILES, START_FILE
+from rrl.runs.workdir import read_config, read_identity, refuse_unwritable
 from rrl.sft import loop as sft
 from rrl.train import learner
 
@@ -125,10 +125,10 @@ def parse_size(text: str) -> int:
 
 def _model_folder(workdir: pathlib.Path) -> pathlib.Path:
     for name in _MODEL_FOLDERS:
-        if (workdir / name / CONFIG).is_file():
+        if (workdir / name / CONFIG_FILE).is_file():
             return workdir / name
     raise UserError(
-        f"workdir {os.fspath(workdir)} does not describe its model (no {MODEL_FILES}/{CONFIG}); start its command "
+        f"workdir {os.fspath(workdir)} does not describe its model (no {MODEL_FILES}/{CONFIG_FILE}); start its command "
         "again, which writes that file, or give the workdir of a run with a language model"
     )
 
@@ -137,13 +137,13 @@ def _read_decoder(
     workdir: pathlib.Path, step: int, model_folder: pathlib.Path, start: str | pathlib.Path | None
 ) -> Decoder:
     """Return the model of a checkpoint, sharded over the devices of this process."""
-    settings, run = read_settings(workdir), read_run(workdir)
+    settings, run = read_config(workdir), read_identity(workdir)
     if "optim" not in settings:
-        raise UserError(f"{workdir / CONFIG} has no section optim; give the workdir of a training run")
+        raise UserError(f"{workdir / CONFIG_FILE} has no section optim; give the workdir of a training run")
     if "average_last" in settings:
-        where = learner.learned_in_checkpoint(settings)
+        where = learner.learned_params_path(settings)
     else:
-        where = sft.learned_in_checkpoint(settings, saved_metadata(workdir, step))
+        where = sft.learned_params_path(settings, saved_metadata(workdir, step))
     mesh = make_mesh(data=1, fsdp=-1, devices=jax.local_devices())
     frozen, lora = _trained_sections(workdir, settings["optim"], run.get("lora", {}))
     if frozen or lora.rank:
@@ -179,21 +179,21 @@ def _trained_sections(workdir: pathlib.Path, optim: Any, lora: Any) -> tuple[tup
         frozen = build(OptimConfig, {"frozen": optim.get("frozen", ())}, "optim").frozen
         return frozen, build(LoraConfig, lora, "lora")
     except UserError as error:
-        raise UserError(f"{workdir / CONFIG}: {error}; restore the file that the run wrote") from error
+        raise UserError(f"{workdir / CONFIG_FILE}: {error}; restore the file that the run wrote") from error
 
 
 def _start_folder(
     workdir: pathlib.Path, model_folder: pathlib.Path, moved: str | pathlib.Path | None
 ) -> pathlib.Path:
     """Return the folder that a run started from. Raises UserError if its weights have changed."""
-    if not (model_folder / START).is_file():
+    if not (model_folder / START_FILE).is_file():
         raise UserError(
             f"workdir {os.fspath(workdir)}: the run froze parameters and started from random ones; only the folder that it "
             "writes at its end holds them"
         )
-    known = read_json(model_folder / START, "which names the folder that the run started from")
+    known = read_json(model_folder / START_FILE, "which names the folder that the run started from")
     folder = pathlib.Path(moved or known["folder"])
-    found = folder_hash(folder) if (folder / CONFIG).is_file() else "none"
+    found = folder_hash(folder) if (folder / CONFIG_FILE).is_file() else "none"
     if found != known["sha256"]:
         raise UserError(
             f"start={os.fspath(folder)} (sha256 {found[:12]}) is not what the run started from (sha256 "

@@ -18,29 +18,36 @@ from flax import nnx
 from ml_collections import ConfigDict
 
 from rrl.config.renamed import rename_config
-from rrl.config.sections import build, fill, only
+from rrl.config.sections import build, fill_defaults, refuse_unknown_fields
 from rrl.data.questions import Question
 from rrl.data.trajectory import POLICY, Trajectory
 from rrl.errors import UserError, at_least
-from rrl.files import json_lines, saving, write_whole
+from rrl.files import read_json_lines, saving, write_atomically
 from rrl.models.hardware import ComputeConfig, MeshConfig
 from rrl.models.hf import folder_hash, load_language_model
 from rrl.parallel.runtime import enable_compilation_cache
-from rrl.recipes.base import Recipe, Scoring, check_tags, uses_chat
+from rrl.recipes.base import Recipe, ScoringContext, check_tags, uses_chat
 from rrl.recipes.card import require_policy
 from rrl.recipes.catalogue import RECIPES, make_recipe
-from rrl.recipes.episodes import too_long
+from rrl.recipes.episodes import find_long_prompts
 from rrl.rewards.endpoint import EndpointConfig
 from rrl.rewards.judge import Judge
 from rrl.rewards.judge_settings import SECTIONS as JUDGE
 from rrl.rewards.judge_settings import JudgeSettings
 from rrl.rollout.config import EngineConfig
 from rrl.rollout.engine import Engine
-from rrl.runs.clock import Clock
-from rrl.runs.tasks import Corpus, DataConfig, RetrieverConfig, data_files, encoder_folder, load_corpora
-from rrl.runs.workdir import held, refuse_held, refuse_other_config
-from rrl.sft.teacher import REFUSED, PolicyFolder, Service, Strong
-from rrl.stopping import Unavailable, stop_requested
+from rrl.runs.datasets import (
+    DataConfig,
+    RetrieverConfig,
+    SearchDataset,
+    data_fingerprint,
+    encoder_folder,
+    load_datasets,
+)
+from rrl.runs.timed_log import TimedLog
+from rrl.runs.workdir import lock_workdir, refuse_locked, refuse_other_config
+from rrl.sft.teacher import REFUSED, EndpointTeacher, PolicyTeacher, Teacher
+from rrl.stopping import ServiceUnavailable, stop_requested
 
 FOLDERS = ("blocks", "indexes")
 """Folders that a run makes in its workdir."""
@@ -48,13 +55,13 @@ FILES = ("pairs.jsonl", "report.json")
 """Files that it makes, beside config.json."""
 
 
-class Demonstrating(Recipe, Protocol):
+class HasDemonstrations(Recipe, Protocol):
     """A recipe whose scored trajectories can be demonstrations."""
 
-    def fault(self, trajectory: Trajectory) -> str:
+    def rejection_reason(self, trajectory: Trajectory) -> str:
         """Why it is none; "" where it is one."""
 
-    def pairs(self, trajectory: Trajectory) -> list[tuple[str, str]]:
+    def sft_pairs(self, trajectory: Trajectory) -> list[tuple[str, str]]:
         """What is read (the user's turn) and what shall be written, of each of its steps."""
 
 
@@ -98,22 +105,22 @@ def with_defaults(config: ConfigDict) -> ConfigDict:
     for name, kind in {**SECTIONS, "endpoint": EndpointConfig, **judge}.items():
         if name not in config:
             config[name] = ConfigDict()
-        fill(config[name], kind)
+        fill_defaults(config[name], kind)
     recipe = make_recipe(config.recipe.name)
-    fill(config.recipe, type(recipe))
-    fill(config.recipe.environment, type(recipe.environment))
+    fill_defaults(config.recipe, type(recipe))
+    fill_defaults(config.recipe.environment, type(recipe.environment))
     return config
 
 
 @dataclasses.dataclass(frozen=True)
-class Settings:
+class ColdStartSettings:
     """A config, checked and typed."""
 
     model: str
     """Folder of the strong model; empty: it is a service."""
     endpoint: EndpointConfig | None
     recipe: Any
-    """A `Demonstrating`."""
+    """A `HasDemonstrations`."""
     sampling: SamplingConfig
     rollout: EngineConfig
     data: DataConfig
@@ -123,16 +130,18 @@ class Settings:
     judge: JudgeSettings | None
 
     @classmethod
-    def of(cls, config: Mapping[str, Any]) -> "Settings":
+    def from_config(cls, config: Mapping[str, Any]) -> "ColdStartSettings":
         """Checks a config and that its folders are there; loads nothing yet. Raises UserError."""
         values = config.to_dict() if hasattr(config, "to_dict") else dict(config)
-        only([*SECTIONS, *JUDGE, "model", "endpoint", "recipe"], values, "config")
+        refuse_unknown_fields([*SECTIONS, *JUDGE, "model", "endpoint", "recipe"], values, "config")
         fields = dict(values["recipe"])
         name, environment = fields.pop("name"), fields.pop("environment", {})
         recipe = make_recipe(name, fields, environment)
-        if not (hasattr(recipe, "fault") and hasattr(recipe, "pairs")):
+        if not (hasattr(recipe, "rejection_reason") and hasattr(recipe, "sft_pairs")):
             able = ", ".join(
-                key for key, kind in RECIPES.items() if hasattr(kind, "pairs") and hasattr(kind, "fault")
+                key
+                for key, kind in RECIPES.items()
+                if hasattr(kind, "sft_pairs") and hasattr(kind, "rejection_reason")
             )
             raise UserError(f"recipe.name={name!r} makes no pairs of its trajectories; choose {able}")
         model, endpoint = values["model"], values.get("endpoint", {})
@@ -152,7 +161,7 @@ class Settings:
         if model:
             require_policy(model, "model")
         judge = JudgeSettings.parse(values) if any(section in values for section in JUDGE) else None
-        if recipe.judged and judge is None:
+        if recipe.needs_judge and judge is None:
             raise UserError(
                 "recipe: answers that do not match are to be judged; give the section judge, or recipe.judge_answers=False"
             )
@@ -161,7 +170,7 @@ class Settings:
         sections: dict[str, Any] = {
             section: build(kind, values.get(section, {}), section) for section, kind in SECTIONS.items()
         }
-        sections["compute"] = sections["compute"].on(jax.default_backend())
+        sections["compute"] = sections["compute"].for_platform(jax.default_backend())
         encoder_folder(sections["retriever"])
         path = sections["data"].path
         if path != "miniwiki" and not (path and pathlib.Path(path).is_dir()):
@@ -170,7 +179,7 @@ class Settings:
             model=model,
             endpoint=None if model else build(EndpointConfig, endpoint, "endpoint"),
             recipe=recipe,
-            judge=judge if recipe.judged else None,
+            judge=judge if recipe.needs_judge else None,
             **sections,
         )
 
@@ -187,17 +196,17 @@ class Settings:
             "judge": self.judge.identity() if self.judge else None,
         }
         if self.data.path != "miniwiki":
-            found |= data_files(self.data.path)
+            found |= data_fingerprint(self.data.path)
         return found
 
-    def load(self, corpus: Corpus, say: Clock) -> tuple[Strong, Judge | None]:
+    def load(self, corpus: SearchDataset, say: TimedLog) -> tuple[Teacher, Judge | None]:
         """The strong model, and the judge where one is asked."""
         mesh = self.mesh.make()
         temperatures, seed = self.sampling.temperatures, self.sampling.seed
-        strong: Strong
+        strong: Teacher
         if self.endpoint is not None:
             say(f"strong model {self.endpoint.model} at {self.endpoint.url}")
-            strong = Service(
+            strong = EndpointTeacher(
                 self.endpoint, self.recipe, corpus.retriever, self.rollout.top_k, temperatures, seed
             )
         else:
@@ -214,14 +223,14 @@ class Settings:
             )
             engine = Engine(decoder, tokenizer, self.rollout, retriever=corpus.retriever, mesh=mesh)
             check_tags(self.recipe, tokenizer)
-            too_long(engine, self.recipe, corpus.questions, self.data.on_error, say)
-            strong = PolicyFolder(engine, nnx.state(decoder), self.recipe, temperatures, seed)
+            find_long_prompts(engine, self.recipe, corpus.questions, self.data.on_error, say)
+            strong = PolicyTeacher(engine, nnx.state(decoder), self.recipe, temperatures, seed)
         judge = None if self.judge is None else self.judge.load(corpus.questions, self.compute, mesh)
         return strong, judge
 
 
 @dataclasses.dataclass(frozen=True)
-class Report:
+class ColdStartReport:
     """What was kept, and why the rest fell."""
 
     questions: int
@@ -254,26 +263,28 @@ class Report:
         return "\n".join(lines)
 
 
-def run(config: Mapping[str, Any], workdir: str | os.PathLike[str]) -> Report | None:
+def run(config: Mapping[str, Any], workdir: str | os.PathLike[str]) -> ColdStartReport | None:
     """Samples, and writes `pairs.jsonl` ({id, step, input, output}) and `report.json` to `workdir`.
 
     `blocks/` holds every trajectory, the rejected ones too, with what became of it. None where a signal stopped it; the same
     command continues. Raises UserError for a wrong config, for a workdir of another one, or that another process holds, and for
     a damaged block; SaveError where the workdir cannot be written.
     """
-    say, settings, folder = Clock(), Settings.of(config), pathlib.Path(workdir)
+    say, settings, folder = TimedLog(), ColdStartSettings.from_config(config), pathlib.Path(workdir)
     identity = json.loads(json.dumps(settings.identity()))
     # The first is read after all is sampled; the others are known by their content.
     refuse_other_config(folder, identity, ("sampling.keep", "data.path", "retriever.encoder"))
-    refuse_held(folder, FOLDERS, FILES)
+    refuse_locked(folder, FOLDERS, FILES)
     enable_compilation_cache()
-    with held(folder):
+    with lock_workdir(folder):
         return _run(settings, identity, folder, say)
 
 
-def _run(settings: Settings, identity: Mapping[str, Any], folder: pathlib.Path, say: Clock) -> Report | None:
+def _run(
+    settings: ColdStartSettings, identity: Mapping[str, Any], folder: pathlib.Path, say: TimedLog
+) -> ColdStartReport | None:
     """As `run`, in a workdir that this process holds."""
-    corpus, _ = load_corpora(settings.data, settings.retriever, say, settings.rollout.search_seconds, folder)
+    corpus, _ = load_datasets(settings.data, settings.retriever, say, settings.rollout.search_seconds, folder)
     sampling = settings.sampling
     questions = corpus.questions[: sampling.questions or None]
     corpus = dataclasses.replace(corpus, questions=questions)
@@ -281,7 +292,7 @@ def _run(settings: Settings, identity: Mapping[str, Any], folder: pathlib.Path, 
         folder / "blocks" / f"{first:08d}.jsonl": range(first, min(first + sampling.block, len(questions)))
         for first in range(0, len(questions), sampling.block)
     }
-    missing = [file for file, block in blocks.items() if not _whole(file, block, sampling, say)]
+    missing = [file for file, block in blocks.items() if not _is_complete(file, block, sampling, say)]
     models = settings.load(corpus, say) if missing else None
     # Not before: what `load` refuses is mended with another config.
     _write(folder / "config.json", json.dumps(identity, indent=2, sort_keys=True))
@@ -297,7 +308,7 @@ def _run(settings: Settings, identity: Mapping[str, Any], folder: pathlib.Path, 
                 some, first = [questions[at] for at in blocks[file]], blocks[file].start
                 try:
                     records = sample_block(strong, settings.recipe, some, first, sampling.temperatures, judge)
-                except Unavailable:
+                except ServiceUnavailable:
                     if not stop:
                         raise
                     say("stopped; the same command continues")
@@ -308,15 +319,15 @@ def _run(settings: Settings, identity: Mapping[str, Any], folder: pathlib.Path, 
                     f"questions {first + 1} to {first + len(some)}: {good} of {len(records)} trajectories are good"
                 )
     cure = "delete that file and give the same command again, which samples its questions again"
-    lines = (record for file in blocks for _, record in json_lines(file, cure))
-    pairs, report = select(lines, sampling.keep, len(questions))
+    lines = (record for file in blocks for _, record in read_json_lines(file, cure))
+    pairs, report = select_pairs(lines, sampling.keep, len(questions))
     _write(folder / "pairs.jsonl", "".join(json.dumps(p, ensure_ascii=False) + "\n" for p in pairs))
     _write(folder / "report.json", json.dumps(dataclasses.asdict(report), indent=2))
     print(report.text())
     return report
 
 
-def _whole(file: pathlib.Path, block: Collection[int], sampling: SamplingConfig, say: Clock) -> bool:
+def _is_complete(file: pathlib.Path, block: Collection[int], sampling: SamplingConfig, say: TimedLog) -> bool:
     """Whether a file holds a line for each trajectory of a block; says so where it is there and does not."""
     if not file.exists():
         return False
@@ -329,12 +340,12 @@ def _whole(file: pathlib.Path, block: Collection[int], sampling: SamplingConfig,
 def _write(file: pathlib.Path, text: str) -> None:
     """Writes a file that is there only when it is whole. Raises SaveError."""
     with saving(file):
-        write_whole(file, text)
+        write_atomically(file, text)
 
 
 def sample_block(
-    strong: Strong,
-    recipe: Demonstrating,
+    strong: Teacher,
+    recipe: HasDemonstrations,
     questions: Sequence[Question],
     first: int,
     temperatures: Sequence[float],
@@ -342,10 +353,10 @@ def sample_block(
 ) -> list[dict[str, Any]]:
     """Algorithm 1 on some questions, and what became of each trajectory: a record a trajectory."""
     trajectories = strong.sample(questions, first)
-    recipe.score(trajectories, Scoring(judge=judge))
+    recipe.score(trajectories, ScoringContext(judge=judge))
     records = []
     for place, trajectory in enumerate(trajectories):
-        fault = REFUSED if trajectory.ended == REFUSED else recipe.fault(trajectory)
+        fault = REFUSED if trajectory.ended == REFUSED else recipe.rejection_reason(trajectory)
         records.append(
             {
                 "number": trajectory.group,
@@ -357,15 +368,15 @@ def sample_block(
                 "ended": trajectory.ended,
                 "answer": trajectory.answer,
                 "said": [text for role, text in trajectory.segments if role == POLICY],
-                "pairs": [] if fault else recipe.pairs(trajectory),
+                "pairs": [] if fault else recipe.sft_pairs(trajectory),
             }
         )
     return records
 
 
-def select(
+def select_pairs(
     records: collections.abc.Iterable[Mapping[str, Any]], keep: int, questions: int
-) -> tuple[list[dict[str, Any]], Report]:
+) -> tuple[list[dict[str, Any]], ColdStartReport]:
     """The pairs of what is kept of records in their order, and the report: of a question no two trajectories that say the same
     but for white space, and at most `keep` of them (0: all)."""
     pairs: list[dict[str, Any]] = []
@@ -395,7 +406,7 @@ def select(
             {"id": record["id"], "step": step, "input": told, "output": said}
             for step, (told, said) in enumerate(record["pairs"], start=1)
         ]
-    return pairs, Report(
+    return pairs, ColdStartReport(
         questions=questions,
         trajectories=sampled.total(),
         kept=kept.total(),

@@ -21,7 +21,7 @@ from rrl.text.encoding import plain_ids, text_ids
 
 
 @dataclasses.dataclass(frozen=True)
-class TaughtConfig:
+class RecipeDataConfig:
     """What is taught: the recipe, for the card beside the weights."""
 
     top_k: int = 3
@@ -44,7 +44,7 @@ class TaughtConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class DemonstrationConfig(TaughtConfig):
+class DemonstrationConfig(RecipeDataConfig):
     """A fixed set of the scripted expert's demonstrations."""
 
     number: int = 300
@@ -56,7 +56,7 @@ class DemonstrationConfig(TaughtConfig):
         at_least(1, self, "number", "held_out")
 
 
-def demonstrations(
+def demonstration_examples(
     recipe: Recipe,
     tokenizer: PreTrainedTokenizerBase,
     items: Sequence[MiniQuestion],

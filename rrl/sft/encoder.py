@@ -24,12 +24,12 @@ from rrl.retrieval.bm25 import Bm25Config
 from rrl.retrieval.encode import TextEncoder, pad, save_text_encoder, token_cutter
 from rrl.retrieval.index import make_retriever
 from rrl.retrieval.settings import TextSettings
-from rrl.sft.encoder_pairs import WAYS, Pairs, make_pairs
+from rrl.sft.encoder_pairs import QUERY_KINDS, EncoderPairs, make_pairs
 from rrl.sft.encoder_recall import miniwiki_recall
 
 
 @dataclasses.dataclass(frozen=True)
-class EncoderTraining:
+class EncoderTrainingConfig:
     """What is trained, on what, for how long."""
 
     seed: int = 0
@@ -73,7 +73,7 @@ class EncoderTraining:
 
 
 @dataclasses.dataclass(frozen=True)
-class PairBatch:
+class ContrastiveBatch:
     """B queries with a positive passage each, and one misleading passage each: C = 2B candidates."""
 
     queries: Int[np.ndarray, "B Tq"]
@@ -99,8 +99,8 @@ def contrastive_loss(
 
 
 def batches(
-    config: EncoderTraining, pairs: Pairs, tokenizer: Any, settings: TextSettings
-) -> Iterator[PairBatch]:
+    config: EncoderTrainingConfig, pairs: EncoderPairs, tokenizer: Any, settings: TextSettings
+) -> Iterator[ContrastiveBatch]:
     """Endless batches, drawn by the seed."""
     cut = token_cutter(tokenizer)
     texts = (f"{settings.passage_prefix}{passage.title} {passage.text}" for passage in pairs.passages)
@@ -116,13 +116,13 @@ def batches(
             for at in rng.choice(pairs.spans[world], config.queries_per_group, replace=False)
         ]
         asked = [_draw_query(config, pairs, at, rng) for at in positives]
-        candidates = np.array(positives + [_draw_misleading(pairs, at, rng) for at in positives])
+        candidates = np.array(positives + [_draw_hard_negative(pairs, at, rng) for at in positives])
         right = (candidates[None, :, None] == pairs.gold[asked][:, None, :]).any(-1)
         right[np.arange(len(asked)), np.arange(len(asked))] = False
-        yield PairBatch(queries[asked], passages[candidates], ~right)
+        yield ContrastiveBatch(queries[asked], passages[candidates], ~right)
 
 
-def _draw_query(config: EncoderTraining, pairs: Pairs, at: int, rng: np.random.Generator) -> int:
+def _draw_query(config: EncoderTrainingConfig, pairs: EncoderPairs, at: int, rng: np.random.Generator) -> int:
     chosen = rng.random()
     way = (
         "name"
@@ -135,15 +135,15 @@ def _draw_query(config: EncoderTraining, pairs: Pairs, at: int, rng: np.random.G
     return options[int(rng.integers(len(options)))]
 
 
-def _draw_misleading(pairs: Pairs, at: int, rng: np.random.Generator) -> int:
-    options = pairs.misleading[at]
+def _draw_hard_negative(pairs: EncoderPairs, at: int, rng: np.random.Generator) -> int:
+    options = pairs.hard_negatives[at]
     if options:
         return options[int(rng.integers(len(options)))]
     span = next(span for span in pairs.spans if at in span)
     return span[(at - span.start + 1 + int(rng.integers(len(span) - 1))) % len(span)]
 
 
-def optimizer(config: EncoderTraining) -> optax.GradientTransformation:
+def optimizer(config: EncoderTrainingConfig) -> optax.GradientTransformation:
     """AdamW with warm-up and cosine decay; gradients clipped to norm 1."""
     rate = optax.warmup_cosine_decay_schedule(
         0.0, config.learning_rate, config.warmup, max(config.steps, config.warmup + 1)
@@ -152,7 +152,9 @@ def optimizer(config: EncoderTraining) -> optax.GradientTransformation:
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=(2, 3))
-def _step(config: EncoderTraining, graph: Any, state: Any, moments: Any, batch: Any, pad_id: int) -> Any:
+def _update(
+    config: EncoderTrainingConfig, graph: Any, state: Any, moments: Any, batch: Any, pad_id: int
+) -> Any:
     queries, passages, allowed = batch
 
     def loss_of(state: Any) -> Any:
@@ -166,7 +168,7 @@ def _step(config: EncoderTraining, graph: Any, state: Any, moments: Any, batch: 
 
 
 def train_encoder(
-    config: EncoderTraining, tokenizer: Any, log: Callable[[int, dict[str, float]], None] | None = None
+    config: EncoderTrainingConfig, tokenizer: Any, log: Callable[[int, dict[str, float]], None] | None = None
 ) -> TextEncoder:
     """Train from scratch; the same config gives the same weights on the same machine.
 
@@ -194,7 +196,9 @@ def train_encoder(
     for step in range(config.steps):
         batch = next(stream)
         arrays = (batch.queries, batch.passages, batch.allowed)
-        state, moments, loss, accuracy = _step(config, graph, state, moments, arrays, tokenizer.pad_token_id)
+        state, moments, loss, accuracy = _update(
+            config, graph, state, moments, arrays, tokenizer.pad_token_id
+        )
         if log and (step % 20 == 19 or step + 1 == config.steps):
             seconds = time.perf_counter() - started
             log(step + 1, {"loss": float(loss), "accuracy": float(accuracy), "seconds": seconds})
@@ -202,7 +206,7 @@ def train_encoder(
 
 
 def train_and_save(
-    config: EncoderTraining, tokenizer_folder: str, out: str, say: Callable[[str], None] = print
+    config: EncoderTrainingConfig, tokenizer_folder: str, out: str, say: Callable[[str], None] = print
 ) -> None:
     """Train, write the encoder's folder, and say recall@3 on unseen worlds beside BM25's.
 
@@ -227,7 +231,7 @@ def train_and_save(
         f"{folder}: {weights.stat().st_size / 2**20:.2f} MiB, sha256 {hashlib.sha256(weights.read_bytes()).hexdigest()}"
     )
     for worlds in (8, 64):
-        say(f"recall@3 on {worlds} unseen worlds of 200 passages in one index ({', '.join(WAYS)}):")
+        say(f"recall@3 on {worlds} unseen worlds of 200 passages in one index ({', '.join(QUERY_KINDS)}):")
         wiki = generate("test", 0, 200 * worlds, worlds)
         weighted = make_retriever(wiki.passages, "bm25", bm25=Bm25Config(title_weight=3))
         for name, retriever in (
@@ -235,4 +239,4 @@ def train_and_save(
             ("encoder", make_retriever(wiki.passages, "exact", trained)),
         ):
             found = miniwiki_recall(retriever, wiki)
-            say(f"  {name:15}" + "".join(f"{100 * found[way]:8.2f}" for way in WAYS))
+            say(f"  {name:15}" + "".join(f"{100 * found[way]:8.2f}" for way in QUERY_KINDS))

@@ -10,15 +10,15 @@ from rrl.data.passages import Passage
 from rrl.miniwiki import KINDS, MiniWiki, generate
 from rrl.miniwiki.passages import RELATIONS
 
-WAYS = ("query", "name", "question")
+QUERY_KINDS = ("query", "name", "question")
 """Ways of asking: a hop's search query, the bare name, a whole question."""
 
-MOST_GOLD = 4
+MAX_GOLD = 4
 """Passages that a question may need at most; the rest of a row of gold positions is -1."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Pairs:
+class EncoderPairs:
     """Queries about the passages of many small worlds; positions are indices into `passages`."""
 
     passages: list[Passage]
@@ -28,18 +28,18 @@ class Pairs:
     gold: Int[np.ndarray, "Q 4"]
     """Positions of the passages that each query is about, -1 where there are fewer."""
     by_passage: dict[str, list[list[int]]]
-    """By way of asking (`WAYS`): for each passage, the queries whose subject it is."""
-    misleading: list[list[int]]
+    """By way of asking (`QUERY_KINDS`): for each passage, the queries whose subject it is."""
+    hard_negatives: list[list[int]]
     """For each passage, others of its world that share a word of its title: namesakes, and those that mention it."""
 
 
-def make_pairs(seed: int, worlds: int, passages_per_world: int) -> Pairs:
+def make_pairs(seed: int, worlds: int, passages_per_world: int) -> EncoderPairs:
     """Pairs from freshly generated training worlds. Same arguments, same pairs."""
     wiki = generate("train", seed, worlds * passages_per_world, worlds)
     position = {passage.title: index for index, passage in enumerate(wiki.passages)}
     queries: list[str] = []
     gold: list[list[int]] = []
-    by_passage: dict[str, list[list[int]]] = {way: [[] for _ in wiki.passages] for way in WAYS}
+    by_passage: dict[str, list[list[int]]] = {way: [[] for _ in wiki.passages] for way in QUERY_KINDS}
 
     def add(way: str, query: str, titles: tuple[str, ...]) -> None:
         positions = [position[title] for title in titles]
@@ -59,13 +59,13 @@ def make_pairs(seed: int, worlds: int, passages_per_world: int) -> Pairs:
     for kind in KINDS:
         for item in wiki.questions(kind, len(wiki.passages) // 4, seed):
             add("question", item.question.text, item.question.gold)
-    table = np.full((len(queries), MOST_GOLD), -1, np.int32)
+    table = np.full((len(queries), MAX_GOLD), -1, np.int32)
     for row, positions in enumerate(gold):
         table[row, : len(positions)] = positions
-    return Pairs(wiki.passages, wiki.spans, queries, table, by_passage, _misleading(wiki))
+    return EncoderPairs(wiki.passages, wiki.spans, queries, table, by_passage, _hard_negatives(wiki))
 
 
-def _misleading(wiki: MiniWiki) -> list[list[int]]:
+def _hard_negatives(wiki: MiniWiki) -> list[list[int]]:
     found: list[list[int]] = []
     for span in wiki.spans:
         holders: dict[str, set[int]] = collections.defaultdict(set)

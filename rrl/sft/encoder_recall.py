@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from rrl.miniwiki import KINDS, MiniWiki
-from rrl.retrieval.gold import hits_of
+from rrl.retrieval.gold import gold_hits
 from rrl.retrieval.retriever import Retriever
 
 
@@ -14,7 +14,7 @@ def recall_at(retriever: Retriever, queries: Sequence[str], gold: Sequence[Seque
     embeddings = retriever.embed(queries) if retriever.needs_embeddings else None
     found = retriever.search(queries, k, embeddings)
     titles = [[hit.passage.title for hit in hits] for hits in found]
-    return float(np.nanmean(hits_of(titles, gold).recall()))
+    return float(np.nanmean(gold_hits(titles, gold).recall()))
 
 
 def miniwiki_recall(

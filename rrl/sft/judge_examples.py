@@ -20,25 +20,34 @@ from rrl.miniwiki import KINDS as QUESTIONS
 from rrl.miniwiki import MiniQuestion, MiniWiki, mixed_questions
 from rrl.miniwiki.attempts import Attempt, attempt, wrong_answer
 from rrl.miniwiki.context import Shelf
-from rrl.recipes.r3rag_steps import Steps
+from rrl.recipes.r3rag_steps import R3RagEnvironment
 from rrl.recipes.tiresrag import TiresRag
 from rrl.retrieval.bm25 import Bm25Config
 from rrl.retrieval.index import make_retriever
-from rrl.rewards.cases import Case, Correctness, Relevance, Sufficiency, Thinking, Told, gold, told_of
 from rrl.rewards.judge_card import JudgeCard
-from rrl.rewards.oracle import Oracle, chained, claims, grounded
+from rrl.rewards.judge_prompts import (
+    Correctness,
+    JudgePrompt,
+    Relevance,
+    Sufficiency,
+    Thinking,
+    Transcript,
+    gold_text,
+    transcript_of,
+)
+from rrl.rewards.oracle import Oracle, chain_coverage, claims, groundedness
 from rrl.rollout.protocol import Append
 from rrl.text.chat import fitting_ids
 from rrl.text.encoding import plain_ids
 
-KINDS: tuple[type, ...] = (Relevance, Sufficiency, Thinking, Correctness)
+PROMPT_KINDS: tuple[type, ...] = (Relevance, Sufficiency, Thinking, Correctness)
 """What the judge of the built-in world is asked."""
-NAMED = 6
+MAX_LISTED_WORDS = 6
 """Most words that an answer lists."""
 
 
 @dataclasses.dataclass(frozen=True)
-class VerdictConfig:
+class JudgeExamplesConfig:
     """How cases are made."""
 
     faulty: float = 0.6
@@ -64,24 +73,26 @@ class VerdictConfig:
     @property
     def card(self) -> JudgeCard:
         """What a judge trained on these cases says of itself."""
-        return JudgeCard(False, self.context, self.answer_tokens, tuple(kind.__name__ for kind in KINDS))
+        return JudgeCard(
+            False, self.context, self.answer_tokens, tuple(kind.__name__ for kind in PROMPT_KINDS)
+        )
 
 
 @dataclasses.dataclass(frozen=True)
-class Verdict:
+class JudgeExample:
     """A case, what the oracle says of it, and why."""
 
-    case: Case
+    prompt: JudgePrompt
     score: float
     answer: str
-    """What the judge shall write: its reasons, and the score in the form that `Case.read` reads."""
+    """What the judge shall write: its reasons, and the score in the form that `JudgePrompt.parse` reads."""
 
 
-def verdicts(
-    wiki: MiniWiki, seed: int, per_kind: int, config: VerdictConfig, recipe: TiresRag | None = None
-) -> Iterator[Verdict]:
-    """One verdict of each of `KINDS` about each of `per_kind` questions of each kind, in random order; the same arguments give
-    the same ones.
+def make_judge_examples(
+    wiki: MiniWiki, seed: int, per_kind: int, config: JudgeExamplesConfig, recipe: TiresRag | None = None
+) -> Iterator[JudgeExample]:
+    """One verdict of each of `PROMPT_KINDS` about each of `per_kind` questions of each kind, in random order; the same
+    arguments give the same ones.
 
     `recipe`: in whose form attempts are acted out; None: that of the built-in world.
     """
@@ -98,14 +109,14 @@ def verdicts(
         query: [hit.passage for hit in some] for query, some in zip(wanted, hits, strict=True)
     }  # one more than is shown, for those whose search shall miss
     for item, one in zip(items, tried, strict=True):
-        episode = act(item, one, found, config.top_k, recipe)
+        episode = act_out(item, one, found, config.top_k, recipe)
         for case in _cases(item, one, episode, found, shelf, rng, config, recipe):
             (score,) = Oracle().grade([case])
             assert score is not None
-            yield Verdict(case, score, f" {_answer(case, item, score)}")
+            yield JudgeExample(case, score, f" {_answer(case, item, score)}")
 
 
-def act(
+def act_out(
     item: MiniQuestion, one: Attempt, found: Mapping[str, Sequence[Passage]], top_k: int, recipe: TiresRag
 ) -> Trajectory:
     """What the recipe's expert does when it follows an attempt; no tokens, and nothing is scored."""
@@ -138,13 +149,13 @@ def act(
     )
 
 
-def verdict_examples(
-    verdicts: Iterator[Verdict], tokenizer: PreTrainedTokenizerBase, card: JudgeCard
+def tokenize_judge_examples(
+    verdicts: Iterator[JudgeExample], tokenizer: PreTrainedTokenizerBase, card: JudgeCard
 ) -> Iterator[Example]:
     """Verdicts as training examples: the prompt as the judge will be asked it, and the answer, which alone is a target."""
     room = card.context - card.answer_tokens - 2
     for verdict in verdicts:
-        asked = fitting_ids(tokenizer, card.asked(verdict.case), room)
+        asked = fitting_ids(tokenizer, card.prompt_for(verdict.prompt), room)
         said = [*plain_ids(tokenizer, verdict.answer), tokenizer.eos_token_id]
         yield Example(np.array([*asked, *said], np.int32), np.arange(len(asked) + len(said)) >= len(asked))
 
@@ -159,14 +170,14 @@ def _cases(
     found: Mapping[str, Sequence[Passage]],
     shelf: Shelf,
     rng: np.random.Generator,
-    config: VerdictConfig,
+    config: JudgeExamplesConfig,
     recipe: TiresRag,
-) -> list[Case]:
+) -> list[JudgePrompt]:
     searches = len(episode.searches)
     if rng.random() < config.partial:
         searches = int(rng.integers(searches))
-    told = told_of(episode, recipe.environment.answer, "<think>", searches)
-    shown = Steps().documents(episode.searches)
+    told = transcript_of(episode, recipe.environment.answer, "<think>", searches)
+    shown = R3RagEnvironment().documents(episode.searches)
     shown = [passages for passages in shown if passages]
     documents = shown[int(rng.integers(len(shown)))]
     if rng.random() < 0.1:
@@ -202,7 +213,7 @@ def _predicted(item: MiniQuestion, one: Attempt, shelf: Shelf, rng: np.random.Ge
 # -- why -------------------------------------------------------------------------------------------------------------------
 
 
-def _answer(case: Case, item: MiniQuestion, score: float) -> str:
+def _answer(case: JudgePrompt, item: MiniQuestion, score: float) -> str:
     match case:
         case Sufficiency(_, told):
             said = f'{{"Sufficient Context": {score:.0f}}}'
@@ -214,7 +225,7 @@ def _answer(case: Case, item: MiniQuestion, score: float) -> str:
             found = [title for title in question.gold if title in titles]
             return _thought(f"{item.plan.facts} : {' ; '.join(found) or 'nothing'}", f"{score:.1f}")
         case Correctness(question, predicted):  # side by side they are easier to compare
-            return _thought(f"{gold(question)} : {predicted}", str(score > 0))
+            return _thought(f"{gold_text(question)} : {predicted}", str(score > 0))
     raise TypeError(f"no reasons are known for {type(case).__name__}")
 
 
@@ -222,7 +233,7 @@ def _thought(reasons: str, said: str) -> str:
     return f"<think> {reasons} </think> {said}"
 
 
-def _chain(item: MiniQuestion, told: Told) -> str:
+def _chain(item: MiniQuestion, told: Transcript) -> str:
     """The facts that the question needs, up to the first whose passage was not found."""
     facts = []
     for hop in item.plan.hops:
@@ -233,12 +244,12 @@ def _chain(item: MiniQuestion, told: Told) -> str:
     return " ".join(facts)
 
 
-def _quality(question: Question, told: Told) -> str:
+def _quality(question: Question, told: Transcript) -> str:
     """Which of the needed passages are named, and what is said that had not been found; the share of each."""
     named = [
-        title if chained(dataclasses.replace(question, gold=(title,)), told) else "unknown"
+        title if chain_coverage(dataclasses.replace(question, gold=(title,)), told) else "unknown"
         for title in question.gold
     ]
-    new = list(dict.fromkeys(word for word, stood in claims(question, told) if not stood))[:NAMED]
-    shares = f"{chained(question, told):.1f}", f"{grounded(question, told):.1f}"
+    new = list(dict.fromkeys(word for word, stood in claims(question, told) if not stood))[:MAX_LISTED_WORDS]
+    shares = f"{chain_coverage(question, told):.1f}", f"{groundedness(question, told):.1f}"
     return f"{' ; '.join(named)} : {shares[0]}. Not found : {', '.join(new) or 'nothing'} : {shares[1]}."

@@ -17,8 +17,8 @@ from jax.sharding import Mesh
 
 from rrl.data.examples import Example
 from rrl.errors import UserError, at_least, at_most
-from rrl.files import saving, write_whole
-from rrl.models.decoder import Decoder, computed
+from rrl.files import saving, write_atomically
+from rrl.models.decoder import Decoder, cast_params
 from rrl.parallel.mesh import put_rows, use_mesh
 from rrl.parallel.rules import constrain_state
 from rrl.rl.batch import Batch
@@ -35,7 +35,7 @@ from rrl.rl.packing import pack
 from rrl.runs.checkpoints import Checkpoints
 from rrl.runs.metrics import MetricsWriter
 from rrl.runs.progress import Progress
-from rrl.sft.sources import Source
+from rrl.sft.sources import BatchSource
 from rrl.stopping import stop_requested
 
 
@@ -77,7 +77,7 @@ MAY_GROW = ("steps", "optim.total_steps", "eval_every")
 """Fields that a continued run may raise: it goes on for longer, from where it was, by the schedule of the longer run."""
 
 
-def learned_in_checkpoint(settings: Mapping[str, Any], metadata: Mapping[str, Any]) -> str:
+def learned_params_path(settings: Mapping[str, Any], metadata: Mapping[str, Any]) -> str:
     """Where in the state of a checkpoint the parameters are that the run has to show: the best ones, with `patience`."""
     return "[1]" if settings["patience"] and metadata["loss"] is not None else "[0].params"
 
@@ -94,7 +94,7 @@ class TrainState:
 
 
 @dataclasses.dataclass(frozen=True)
-class Result:
+class SFTResult:
     """How a run ended."""
 
     step: int
@@ -107,7 +107,7 @@ class Result:
 def loss_sums(decoder: Decoder, batch: Batch, chunk: int) -> tuple[jax.Array, jax.Array]:
     """Negative log-likelihood summed over targets, and their number: summed over microbatches, divided once."""
     scores = token_logprobs(decoder, batch, chunk=chunk)
-    return -scores.logp.sum(), batch.loss[:, 1:].sum()
+    return -scores.logp.sum(), batch.loss_mask[:, 1:].sum()
 
 
 def make_update(
@@ -131,7 +131,7 @@ def make_update(
             "grad_norm": optax.global_norm(grads),
             "skipped": skipped_updates(opt_state),
             "tokens": (batch.segment_ids > 0).sum(),
-            "targets": batch.loss.sum(),
+            "targets": batch.loss_mask.sum(),
         }
         return TrainState(optax.apply_updates(state.params, updates), opt_state, state.step + 1), metrics
 
@@ -180,11 +180,15 @@ class Evaluator:
                 with use_mesh(self._mesh):
                     parts.append(jax.device_get(self._scores(decoder, put_rows(part, self._mesh))))
             logp, greedy = (np.concatenate(p) for p in zip(*parts, strict=True))
-            totals += [-logp[batch.loss].sum(dtype=np.float64), greedy[batch.loss].sum(), batch.loss.sum()]
+            totals += [
+                -logp[batch.loss_mask].sum(dtype=np.float64),
+                greedy[batch.loss_mask].sum(),
+                batch.loss_mask.sum(),
+            ]
             right = [
                 g[m].all()
                 for g, m in zip(
-                    packed.unpack(greedy, lengths), packed.unpack(batch.loss, lengths), strict=True
+                    packed.unpack(greedy, lengths), packed.unpack(batch.loss_mask, lengths), strict=True
                 )
             ]
             matches[f"match/{name}"] = float(np.mean(right))
@@ -200,14 +204,14 @@ class Evaluator:
 
 def train(
     config: SFTConfig,
-    source: Source,
+    source: BatchSource,
     decoder: Decoder,
     workdir: str | os.PathLike[str],
     *,
     held_out: Mapping[str, Sequence[Example]] | None = None,
     identity: Mapping[str, Any] | None = None,
     mesh: Mesh | None = None,
-) -> Result:
+) -> SFTResult:
     """Trains `decoder` in place, continuing what the workdir holds.
 
     Args:
@@ -224,7 +228,7 @@ def train(
         SaveError: the workdir cannot be written.
     """
     graph, params, fixed = split_trained(decoder, config.optim.frozen)
-    fixed = computed(fixed, decoder.dtype)
+    fixed = cast_params(fixed, decoder.dtype)
     nnx.update(decoder, fixed)  # lets go of the wider copy
     optimizer = make_optimizer(config.optim)
     state = TrainState(params, init_optimizer(optimizer, params, mesh), jnp.zeros((), jnp.int32))
@@ -322,8 +326,10 @@ def train(
     file = pathlib.Path(workdir, "result.json")
     if jax.process_index() == 0:
         with saving(file):
-            write_whole(file, json.dumps({"step": step, "stopped": stopped, "evaluation": found}, indent=2))
-    return Result(step, found, stopped)
+            write_atomically(
+                file, json.dumps({"step": step, "stopped": stopped, "evaluation": found}, indent=2)
+            )
+    return SFTResult(step, found, stopped)
 
 
 def _refuse_divergence(step: int, metrics: Mapping[str, jax.Array], saved: int | None) -> None:

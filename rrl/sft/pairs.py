@@ -12,15 +12,15 @@ from transformers import PreTrainedTokenizerBase
 from rrl.data.examples import Example
 from rrl.data.records import fields_of, load_records, text_field
 from rrl.errors import UserError, at_least
-from rrl.sft.demonstrations import TaughtConfig
+from rrl.sft.demonstrations import RecipeDataConfig
 from rrl.text.chat import chat_ids
 from rrl.text.encoding import plain_ids
 
-ALLOWED = "{input, output}, two texts, and id, which pairs of one question share; JSON lines"
+RECORD_FORMAT = "{input, output}, two texts, and id, which pairs of one question share; JSON lines"
 
 
 @dataclasses.dataclass(frozen=True)
-class PairsConfig(TaughtConfig):
+class PairsConfig(RecipeDataConfig):
     """A file of pairs."""
 
     path: str = ""
@@ -48,7 +48,7 @@ def load_pairs(
 
     Raises UserError for a broken record, with its line, and for a file that leaves nothing to train on or to hold out.
     """
-    pairs = load_records(config.path, _pair, ALLOWED, "refuse", None)
+    pairs = load_records(config.path, _pair, RECORD_FORMAT, "refuse", None)
     asked = list(dict.fromkeys(question for question, _, _ in pairs))
     held = set(asked[-config.held_out :])
     train: list[Example] = []

@@ -12,7 +12,7 @@ from rrl.rl.batch import Batch
 from rrl.rl.packing import pack, take_rows
 
 
-class Source(Protocol):
+class BatchSource(Protocol):
     """Gives the batch of each step; asking twice gives the same batch."""
 
     def batch(self, step: int) -> Batch:
@@ -79,10 +79,10 @@ class StreamSource:
 
 
 @dataclasses.dataclass(frozen=True)
-class Alternating:
+class AlternatingSource:
     """Takes turns between sources, `steps` steps each, so that most rows can be short and cheap and some long."""
 
-    sources: Sequence[Source]
+    sources: Sequence[BatchSource]
     steps: int
 
     def batch(self, step: int) -> Batch:

@@ -22,7 +22,7 @@ from ml_collections import ConfigDict
 from transformers import PreTrainedTokenizerBase
 
 from rrl.config.renamed import rename_config
-from rrl.config.sections import build, fill, only
+from rrl.config.sections import build, fill_defaults, refuse_unknown_fields
 from rrl.data.examples import Example
 from rrl.errors import UserError, at_least
 from rrl.files import saving
@@ -34,30 +34,35 @@ from rrl.models.config import DecoderConfig
 from rrl.models.decoder import Decoder
 from rrl.models.hardware import ComputeConfig, MeshConfig
 from rrl.models.hf import folder_hash, load_language_model, save_decoder
-from rrl.models.induction import wire_induction
+from rrl.models.induction import init_induction_heads
 from rrl.models.lora import LoraConfig, add_lora
 from rrl.models.tokenizer import load_tokenizer
 from rrl.parallel.rules import shard
-from rrl.recipes.card import card_of, write_card
+from rrl.recipes.card import make_card, write_card
 from rrl.recipes.catalogue import make_recipe
 from rrl.recipes.rsearch import READER_TEMPLATE
 from rrl.retrieval.folder import stamp
 from rrl.rewards.judge_card import write_judge_card
 from rrl.rl.optim import OptimConfig
-from rrl.runs.metrics import refuse_damaged
+from rrl.runs.datasets import DataConfig, RetrieverConfig, load_retriever, load_retriever_encoder
+from rrl.runs.metrics import refuse_damaged_metrics
 from rrl.runs.model_files import MODEL_FILES, write_model_files
-from rrl.runs.tasks import DataConfig, RetrieverConfig, load_encoder_of, load_retriever
-from rrl.runs.workdir import held, refuse_held, refuse_other_config
-from rrl.sft.demonstrations import DemonstrationConfig, TaughtConfig, demonstrations
-from rrl.sft.judge_agreement import held_out_verdicts, judge_report
-from rrl.sft.judge_examples import KINDS, VerdictConfig, verdict_examples, verdicts
-from rrl.sft.loop import MAY_DIFFER, MAY_GROW, Result, SFTConfig, train
+from rrl.runs.workdir import lock_workdir, refuse_locked, refuse_other_config
+from rrl.sft.demonstrations import DemonstrationConfig, RecipeDataConfig, demonstration_examples
+from rrl.sft.judge_agreement import held_out_judge_examples, judge_report
+from rrl.sft.judge_examples import (
+    PROMPT_KINDS,
+    JudgeExamplesConfig,
+    make_judge_examples,
+    tokenize_judge_examples,
+)
+from rrl.sft.loop import MAY_DIFFER, MAY_GROW, SFTConfig, SFTResult, train
 from rrl.sft.pairs import PairsConfig, load_pairs
-from rrl.sft.sources import Alternating, FixedSource, Source, StreamSource
+from rrl.sft.sources import AlternatingSource, BatchSource, FixedSource, StreamSource
 
-QUESTIONS = 200
+AGREEMENT_QUESTIONS = 200
 """About which a judge's agreement is taken at the end."""
-_BLOCK_SEED = 1000
+_FIRST_WORLD_SEED = 1000
 """Worlds of the streams are numbered from here, so that they are none of those that reinforcement learning uses."""
 
 
@@ -80,7 +85,7 @@ class StreamConfig:
     """"1:200;2:300": reading examples have at most 1 passage for 200 steps, then at most 2 for 300, and then what the
     options say."""
     options: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    """Further arguments of the stream (rrl.miniwiki.reading, .evidence; rrl.sft.judge_examples.VerdictConfig)."""
+    """Further arguments of the stream (rrl.miniwiki.reading, .evidence; rrl.sft.judge_examples.JudgeExamplesConfig)."""
 
     reading: float = 0.0
     """Evidence stage: share of tokens that are reading examples (their options are `reading_options`) while the
@@ -118,29 +123,29 @@ SECTIONS = (
 def with_defaults(config: ConfigDict) -> ConfigDict:
     """A config of this form (see configs/miniwiki_*.py) with every field there is, so that each can be overridden."""
     rename_config(config)
-    fill(config.train, SFTConfig)
-    fill(config.optim, OptimConfig)
+    fill_defaults(config.train, SFTConfig)
+    fill_defaults(config.optim, OptimConfig)
     for name, kind in HARDWARE.items():
         if name not in config:
             config[name] = ConfigDict()
-        fill(config[name], kind)
+        fill_defaults(config[name], kind)
     if not config.init:
-        fill(config.model, DecoderConfig)
-    if config.stage not in TAUGHT:
-        fill(config.data, StreamConfig)
+        fill_defaults(config.model, DecoderConfig)
+    if config.stage not in RECIPE_STAGES:
+        fill_defaults(config.data, StreamConfig)
         return config
     if config.stage == "demonstrations":
-        fill(config.data, DataConfig)
-        fill(config.data.retriever, RetrieverConfig)
+        fill_defaults(config.data, DataConfig)
+        fill_defaults(config.data.retriever, RetrieverConfig)
     shown = config.data.demonstrations if config.stage == "demonstrations" else config.data
-    fill(shown, TAUGHT[config.stage])
+    fill_defaults(shown, RECIPE_STAGES[config.stage])
     recipe = make_recipe(shown.recipe)
-    fill(shown.recipe_options, type(recipe))
-    fill(shown.environment, type(recipe.environment))
+    fill_defaults(shown.recipe_options, type(recipe))
+    fill_defaults(shown.environment, type(recipe.environment))
     return config
 
 
-def run(config: Mapping[str, Any], workdir: str | pathlib.Path) -> Result:
+def run(config: Mapping[str, Any], workdir: str | pathlib.Path) -> SFTResult:
     """Trains as the config says and writes the model to `config["out"]` (default: workdir/model).
 
     Running it again with the same config continues; a finished run only writes the model again.
@@ -153,10 +158,10 @@ def run(config: Mapping[str, Any], workdir: str | pathlib.Path) -> Result:
         return _run(config, workdir, stack)
 
 
-def _run(config: Mapping[str, Any], workdir: str | pathlib.Path, stack: contextlib.ExitStack) -> Result:
+def _run(config: Mapping[str, Any], workdir: str | pathlib.Path, stack: contextlib.ExitStack) -> SFTResult:
     """As `run`; the workdir is held until `stack` is closed."""
     values = config.to_dict() if hasattr(config, "to_dict") else dict(config)
-    only(SECTIONS, values, "config")
+    refuse_unknown_fields(SECTIONS, values, "config")
     stage, model = values["stage"], values["model"]
     if stage not in STAGES:
         raise UserError(f"stage={stage!r} is unknown; choose one of {', '.join(STAGES)}")
@@ -166,7 +171,7 @@ def _run(config: Mapping[str, Any], workdir: str | pathlib.Path, stack: contextl
     identity: dict[str, Any] = {name: values[name] for name in ("stage", "model", "tokenizer", "data")}
     identity |= {name: values[name] for name in ("scales", "induction") if values.get(name)}
     mesh_config = build(MeshConfig, values.get("mesh", {}), "mesh")
-    compute = build(ComputeConfig, values.get("compute", {}), "compute").on(jax.default_backend())
+    compute = build(ComputeConfig, values.get("compute", {}), "compute").for_platform(jax.default_backend())
     lora = build(LoraConfig, values.get("lora", {}), "lora")
     if lora.rank:
         identity["lora"] = dataclasses.asdict(lora)
@@ -178,15 +183,15 @@ def _run(config: Mapping[str, Any], workdir: str | pathlib.Path, stack: contextl
         identity["tokenizer_sha256"] = stamp(tokenizer_file)["sha256"]
     if (encoder := values["data"].get("encoder")) and pathlib.Path(encoder).is_dir():
         identity["encoder_sha256"] = folder_hash(encoder)
-    shown = _taught(stage, values["data"])
+    shown = _recipe_data_config(stage, values["data"])
     if isinstance(shown, PairsConfig):
         identity["pairs"] = shown.fingerprint
     out = pathlib.Path(values["out"] or pathlib.Path(workdir, "model"))
     refuse_other_config(workdir, dataclasses.asdict(settings) | {"run": identity}, MAY_DIFFER, MAY_GROW)
     if out.exists() and not out.is_dir():
         raise UserError(f"out={str(out)!r} is a file; give a folder, or one that is not there yet")
-    refuse_held(workdir)
-    refuse_damaged(workdir)
+    refuse_locked(workdir)
+    refuse_damaged_metrics(workdir)
     mesh = mesh_config.make()
     options: dict[str, Any] = {
         "dtype": jnp.dtype(compute.dtype),
@@ -211,16 +216,16 @@ def _run(config: Mapping[str, Any], workdir: str | pathlib.Path, stack: contextl
         decoder = Decoder(shape, rngs=nnx.Rngs(settings.seed), **options)
         scale_parameters(decoder, values.get("scales", {}))
         if values.get("induction"):
-            wire_induction(decoder, seed=settings.seed, **values["induction"])
+            init_induction_heads(decoder, seed=settings.seed, **values["induction"])
     add_lora(decoder, lora, rngs=nnx.Rngs(settings.seed))
     if mesh.size > 1:
         nnx.update(decoder, shard(nnx.state(decoder), mesh))
     source, held_out = STAGES[stage](values["data"], settings, tokenizer, pathlib.Path(workdir))
     card = None
     if shown is not None:
-        card = card_of(shown.make(), shown.context, shown.card_top_k or shown.top_k)
-    judged = _verdict_options(values["data"]) if stage == "verdicts" else None
-    stack.enter_context(held(workdir))
+        card = make_card(shown.make(), shown.context, shown.card_top_k or shown.top_k)
+    judged = _judge_examples_config(values["data"]) if stage == "verdicts" else None
+    stack.enter_context(lock_workdir(workdir))
     with saving(pathlib.Path(workdir, MODEL_FILES)):
         write_model_files(workdir, decoder.config, tokenizer, card, values["init"] or None)
         if judged is not None:
@@ -236,11 +241,15 @@ def _run(config: Mapping[str, Any], workdir: str | pathlib.Path, stack: contextl
         print(f"wrote {out} (sha256 {folder_hash(out)[:12]})", file=sys.stderr)
         if judged is not None:
             # Few rows, so that this process needs no wider pool for the engine's callbacks.
-            print(judge_report(str(out), "", held_out_verdicts(QUESTIONS, judged), compute, mesh, rows=16))
+            print(
+                judge_report(
+                    str(out), "", held_out_judge_examples(AGREEMENT_QUESTIONS, judged), compute, mesh, rows=16
+                )
+            )
     return result
 
 
-def _taught(stage: str, data: Mapping[str, Any]) -> TaughtConfig | None:
+def _recipe_data_config(stage: str, data: Mapping[str, Any]) -> RecipeDataConfig | None:
     """What a stage teaches, where that is a recipe."""
     if stage == "demonstrations":
         return build(DemonstrationConfig, data["demonstrations"], "data.demonstrations")
@@ -257,19 +266,19 @@ def _init_hash(folder: str) -> str:
         ) from error
 
 
-Stage = Callable[
+StageLoader = Callable[
     [Mapping[str, Any], SFTConfig, PreTrainedTokenizerBase, pathlib.Path],
-    tuple[Source, dict[str, Sequence[Example]]],
+    tuple[BatchSource, dict[str, Sequence[Example]]],
 ]
 """What makes a stage's data from config, settings, tokenizer and workdir."""
 
 
 def _reading(
     data: Mapping[str, Any], settings: SFTConfig, tokenizer: PreTrainedTokenizerBase, _: pathlib.Path
-) -> tuple[Source, dict[str, Sequence[Example]]]:
+) -> tuple[BatchSource, dict[str, Sequence[Example]]]:
     config = build(StreamConfig, data, "data")
 
-    def source(rows: int, row_length: int, options: Mapping[str, float]) -> Source:
+    def source(rows: int, row_length: int, options: Mapping[str, float]) -> BatchSource:
         def make(block: int) -> list[Example]:
             tokens = config.steps_per_block * rows * row_length
             return _read_block(config, settings.seed, tokenizer, block, tokens, row_length, options)
@@ -283,7 +292,9 @@ def _reading(
         return whole, dict(probes)
     more = settings.rows * settings.row_length // config.short_length
     short = source(more, config.short_length, {**config.options, **config.short_options})
-    return Alternating([short] * (config.long_every - 1) + [whole], config.steps_per_block), dict(probes)
+    return AlternatingSource([short] * (config.long_every - 1) + [whole], config.steps_per_block), dict(
+        probes
+    )
 
 
 def _read_block(
@@ -296,16 +307,16 @@ def _read_block(
     options: Mapping[str, float],
 ) -> list[Example]:
     """Reading examples of a block, in worlds of its own."""
-    number = _BLOCK_SEED * (seed + 1) + block
+    number = _FIRST_WORLD_SEED * (seed + 1) + block
     wiki = generate("train", number, config.worlds * config.world_size, config.worlds)
     few = config.most_passages(block * config.steps_per_block)
     given = {**options} if few is None else {**options, "most_passages": few}
-    return _enough(reading_examples(wiki, tokenizer, number, limit=limit, **given), tokens)  # type: ignore[arg-type]
+    return _take_tokens(reading_examples(wiki, tokenizer, number, limit=limit, **given), tokens)  # type: ignore[arg-type]
 
 
 def _evidence(
     data: Mapping[str, Any], settings: SFTConfig, tokenizer: PreTrainedTokenizerBase, _: pathlib.Path
-) -> tuple[Source, dict[str, Sequence[Example]]]:
+) -> tuple[BatchSource, dict[str, Sequence[Example]]]:
     config = build(StreamConfig, data, "data")
 
     def stream(split: str, seed: int) -> Iterator[Example]:
@@ -318,7 +329,9 @@ def _evidence(
         early = config.most_passages(block * config.steps_per_block) is not None
         share = config.reading if early else config.reading_later
         read = int(share * tokens)
-        examples = _enough(stream("train", _BLOCK_SEED * (settings.seed + 1) + block), tokens - read)
+        examples = _take_tokens(
+            stream("train", _FIRST_WORLD_SEED * (settings.seed + 1) + block), tokens - read
+        )
         if read:
             length, options = settings.row_length, config.reading_options
             examples += _read_block(config, settings.seed, tokenizer, block, read, length, options)
@@ -330,13 +343,13 @@ def _evidence(
 
 def _demonstrations(
     data: Mapping[str, Any], settings: SFTConfig, tokenizer: PreTrainedTokenizerBase, workdir: pathlib.Path
-) -> tuple[Source, dict[str, Sequence[Example]]]:
+) -> tuple[BatchSource, dict[str, Sequence[Example]]]:
     given = dict(data)
     config = build(DemonstrationConfig, given.pop("demonstrations"), "data.demonstrations")
     retrieval = build(RetrieverConfig, given.pop("retriever"), "data.retriever")
     world = build(DataConfig, given, "data")
     recipe = config.make()
-    encoder = load_encoder_of(retrieval, "data.retriever")
+    encoder = load_retriever_encoder(retrieval, "data.retriever")
 
     def some(split: str, worlds: int, number: int) -> list[Example]:
         wiki = generate(split, world.seed, worlds * world.world_size, worlds)
@@ -347,7 +360,7 @@ def _demonstrations(
             raise UserError(
                 "data.retriever.kind=off: demonstrations need a retriever; choose scann, exact or bm25"
             )
-        return demonstrations(recipe, tokenizer, items, retriever, config.top_k)
+        return demonstration_examples(recipe, tokenizer, items, retriever, config.top_k)
 
     examples = some("train", world.train_worlds, config.number)
     held_out = some("dev", world.held_out_worlds, config.held_out)
@@ -356,39 +369,45 @@ def _demonstrations(
 
 def _pairs(
     data: Mapping[str, Any], settings: SFTConfig, tokenizer: PreTrainedTokenizerBase, _: pathlib.Path
-) -> tuple[Source, dict[str, Sequence[Example]]]:
+) -> tuple[BatchSource, dict[str, Sequence[Example]]]:
     examples, held_out = load_pairs(build(PairsConfig, data, "data"), tokenizer, settings.row_length)
     source = FixedSource(examples, settings.rows, settings.row_length, settings.seed)
     print(f"an epoch has {source.steps_per_epoch} steps of {settings.rows} rows", file=sys.stderr)
     return source, {"pairs": held_out}
 
 
-def _verdicts(
+def _judge_examples(
     data: Mapping[str, Any], settings: SFTConfig, tokenizer: PreTrainedTokenizerBase, _: pathlib.Path
-) -> tuple[Source, dict[str, Sequence[Example]]]:
-    config, options = build(StreamConfig, data, "data"), _verdict_options(data)
+) -> tuple[BatchSource, dict[str, Sequence[Example]]]:
+    config, options = build(StreamConfig, data, "data"), _judge_examples_config(data)
     tokens = config.steps_per_block * settings.rows * settings.row_length
 
     def stream(split: str, seed: int, per_kind: int, kind: type | None = None) -> Iterator[Example]:
         wiki = generate(split, seed, config.worlds * config.world_size, config.worlds)
-        found = (v for v in verdicts(wiki, seed, per_kind, options) if kind is None or type(v.case) is kind)
-        examples = verdict_examples(found, tokenizer, options.card)
+        found = (
+            v
+            for v in make_judge_examples(wiki, seed, per_kind, options)
+            if kind is None or type(v.prompt) is kind
+        )
+        examples = tokenize_judge_examples(found, tokenizer, options.card)
         return (example for example in examples if len(example) <= settings.row_length)
 
     def make(block: int) -> list[Example]:
         # Four cases a question; more questions than the tokens take.
-        return _enough(stream("train", _BLOCK_SEED * (settings.seed + 1) + block, tokens // 3000 + 1), tokens)
+        return _take_tokens(
+            stream("train", _FIRST_WORLD_SEED * (settings.seed + 1) + block, tokens // 3000 + 1), tokens
+        )
 
     probes: dict[str, Sequence[Example]] = {
-        kind.__name__.lower(): list(stream("dev", 0, config.probes // 5 + 1, kind)) for kind in KINDS
+        kind.__name__.lower(): list(stream("dev", 0, config.probes // 5 + 1, kind)) for kind in PROMPT_KINDS
     }
     return StreamSource(
         make, settings.rows, settings.row_length, settings.seed, config.steps_per_block
     ), probes
 
 
-def _verdict_options(data: Mapping[str, Any]) -> VerdictConfig:
-    return build(VerdictConfig, data["options"], "data.options")
+def _judge_examples_config(data: Mapping[str, Any]) -> JudgeExamplesConfig:
+    return build(JudgeExamplesConfig, data["options"], "data.options")
 
 
 def scale_parameters(decoder: Decoder, scales: Mapping[str, float]) -> None:
@@ -418,7 +437,7 @@ def parse_curriculum(text: str) -> tuple[tuple[int, int], ...]:
     return tuple((pair[0], pair[1]) for pair in pairs)
 
 
-def _enough(stream: Iterator[Example], tokens: int) -> list[Example]:
+def _take_tokens(stream: Iterator[Example], tokens: int) -> list[Example]:
     """Examples of a stream until they have so many tokens."""
     examples, total = [], 0
     for example in stream:
@@ -429,12 +448,15 @@ def _enough(stream: Iterator[Example], tokens: int) -> list[Example]:
     return examples
 
 
-STAGES: dict[str, Stage] = {
+STAGES: dict[str, StageLoader] = {
     "reading": _reading,
     "evidence": _evidence,
     "demonstrations": _demonstrations,
     "pairs": _pairs,
-    "verdicts": _verdicts,
+    "verdicts": _judge_examples,
 }
-TAUGHT: dict[str, type[TaughtConfig]] = {"demonstrations": DemonstrationConfig, "pairs": PairsConfig}
+RECIPE_STAGES: dict[str, type[RecipeDataConfig]] = {
+    "demonstrations": DemonstrationConfig,
+    "pairs": PairsConfig,
+}
 """Stages that teach a recipe, and what says which."""

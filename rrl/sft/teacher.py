@@ -25,7 +25,7 @@ REFUSED = "refused"
 """Why a trajectory ended of which a service would not answer a step."""
 
 
-class Strong(Protocol):
+class Teacher(Protocol):
     """Gives trajectories of questions."""
 
     def sample(self, questions: Sequence[Question], first: int) -> list[Trajectory]:
@@ -34,7 +34,7 @@ class Strong(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
-class PolicyFolder:
+class PolicyTeacher:
     """A decoder in the rollout engine."""
 
     engine: Engine
@@ -44,7 +44,7 @@ class PolicyFolder:
     seed: int = 0
 
     def sample(self, questions: Sequence[Question], first: int) -> list[Trajectory]:
-        """See `Strong`."""
+        """See `Teacher`."""
         size = len(self.temperatures)
         requests = [
             Request(question, prompt, group * size + sample, group, temperature)
@@ -56,7 +56,7 @@ class PolicyFolder:
 
 
 @dataclasses.dataclass
-class _Live:
+class _TeacherEpisode:
     """A trajectory in the making."""
 
     episode: Episode
@@ -66,7 +66,7 @@ class _Live:
     ended: str = ""
 
 
-class Service:
+class EndpointTeacher:
     """A model behind an OpenAI-compatible service, asked for one step at a time, of all trajectories together."""
 
     def __init__(
@@ -90,14 +90,14 @@ class Service:
         ]
 
     def sample(self, questions: Sequence[Question], first: int) -> list[Trajectory]:
-        """See `Strong`. Raises as `Endpoint.answers` and the retriever do, and UserError for a protocol that goes on within one
+        """See `Teacher`. Raises as `Endpoint.answers` and the retriever do, and UserError for a protocol that goes on within one
         context, which a service cannot."""
         lives = [
-            [_Live(Episode(question), group, self.recipe.prompt(question)) for _ in self.endpoints]
+            [_TeacherEpisode(Episode(question), group, self.recipe.prompt(question)) for _ in self.endpoints]
             for group, question in enumerate(questions, start=first)
         ]
         while any(not live.ended for row in lives for live in row):
-            searching: list[tuple[_Live, str]] = []
+            searching: list[tuple[_TeacherEpisode, str]] = []
             for sample, endpoint in enumerate(self.endpoints):
                 asked = [row[sample] for row in lives if not row[sample].ended]
                 replies = endpoint.replies([live.prompt for live in asked])
@@ -106,15 +106,15 @@ class Service:
                         live.ended = REFUSED
                         continue
                     text = reply.text
-                    live.said += [(PROMPT, _words(live.prompt)), (POLICY, text)]
-                    live.episode.said.append(text)
+                    live.said += [(PROMPT, _prompt_text(live.prompt)), (POLICY, text)]
+                    live.episode.policy_texts.append(text)
                     action = self.recipe.environment.react(
-                        live.episode, text, TURN_TOKENS if reply.cut else EOS
+                        live.episode, text, TURN_TOKENS if reply.truncated else EOS
                     )
                     if isinstance(action, SearchFor):
                         searching.append((live, action.query))
                     else:
-                        _act(live, action)
+                        _apply_action(live, action)
             for (live, query), passages in zip(
                 searching, self._search([query for _, query in searching]), strict=True
             ):
@@ -122,7 +122,7 @@ class Service:
                 live.episode.searches.append(
                     Search(live.episode.turn, query, titles, passages=tuple(passages))
                 )
-                _act(live, self.recipe.environment.observe(live.episode, passages))
+                _apply_action(live, self.recipe.environment.observe(live.episode, passages))
         return [_trajectory(live) for row in lives for live in row]
 
     def _search(self, queries: list[str]) -> list[list[Passage]]:
@@ -133,7 +133,7 @@ class Service:
         return [[hit.passage for hit in of_one] for of_one in hits]
 
 
-def _act(live: _Live, action: Action) -> None:
+def _apply_action(live: _TeacherEpisode, action: Action) -> None:
     if isinstance(action, Finish):
         live.ended = action.reason
     elif isinstance(action, Restart) and isinstance(action.prompt, (str, Prompt)):
@@ -146,11 +146,11 @@ def _act(live: _Live, action: Action) -> None:
         )
 
 
-def _words(prompt: str | Prompt) -> str:
+def _prompt_text(prompt: str | Prompt) -> str:
     return prompt if isinstance(prompt, str) else f"{prompt.system}{prompt.said}{prompt.prefill}"
 
 
-def _trajectory(live: _Live) -> Trajectory:
+def _trajectory(live: _TeacherEpisode) -> Trajectory:
     """Words and searches alone: a service tells no tokens."""
     none = np.zeros(0)
     return Trajectory(

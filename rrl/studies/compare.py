@@ -19,13 +19,13 @@ from typing import Any
 import numpy as np
 
 from rrl.errors import UserError
-from rrl.files import saving, write_whole
+from rrl.files import saving, write_atomically
 from rrl.report.curves import plot_spread
 from rrl.report.summary import table
-from rrl.runs.launcher import REFUSED, STOPPED, TRY_AGAIN
+from rrl.runs.launcher import EXIT_STOPPED, EXIT_TRY_AGAIN, EXIT_USER_ERROR
 from rrl.runs.metrics import read_metrics
-from rrl.runs.workdir import CONFIG, read_run
-from rrl.stopping import Stopped, Unavailable
+from rrl.runs.workdir import CONFIG, read_identity
+from rrl.stopping import RunStopped, ServiceUnavailable
 
 GRPO, SFT = "GRPO", "SFT continued"
 ARMS = {GRPO: "", SFT: "", "rewards permuted": "control=permuted", "search off": "control=search_off"}
@@ -153,7 +153,7 @@ def compare(
     evaluations = "".join(f"{json.dumps(line)}\n" for line in lines)
     for name, content in (("compare.jsonl", evaluations), ("compare.txt", text + "\n")):
         with saving(root / name):
-            write_whole(root / name, content)
+            write_atomically(root / name, content)
     return text
 
 
@@ -197,15 +197,15 @@ def run_commands(run: ArmRun, todo: Sequence[Sequence[str]], provenance: str) ->
     for command in todo:
         print("python", *command, file=sys.stderr, flush=True)
         code = wait_for(subprocess.Popen([sys.executable, *command]))
-        if code != REFUSED and run.workdir.is_dir():
+        if code != EXIT_USER_ERROR and run.workdir.is_dir():
             with saving(run.workdir / "command.json"):
-                write_whole(run.workdir / "command.json", provenance)
-        if code == STOPPED or code < 0:
-            raise Stopped(
+                write_atomically(run.workdir / "command.json", provenance)
+        if code == EXIT_STOPPED or code < 0:
+            raise RunStopped(
                 f"the run {run.workdir} was stopped by a signal (exit code {code}); the same command continues it"
             )
-        if code == TRY_AGAIN:
-            raise Unavailable(
+        if code == EXIT_TRY_AGAIN:
+            raise ServiceUnavailable(
                 f"the run {run.workdir} ended because a service did not respond (exit code {code})"
             )
         if code:
@@ -275,7 +275,7 @@ def refuse_mixed_models(plan: Sequence[ArmRun]) -> None:
     for run in plan:
         if run.arm == SFT or not (run.workdir / CONFIG).exists():
             continue
-        made = read_run(run.workdir, "policy", "reader", "retriever")
+        made = read_identity(run.workdir, "policy", "reader", "retriever")
         models = {name: made[name] for name in ("policy", "reader")} | {
             "encoder": made["retriever"]["encoder"]
         }
@@ -299,7 +299,7 @@ def arm_differences(plan: Sequence[ArmRun]) -> list[str]:
     for run in plan:
         if not (run.workdir / CONFIG).exists():
             continue
-        made = read_run(run.workdir, *(() if run.arm == SFT else ("policy",)))
+        made = read_identity(run.workdir, *(() if run.arm == SFT else ("policy",)))
         fields = {
             f"{part}.{name}": value
             for part in ("data", "retriever")

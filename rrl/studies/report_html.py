@@ -15,7 +15,7 @@ import numpy as np
 
 from rrl.data.questions import Question
 from rrl.data.trajectory import Trajectory
-from rrl.eval.comparison import Cells, Run, common, remarks, tables
+from rrl.eval.comparison import Cells, EvaluationRun, common, remarks, tables
 from rrl.report.article import article, verdict, words
 
 QUESTIONS_SHOWN = 60
@@ -25,7 +25,7 @@ MARKS = {"right": "✓", "partly": "◐", "wrong": "✗", "unscored": "·"}
 
 
 def report_page(
-    runs: Sequence[Run],
+    runs: Sequence[EvaluationRun],
     rows: Sequence[Mapping[str, Any]],
     *,
     title: str = "Evaluations",
@@ -77,7 +77,7 @@ script-src 'unsafe-inline'; img-src data:">
 """
 
 
-def most_different_questions(runs: Sequence[Run], count: int) -> list[Question]:
+def most_different_questions(runs: Sequence[EvaluationRun], count: int) -> list[Question]:
     """Return at most `count` questions that all runs answered, sorted by the spread of the main metric
     over runs.
 
@@ -94,7 +94,7 @@ def most_different_questions(runs: Sequence[Run], count: int) -> list[Question]:
     return [asked[at] for at in np.argsort(-spread, kind="stable")[:count]]
 
 
-def _browser(runs: Sequence[Run], count: int) -> str:
+def _browser(runs: Sequence[EvaluationRun], count: int) -> str:
     questions = most_different_questions(runs, count)
     if not questions:
         why = "no question was asked in all runs, or one of them stores no trajectories"
@@ -137,7 +137,7 @@ def _link(at: int, question: Question, side: Sequence[Trajectory]) -> str:
     return f'<a href="#t{at}" data-at="{at}"><span>{_text(question.text)}<small>{marks} {words(question.kind)}</small></span></a>'
 
 
-def _slot(at: int, question: Question, side: Sequence[Trajectory], runs: Sequence[Run]) -> str:
+def _slot(at: int, question: Question, side: Sequence[Trajectory], runs: Sequence[EvaluationRun]) -> str:
     searchable = [question.text, question.id, *question.answers, *(trajectory.answer for trajectory in side)]
     columns = "".join(
         f"<div><h3>{_text(run.name)}</h3>{article(trajectory, tags=run.tags)}</div>"
@@ -165,7 +165,7 @@ def _table(table: Cells) -> str:
     return f"<div class='scroll'><table class='results'>{top}<tbody>{rows}</tbody></table></div>"
 
 
-def _card(run: Run) -> str:
+def _card(run: EvaluationRun) -> str:
     card = run.card
     facts = card.setting | {
         "method": card.method,

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rrl.errors import UserError
-from rrl.eval.comparison import Run, as_csv, as_markdown, load_runs, records
-from rrl.files import replaced, saving
+from rrl.eval.comparison import EvaluationRun, as_csv, as_markdown, load_runs, records
+from rrl.files import atomic_stream, saving
 from rrl.report.curves import plot_spread
 from rrl.studies.report_html import QUESTIONS_SHOWN, report_page
 
@@ -50,7 +50,7 @@ def write_run_report(
     except OSError as error:
         raise UserError(f"out={str(out)!r} cannot be created ({error}); give another folder") from error
     for name, content in (("report.md", text), ("report.csv", as_csv(rows)), ("report.html", html)):
-        with saving(out / name), replaced(out / name) as stream:
+        with saving(out / name), atomic_stream(out / name) as stream:
             stream.write(content.encode("utf-8", "replace"))
     return text
 
@@ -59,7 +59,7 @@ def _is_training(folder: Path) -> bool:
     return (folder / "metrics.jsonl").is_file() and not (folder / "metrics.json").is_file()
 
 
-def _curves(runs: Sequence[Run], trained: Sequence[Path]) -> bytes:
+def _curves(runs: Sequence[EvaluationRun], trained: Sequence[Path]) -> bytes:
     """Return a PNG with the curves of the training runs, each drawn once; empty if there are none."""
     files = {str(folder / "metrics.jsonl"): str(folder) for folder in trained}
     for run in runs:

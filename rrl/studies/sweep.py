@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from rrl.errors import UserError
-from rrl.eval.comparison import Run, as_csv, as_markdown, load_runs, records
-from rrl.files import replaced, saving
+from rrl.eval.comparison import EvaluationRun, as_csv, as_markdown, load_runs, records
+from rrl.files import atomic_stream, saving
 from rrl.report.curves import COLOURS, GRID, legend_below, new_figure, save_figure, style_axis
 
 COSTS = {
@@ -83,7 +83,7 @@ def sweep(
     rows = [{name: value} | row for value, row in zip(values, records(runs, level, seed), strict=True)]
     text = f"# {name}\n\n{as_markdown(runs, rows)}"
     for file, content in (("sweep.md", text), ("sweep.csv", as_csv(rows))):
-        with saving(out / file), replaced(out / file) as stream:
+        with saving(out / file), atomic_stream(out / file) as stream:
             stream.write(content.encode("utf-8", "replace"))
     with saving(out / "sweep.png"):
         plot_sweep(name, values, runs, rows, out / "sweep.png")
@@ -96,7 +96,11 @@ def folder_of(value: str) -> str:
 
 
 def plot_sweep(
-    name: str, values: Sequence[str], runs: Sequence[Run], rows: Sequence[Mapping[str, Any]], png: Path
+    name: str,
+    values: Sequence[str],
+    runs: Sequence[EvaluationRun],
+    rows: Sequence[Mapping[str, Any]],
+    png: Path,
 ) -> None:
     """Plot metrics with their intervals over the values, and below them coverage and costs.
 

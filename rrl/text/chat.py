@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Int
 from transformers import PreTrainedTokenizerBase
 
-from rrl.errors import UserError, shown
+from rrl.errors import UserError, describe_error
 from rrl.text.encoding import CUTS, cut_names, plain_ids, special_name, template_ids
 from rrl.text.encoding import text_ids as text_ids
 
@@ -76,7 +76,8 @@ def _templated(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, choice: Mappi
         if messages[0] is not system or prompt.system.strip() in text:
             return text
     raise UserError(
-        f"the tokenizer {tokenizer.name_or_path!r}: its chat_template fails ({shown(errors[0])}). Mend chat_template.jinja (or "
+        f"the tokenizer {tokenizer.name_or_path!r}: its chat_template fails ({describe_error(errors[0])}). "
+        "Mend chat_template.jinja (or "
         "chat_template in tokenizer_config.json) of that folder, or put the template of the model's publisher there; of several "
         'named templates call one "default"'
     ) from errors[0]

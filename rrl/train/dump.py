@@ -10,14 +10,14 @@ import numpy as np
 from rrl.data.trajectory import Trajectory
 from rrl.rl.update import Advantages
 
-MOST = 5
+MAX_FILES = 5
 """Batches that a folder keeps: a run that never recovers does not fill the disk."""
 
 
 def dump_batch(
     folder: str | pathlib.Path, step: int, trajectories: Sequence[Trajectory], advantages: Advantages
 ) -> pathlib.Path | None:
-    """Writes what an update learned from to `folder/step_N.npz`; None where there are `MOST` files already, and in every
+    """Writes what an update learned from to `folder/step_N.npz`; None where there are `MAX_FILES` files already, and in every
     process but the first, whose folder it may be.
 
     Arrays over the tokens of all trajectories, one after another: tokens, roles, logps, sampled_logps, turns, rewards (what
@@ -29,7 +29,7 @@ def dump_batch(
     folder = pathlib.Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / f"step_{step:06d}.npz"
-    if len(list(folder.glob("step_*.npz"))) >= MOST:
+    if len(list(folder.glob("step_*.npz"))) >= MAX_FILES:
         return None
     along = [
         np.broadcast_to(np.asarray(a, np.float32), len(t.tokens))

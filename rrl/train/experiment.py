@@ -17,11 +17,11 @@ from ml_collections import ConfigDict
 from transformers import PreTrainedTokenizerBase
 
 from rrl.config.renamed import rename_config
-from rrl.config.sections import build, fill, only
+from rrl.config.sections import build, fill_defaults, refuse_unknown_fields
 from rrl.data.trajectory import Trajectory
 from rrl.data.trajectory_files import save_trajectories
 from rrl.errors import UserError
-from rrl.files import saving, write_whole
+from rrl.files import saving, write_atomically
 from rrl.models.decoder import Decoder
 from rrl.models.hardware import ComputeConfig, MeshConfig
 from rrl.models.heads import ValueModel
@@ -31,10 +31,10 @@ from rrl.models.weights import require_folder
 from rrl.parallel.mesh import data_shards
 from rrl.parallel.rules import shard
 from rrl.parallel.runtime import enable_compilation_cache
-from rrl.recipes.base import Grouping, Recipe, Scoring, check_tags, curves_of, uses_chat
-from rrl.recipes.card import Card, card_of, require_policy, write_card
+from rrl.recipes.base import Recipe, RequiresGroups, ScoringContext, check_tags, curves_of, uses_chat
+from rrl.recipes.card import RecipeCard, make_card, require_policy, write_card
 from rrl.recipes.catalogue import make_recipe
-from rrl.recipes.episodes import too_long
+from rrl.recipes.episodes import find_long_prompts
 from rrl.report.article import HELD_OUT, TRAINING, UNUSED
 from rrl.report.curves import plot_training
 from rrl.report.summary import summary
@@ -43,18 +43,18 @@ from rrl.rewards.judge import Judge
 from rrl.rewards.judge_settings import SECTIONS as JUDGE
 from rrl.rewards.judge_settings import JudgeSettings
 from rrl.rewards.reader import Reader
-from rrl.rl.advantages import WITHIN_GROUPS
+from rrl.rl.advantages import GROUP_RELATIVE
 from rrl.rl.critic import CriticConfig
 from rrl.rl.objective import ObjectiveConfig
 from rrl.rl.optim import OptimConfig
-from rrl.rollout.config import NO_NUMBERS, EngineConfig
+from rrl.rollout.config import RESULT_INVARIANT_FIELDS, EngineConfig
 from rrl.rollout.engine import Engine
-from rrl.runs.clock import Clock
-from rrl.runs.metrics import read_metrics, refuse_damaged
+from rrl.runs.datasets import DataConfig, RetrieverConfig, data_fingerprint, encoder_folder, load_datasets
+from rrl.runs.metrics import read_metrics, refuse_damaged_metrics
 from rrl.runs.model_files import MODEL_FILES, write_model_files
-from rrl.runs.shown_trajectories import EACH
-from rrl.runs.tasks import DataConfig, RetrieverConfig, data_files, encoder_folder, load_corpora
-from rrl.runs.workdir import held, refuse_held, refuse_other_config
+from rrl.runs.saved_trajectories import MAX_PER_SOURCE
+from rrl.runs.timed_log import TimedLog
+from rrl.runs.workdir import lock_workdir, refuse_locked, refuse_other_config
 from rrl.train.guard import GuardConfig
 from rrl.train.loop import Outcome, Task, train
 from rrl.train.rl_config import MAY_DIFFER, MAY_GROW, RLConfig
@@ -73,28 +73,28 @@ SECTIONS = {
     "guard": GuardConfig,
 }
 """The dataclass behind each section of a config, but for `recipe`."""
-CRITIC = {"critic": CriticConfig, "critic_optim": OptimConfig}
+CRITIC_SECTIONS = {"critic": CriticConfig, "critic_optim": OptimConfig}
 """The same of the sections that make it PPO."""
 
 
 def with_defaults(config: ConfigDict) -> ConfigDict:
     """A config of this form (see configs/rsearch_grpo.py) with every field there is, so that each can be overridden."""
     rename_config(config)
-    critic = CRITIC if "critic" in config else {}
+    critic = CRITIC_SECTIONS if "critic" in config else {}
     judge = JUDGE if any(name in config for name in JUDGE) else {}
     for name in judge:
         if name not in config:
             config[name] = ConfigDict()
     for name, kind in {**SECTIONS, **critic, **judge}.items():
-        fill(config[name], kind)
+        fill_defaults(config[name], kind)
     recipe = make_recipe(config.recipe.name)
-    fill(config.recipe, type(recipe))
-    fill(config.recipe.environment, type(recipe.environment))
+    fill_defaults(config.recipe, type(recipe))
+    fill_defaults(config.recipe.environment, type(recipe.environment))
     return config
 
 
 @dataclasses.dataclass(frozen=True)
-class Settings:
+class TrainSettings:
     """A config, checked and typed."""
 
     name: str
@@ -117,7 +117,7 @@ class Settings:
     """What else a reader of the result must know: it stands in the log and below the table."""
 
     @classmethod
-    def of(cls, config: Mapping[str, Any]) -> "Settings":
+    def from_config(cls, config: Mapping[str, Any]) -> "TrainSettings":
         """Checks a config (see configs/rsearch_grpo.py for its form) and that its folders are there; loads nothing yet."""
         settings = cls.parse(config)
         if not settings.name:
@@ -132,29 +132,29 @@ class Settings:
         path = settings.data.path
         if path != "miniwiki" and not (path and pathlib.Path(path).is_dir()):
             raise UserError(f"data={path!r} is no folder; give one, or miniwiki for the built-in world")
-        return dataclasses.replace(settings, compute=settings.compute.on(jax.default_backend()))
+        return dataclasses.replace(settings, compute=settings.compute.for_platform(jax.default_backend()))
 
     @classmethod
-    def parse(cls, config: Mapping[str, Any]) -> "Settings":
+    def parse(cls, config: Mapping[str, Any]) -> "TrainSettings":
         """Checks a config's fields alone."""
         values = config.to_dict() if hasattr(config, "to_dict") else dict(config)
-        only(
-            [*SECTIONS, *CRITIC, *JUDGE, "recipe", "name", "policy", "reader", "reference", "note"],
+        refuse_unknown_fields(
+            [*SECTIONS, *CRITIC_SECTIONS, *JUDGE, "recipe", "name", "policy", "reader", "reference", "note"],
             values,
             "config",
         )
         steps = values["train"]["steps"]
         objective = build(ObjectiveConfig, values["objective"], "objective")
-        critic = _critic(values, steps)
+        critic = _critic_config(values, steps)
         waits = critic.warmup_steps if critic else 0
         total = max(steps - waits, 1) * objective.optimizer_steps
         optim = build(OptimConfig, values["optim"], "optim", total_steps=total)
         recipe_values = dict(values["recipe"])
         name, environment = recipe_values.pop("name"), recipe_values.pop("environment", {})
         rollout = build(EngineConfig, values["rollout"], "rollout")
-        if objective.lengths[-1] < rollout.context:
+        if objective.row_lengths[-1] < rollout.context:
             raise UserError(
-                f"objective.lengths={objective.lengths} must reach rollout.context={rollout.context}: add it as the last"
+                f"objective.row_lengths={objective.row_lengths} must reach rollout.context={rollout.context}: add it as the last"
             )
         recipe = make_recipe(name, recipe_values, environment)
         usual, asked = (getattr(made, "advantage", None) for made in (make_recipe(name), recipe))
@@ -163,15 +163,15 @@ class Settings:
                 f"recipe.advantage={asked!r} has no part in a run with a critic, which gives the advantages: leave it at "
                 f"{usual!r}, or take the config's critic out"
             )
-        if critic is None and steps and values["train"].get("samples") == 1 and asked in WITHIN_GROUPS:
+        if critic is None and steps and values["train"].get("samples") == 1 and asked in GROUP_RELATIVE:
             raise UserError(
                 f"recipe.advantage={asked!r} compares the samples of a question, of which train.samples=1 gives one: nothing "
                 "would be learned from. Raise it, or take reinforce_plus_plus or reward, which compare questions"
             )
-        if steps and isinstance(recipe, Grouping):
+        if steps and isinstance(recipe, RequiresGroups):
             recipe.check_samples(values["train"].get("samples", RLConfig.samples))
         judge = JudgeSettings.parse(values) if any(section in values for section in JUDGE) else None
-        if recipe.judged and judge is None:
+        if recipe.needs_judge and judge is None:
             raise UserError(
                 f"recipe.name={name!r} asks a judge for its rewards; give the section judge, with a kind of oracle, model "
                 "or endpoint"
@@ -203,11 +203,11 @@ class Settings:
         )
 
 
-def _critic(values: Mapping[str, Any], steps: int) -> CriticConfig | None:
+def _critic_config(values: Mapping[str, Any], steps: int) -> CriticConfig | None:
     """PPO's critic, where the config has its sections."""
-    if not any(name in values for name in CRITIC):
+    if not any(name in values for name in CRITIC_SECTIONS):
         return None
-    sections = {name: values.get(name, {}) for name in CRITIC}
+    sections = {name: values.get(name, {}) for name in CRITIC_SECTIONS}
     config = build(CriticConfig, sections["critic"], "critic", optim=OptimConfig())
     total = max(steps, 1) * config.optimizer_steps
     optim = build(OptimConfig, sections["critic_optim"], "critic_optim", total_steps=total)
@@ -215,7 +215,7 @@ def _critic(values: Mapping[str, Any], steps: int) -> CriticConfig | None:
 
 
 @dataclasses.dataclass(frozen=True)
-class Loaded:
+class TrainComponents:
     """Everything a run needs in memory."""
 
     decoder: Decoder
@@ -228,7 +228,7 @@ class Loaded:
     """Where PPO's critic starts: the policy's body, or its first layers, with a new output that says 0."""
 
 
-def load(settings: Settings, say: Clock, workdir: pathlib.Path) -> Loaded:
+def load(settings: TrainSettings, say: TimedLog, workdir: pathlib.Path) -> TrainComponents:
     """Loads models, corpus and questions; `workdir` stores a large index."""
     mesh, compute = settings.mesh.make(), settings.compute
     device = mesh.devices.flat[0]
@@ -276,16 +276,16 @@ def load(settings: Settings, say: Clock, workdir: pathlib.Path) -> Loaded:
             mesh=mesh if mesh.size > 1 else None,
         )
         reader = Reader(*frozen, settings.reader_rollout, mesh=mesh)
-    train_side, held_out = load_corpora(
+    train_side, held_out = load_datasets(
         settings.data, settings.retriever, say, settings.rollout.search_seconds, workdir
     )
     engine = Engine(decoder, tokenizer, settings.rollout, retriever=train_side.retriever, mesh=mesh)
     task = Task(train_side.questions, held_out.questions, held_out.retriever)
     judge = None
-    if settings.recipe.judged and settings.judge is not None:
+    if settings.recipe.needs_judge and settings.judge is not None:
         say(f"judge: {settings.judge.judge.kind}")
         judge = settings.judge.load([*task.train, *task.held_out], compute, mesh)
-    return Loaded(decoder, tokenizer, engine, reader, task, judge, value_model)
+    return TrainComponents(decoder, tokenizer, engine, reader, task, judge, value_model)
 
 
 def run(config: Mapping[str, Any], workdir: str | pathlib.Path) -> Outcome:
@@ -303,23 +303,23 @@ def run(config: Mapping[str, Any], workdir: str | pathlib.Path) -> Outcome:
 
 def _run(config: Mapping[str, Any], workdir: str | pathlib.Path, stack: contextlib.ExitStack) -> Outcome:
     """As `run`; the workdir is held until `stack` is closed."""
-    say = Clock()
-    settings = Settings.of(config)
+    say = TimedLog()
+    settings = TrainSettings.from_config(config)
     identity = identity_of(settings)
     workdir = pathlib.Path(workdir)
     train_settings = dataclasses.asdict(settings.train) | {"run": identity}
     grown = refuse_other_config(workdir, train_settings, MAY_DIFFER, MAY_GROW)
     if "steps" in grown:
         say("train.steps: {} before, {} now; the run goes on from where it was".format(*grown["steps"]))
-    refuse_held(workdir)
-    refuse_damaged(workdir)
+    refuse_locked(workdir)
+    refuse_damaged_metrics(workdir)
     enable_compilation_cache()
     loaded = load(settings, say, workdir)
     check_tags(settings.recipe, loaded.tokenizer)
-    loaded = dataclasses.replace(loaded, task=_without_too_long(settings, loaded, say))
+    loaded = dataclasses.replace(loaded, task=_drop_long_questions(settings, loaded, say))
 
     def ready() -> None:
-        stack.enter_context(held(workdir))
+        stack.enter_context(lock_workdir(workdir))
         if grown:  # it is not finished any more
             (workdir / "summary.txt").unlink(missing_ok=True)
         with saving(workdir / MODEL_FILES):
@@ -329,7 +329,7 @@ def _run(config: Mapping[str, Any], workdir: str | pathlib.Path, stack: contextl
 
     if settings.note:
         say(settings.note)
-    say(f"compiling on first use (the update stays in the compilation cache): {programs_of(settings)}")
+    say(f"compiling on first use (the update stays in the compilation cache): {describe_programs(settings)}")
     outcome = train(
         settings.train,
         settings.recipe,
@@ -337,7 +337,7 @@ def _run(config: Mapping[str, Any], workdir: str | pathlib.Path, stack: contextl
         loaded.engine,
         loaded.decoder,
         workdir,
-        scoring=Scoring(loaded.reader.answers if loaded.reader else None, loaded.judge),
+        scoring=ScoringContext(loaded.reader.answers if loaded.reader else None, loaded.judge),
         identity=identity,
         value_model=loaded.value_model,
         ready=ready,
@@ -350,12 +350,12 @@ def _run(config: Mapping[str, Any], workdir: str | pathlib.Path, stack: contextl
     return outcome
 
 
-def _without_too_long(settings: Settings, loaded: Loaded, say: Clock) -> Task:
+def _drop_long_questions(settings: TrainSettings, loaded: TrainComponents, say: TimedLog) -> Task:
     """The task without training questions that do not fit the context: nothing can be learned from them. Held-out ones stay and
     count as wrong."""
     task = loaded.task
     questions = [*task.train, *task.held_out]
-    long = too_long(loaded.engine, settings.recipe, questions, settings.data.on_error, say)
+    long = find_long_prompts(loaded.engine, settings.recipe, questions, settings.data.on_error, say)
     train = [question for place, question in enumerate(task.train) if place not in long]
     if len(train) < len(task.train):
         say(
@@ -368,21 +368,23 @@ def _without_too_long(settings: Settings, loaded: Loaded, say: Clock) -> Task:
     return dataclasses.replace(task, train=train) if long else task
 
 
-def programs_of(settings: Settings) -> str:
+def describe_programs(settings: TrainSettings) -> str:
     """The programs of a run and their sizes, in words: nothing else is compiled after they have been met once."""
     objective, shards = settings.train.objective, data_shards(settings.mesh.make())
-    update = ", ".join(f"{objective.rows(length, shards)} x {length}" for length in objective.lengths)
+    update = ", ".join(
+        f"{objective.rows_per_microbatch(length, shards)} x {length}" for length in objective.row_lengths
+    )
 
     def loop(name: str, sizes: EngineConfig) -> str:
         return f"{name} of {sizes.rows} rows x {sizes.context} tokens"
 
     reader = f"; {loop('the reader', settings.reader_rollout)}" if settings.reader else ""
-    asked = settings.judge if settings.recipe.judged else None
+    asked = settings.judge if settings.recipe.needs_judge else None
     judge = f"; {loop('the judge', asked.rollout)}" if asked and asked.judge.kind == "model" else ""
     return f"{loop('rollout', settings.rollout)}{reader}{judge}; update of {update}"
 
 
-def identity_of(settings: Settings) -> dict[str, Any]:
+def identity_of(settings: TrainSettings) -> dict[str, Any]:
     """What makes a run this run, apart from its training settings: models and data by content, not by path."""
     encoder = encoder_folder(settings.retriever)
     identity = {
@@ -391,25 +393,31 @@ def identity_of(settings: Settings) -> dict[str, Any]:
         "reader": settings.reader and folder_hash(settings.reader),
         "data": dataclasses.asdict(settings.data),
         "retriever": settings.retriever.identity() | {"encoder": encoder and folder_hash(encoder)},
-        "rollout": _sizes(settings.rollout),
-        "reader_rollout": _sizes(settings.reader_rollout),
+        "rollout": _result_fields(settings.rollout),
+        "reader_rollout": _result_fields(settings.reader_rollout),
         "lora": dataclasses.asdict(settings.lora),
         "compute": {name: getattr(settings.compute, name) for name in ("dtype", "param_dtype")},
         "recipe": dataclasses.asdict(settings.recipe),  # type: ignore[call-overload]
     }
-    if settings.recipe.judged and settings.judge is not None:
+    if settings.recipe.needs_judge and settings.judge is not None:
         identity["judge"] = settings.judge.identity()
     if settings.data.path != "miniwiki":
-        identity["data"] |= data_files(settings.data.path)
+        identity["data"] |= data_fingerprint(settings.data.path)
     return identity
 
 
-def _sizes(rollout: EngineConfig) -> dict[str, Any]:
+def _result_fields(rollout: EngineConfig) -> dict[str, Any]:
     """What of an engine's settings its numbers depend on."""
-    return {name: value for name, value in dataclasses.asdict(rollout).items() if name not in NO_NUMBERS}
+    return {
+        name: value
+        for name, value in dataclasses.asdict(rollout).items()
+        if name not in RESULT_INVARIANT_FIELDS
+    }
 
 
-def report(settings: Settings, loaded: Loaded, outcome: Outcome, workdir: pathlib.Path, say: Clock) -> None:
+def report(
+    settings: TrainSettings, loaded: TrainComponents, outcome: Outcome, workdir: pathlib.Path, say: TimedLog
+) -> None:
     """Writes the policy, curves, trajectories and (of a finished run) the summary, and prints the last.
 
     All processes hold parts of the policy; the rest is the first one's work.
@@ -429,10 +437,10 @@ def report(settings: Settings, loaded: Loaded, outcome: Outcome, workdir: pathli
             settings.train.eval_temperature,
             curves_of(settings.recipe),
         )
-    shown = shown_with_sources(outcome)
-    if outcome.evaluated:
+    shown = page_trajectories(outcome)
+    if outcome.eval_trajectories:
         with saving(workdir / "trajectories.jsonl"):
-            save_trajectories(workdir / "trajectories.jsonl", outcome.evaluated)
+            save_trajectories(workdir / "trajectories.jsonl", outcome.eval_trajectories)
     if shown:
         with saving(workdir / "trajectories.html"):
             write_html(
@@ -444,7 +452,8 @@ def report(settings: Settings, loaded: Loaded, outcome: Outcome, workdir: pathli
                 sources=[source for _, source in shown],
             )
     facts = {
-        "steps": f"{outcome.step} of {settings.train.steps} ({outcome.stopped}{outcome.reason and f': {outcome.reason}'})",
+        "steps": f"{outcome.step} of {settings.train.steps} "
+        f"({outcome.stopped}{outcome.guard_message and f': {outcome.guard_message}'})",
         "minutes": f"{outcome.seconds / 60:.1f} of training, {(time.perf_counter() - say.began) / 60:.1f} of this command",
         "policy": f"{settings.policy} (sha256 {folder_hash(settings.policy)[:12]})",
         "retriever": f"{settings.retriever.index or settings.retriever.kind}, top {settings.rollout.top_k}",
@@ -455,8 +464,8 @@ def report(settings: Settings, loaded: Loaded, outcome: Outcome, workdir: pathli
     written = [workdir / name for name in ("curves.png", "trajectories.html", "metrics.jsonl", "policy")]
     files = [str(file) for file in written if file.exists()]
     text = summary(
-        outcome.before,
-        outcome.after,
+        outcome.start_metrics,
+        outcome.final_metrics,
         run=facts,
         reference=settings.reference,
         temperature=settings.train.eval_temperature,
@@ -466,18 +475,19 @@ def report(settings: Settings, loaded: Loaded, outcome: Outcome, workdir: pathli
     )
     if outcome.stopped != "signal":
         with saving(workdir / "summary.txt"):
-            write_whole(workdir / "summary.txt", text + "\n")
+            write_atomically(workdir / "summary.txt", text + "\n")
     print(text)
 
 
-def _card(settings: Settings) -> Card:
-    return card_of(settings.recipe, settings.rollout.context, settings.rollout.top_k)
+def _card(settings: TrainSettings) -> RecipeCard:
+    return make_card(settings.recipe, settings.rollout.context, settings.rollout.top_k)
 
 
-def shown_with_sources(outcome: Outcome) -> list[tuple[Trajectory, str]]:
+def page_trajectories(outcome: Outcome) -> list[tuple[Trajectory, str]]:
     """What the page shows, with where it came from: held-out trajectories, then those of the last training step."""
-    held_out = [(trajectory, HELD_OUT) for trajectory in outcome.evaluated]
+    held_out = [(trajectory, HELD_OUT) for trajectory in outcome.eval_trajectories]
     trained = [
-        (t, UNUSED if idle else TRAINING) for t, idle in zip(outcome.sampled, outcome.left_out, strict=True)
+        (t, UNUSED if idle else TRAINING)
+        for t, idle in zip(outcome.last_trajectories, outcome.left_out, strict=True)
     ]
-    return held_out[:EACH] + trained[:EACH]
+    return held_out[:MAX_PER_SOURCE] + trained[:MAX_PER_SOURCE]

@@ -53,11 +53,11 @@ class Guard:
         self._since: dict[str, list[int]] = {sign: [] for sign in self._signs}
 
     @property
-    def suspects(self) -> bool:
+    def sees_collapse(self) -> bool:
         """Whether the last step showed a sign."""
         return any(self._since.values())
 
-    def look(self, step: int, metrics: Mapping[str, float]) -> str:
+    def check(self, step: int, metrics: Mapping[str, float]) -> str:
         """Takes the metrics of a finished step; says what has lasted for `steps` steps with this one, or "".
 
         A metric that the step does not have (nothing was learned) neither adds to its sign nor ends it.

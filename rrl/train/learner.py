@@ -12,9 +12,9 @@ from jaxtyping import Float, PyTree
 
 from rrl.data.trajectory import Trajectory
 from rrl.errors import UserError
-from rrl.models.decoder import Decoder, computed
+from rrl.models.decoder import Decoder, cast_params
 from rrl.models.heads import ValueModel
-from rrl.rl.critic import State, make_critic
+from rrl.rl.critic import CriticState, make_critic
 from rrl.rl.optim import (
     init_optimizer,
     make_optimizer,
@@ -28,24 +28,24 @@ from rrl.rl.update import Advantages, Updater
 from rrl.train.rl_config import RLConfig
 
 
-def learned_in_checkpoint(settings: Mapping[str, Any]) -> str:
+def learned_params_path(settings: Mapping[str, Any]) -> str:
     """Where in the state of a checkpoint the parameters are that the run has to show, by its config.json."""
     return "[2]" if settings["average_last"] else "[0]"
 
 
 @dataclasses.dataclass(frozen=True)
-class Lesson:
+class LearnResult:
     """What came of learning from the trajectories of a step."""
 
     metrics: dict[str, float]
     """critic/... and train/..., of those that learned."""
-    credit: Advantages
+    advantages: Advantages
     """What the tokens were learned from, or will be when the policy no longer waits for its critic."""
     finite: bool
     """False where a gradient was not finite and its update was left out."""
 
 
-def _bound(tree: PyTree) -> PyTree:
+def _commit_to_devices(tree: PyTree) -> PyTree:
     """Bound to its devices, as what comes of an update and what a checkpoint gives back are: a program is compiled anew for
     arrays that are not."""
     return jax.tree.map(lambda x: jax.device_put(x, x.sharding), tree)
@@ -68,18 +68,22 @@ class Learner:
             raise UserError("train.critic and a value model go together; give both or neither")
         self.config = config
         graph, params, fixed = split_trained(decoder, config.optim.frozen)
-        self._fixed = _bound(computed(fixed, decoder.dtype))
+        self._fixed = _commit_to_devices(cast_params(fixed, decoder.dtype))
         nnx.update(decoder, self._fixed)  # lets go of the wider copy
-        self._reference = _bound(jax.tree.map(lambda x: x.copy(), computed(params, decoder.dtype)))
+        self._reference = _commit_to_devices(
+            jax.tree.map(lambda x: x.copy(), cast_params(params, decoder.dtype))
+        )
         optimizer = make_optimizer(config.optim)
         self._rate = make_schedule(config.optim)
         opt_state = init_optimizer(optimizer, params, mesh)
         average = jax.tree.map(lambda x: x.copy(), params) if config.average_last else None
         self._critic = None
-        values: list[State] = []  # the critic's, where there is one: a checkpoint without holds nothing of it
+        values: list[
+            CriticState
+        ] = []  # the critic's, where there is one: a checkpoint without holds nothing of it
         if config.critic is not None and value_model is not None:
             self._critic, *values = make_critic(value_model, config.critic, config.objective, mesh)
-        self.state = _bound((params, opt_state, average, *values))
+        self.state = _commit_to_devices((params, opt_state, average, *values))
         self._updater = Updater(graph, optimizer, config.objective, mesh)
 
     @property
@@ -93,39 +97,39 @@ class Learner:
         self._params, self._opt_state, self._average, *self._values = state
 
     @property
-    def policy(self) -> PyTree:
+    def policy_params(self) -> PyTree:
         """All parameters of what acts."""
         return nnx.merge_state(self._params, self._fixed)
 
     @property
-    def learned(self) -> PyTree:
+    def learned_params(self) -> PyTree:
         """All parameters of what the run has to show so far."""
         return nnx.merge_state(self._params if self._average is None else self._average, self._fixed)
 
     @property
-    def start(self) -> PyTree:
+    def reference_params(self) -> PyTree:
         """All parameters of the reference."""
         return nnx.merge_state(self._reference, self._fixed)
 
     def learn(
         self, step: int, trajectories: Sequence[Trajectory], advantages: Float[np.ndarray, "N"]
-    ) -> Lesson:
+    ) -> LearnResult:
         """Learns from the trajectories of a step (counted from 0), given the recipe's advantages, which a critic replaces; the
-        policy waits for the first `config.waits` steps. The metric advantage_std is over trajectories, with a critic over
+        policy waits for the first `config.critic_warmup` steps. The metric advantage_std is over trajectories, with a critic over
         policy tokens."""
         skipped, metrics = self._skipped, dict[str, float]()
         credit: Advantages
-        before = self._updater.before(self._reference, self._fixed, trajectories)
+        before = self._updater.reference_logprobs(self._reference, self._fixed, trajectories)
         if self._critic is None:
             spread = float(advantages.std())
-            credit = self._updater.credit(trajectories, advantages, before)
+            credit = self._updater.token_advantages(trajectories, advantages, before)
         else:
-            penalties = None if before is None else before.penalties
+            penalties = None if before is None else before.kl_penalties
             estimate = self._critic.estimate(self._values[0], trajectories, penalties)
-            credit, spread = estimate.advantages, estimate.spread
-            self._values[0], found = self._critic.learn(self._values[0], trajectories, estimate)
+            credit, spread = estimate.advantages, estimate.advantage_std
+            self._values[0], found = self._critic.update(self._values[0], trajectories, estimate)
             metrics |= {f"critic/{name}": value for name, value in found.items()}
-        if step >= self.config.waits:
+        if step >= self.config.critic_warmup:
             self._params, self._opt_state, found = self._updater(
                 self._params,
                 self._opt_state,
@@ -137,16 +141,16 @@ class Learner:
             )
             metrics |= {f"train/{name}": value for name, value in found.items()}
         metrics["train/advantage_std"] = spread  # as it was before whitening, after which it is 1
-        return Lesson(metrics, credit, self._skipped == skipped)
+        return LearnResult(metrics, credit, self._skipped == skipped)
 
-    def average(self, steps: int) -> None:
+    def update_average(self, steps: int) -> None:
         """Takes the parameters as they are after so many steps into their mean, where one is taken."""
         if self._average is not None:
-            count = max(1, steps - self.config.averaged_from)
+            count = max(1, steps - self.config.average_start)
             self._average = running_mean(self._average, self._params, count)
 
     @property
-    def rate(self) -> float:
+    def learning_rate(self) -> float:
         """The learning rate of the last update that was taken; 0 before the first."""
         taken = taken_updates(self._opt_state)
         return float(self._rate(taken - 1)) if taken else 0.0

@@ -14,19 +14,19 @@ from jaxtyping import Bool
 from rrl.data.questions import Question
 from rrl.data.trajectory import Trajectory
 from rrl.models.decoder import Decoder
-from rrl.models.hardware import memory_used
+from rrl.models.hardware import peak_memory
 from rrl.models.heads import ValueModel
-from rrl.recipes.base import ALONE, Recipe, Scoring, curriculum_of
+from rrl.recipes.base import NO_MODELS, Recipe, ScoringContext, curriculum_of
 from rrl.retrieval.retriever import Retriever
 from rrl.rl.advantages import low_spread
 from rrl.rollout.engine import Engine
-from rrl.stopping import Unavailable, stop_requested
+from rrl.stopping import ServiceUnavailable, stop_requested
 from rrl.train.learner import Learner
-from rrl.train.record import Record
+from rrl.train.recorder import RunRecorder
 from rrl.train.rl_config import RLConfig
-from rrl.train.sample import Sampled, describe, evaluate, sample_step
+from rrl.train.sample import SampledStep, evaluate, sample_step, trajectory_metrics
 
-SHOWN = ("em", "full_recall", "searches")
+PROGRESS_METRICS = ("em", "full_recall", "searches")
 """Metrics on the progress line, as far as a recipe has them."""
 
 
@@ -47,18 +47,18 @@ class Outcome:
     step: int
     stopped: str
     """done, signal, or collapse."""
-    before: dict[str, float]
-    after: dict[str, float]
+    start_metrics: dict[str, float]
+    final_metrics: dict[str, float]
     seconds: float
     """Training time of all lives of the run, without evaluations."""
-    sampled: list[Trajectory]
+    last_trajectories: list[Trajectory]
     """Trajectories of the last training step of this life; where the run was finished already, those of its last step that
     the page of trajectories shows."""
     left_out: Bool[np.ndarray, "N"]
     """Which of them the step did not learn from."""
-    evaluated: list[Trajectory]
+    eval_trajectories: list[Trajectory]
     """Of the last evaluation, as `Shown` keeps them where it was done in a former life."""
-    reason: str = ""
+    guard_message: str = ""
     """What the guard saw last."""
 
 
@@ -70,7 +70,7 @@ def train(
     decoder: Decoder,
     workdir: str | os.PathLike[str],
     *,
-    scoring: Scoring = ALONE,
+    scoring: ScoringContext = NO_MODELS,
     identity: Mapping[str, Any] | None = None,
     value_model: ValueModel | None = None,
     ready: Callable[[], None] = lambda: None,
@@ -90,21 +90,21 @@ def train(
 
     def measure(step: int) -> tuple[dict[str, float], list[Trajectory]]:
         """Evaluates the start (step 0, which the reference is) or what was learned, unless that has been done."""
-        if known := record.evaluation(step):
-            return known, record.shown.evaluated(step)
+        if known := recorder.past_evaluation(step):
+            return known, recorder.saved.load_evaluated(step)
         began = time.perf_counter()
-        record.progress.note(f"step {step}: evaluating on {len(task.held_out)} held-out questions ...")
+        recorder.progress.note(f"step {step}: evaluating on {len(task.held_out)} held-out questions ...")
         found, trajectories = evaluate(
             engine,
-            learner.learned if step else learner.start,
+            learner.learned_params if step else learner.reference_params,
             recipe,
             task.held_out,
             temperature=config.eval_temperature,
             retriever=task.held_out_retriever,
-            scoring=scoring.at(step, config.steps),
+            scoring=scoring.at_step(step, config.steps),
         )
-        record.shown.save_evaluated(step, trajectories)
-        return record.evaluated(step, found, time.perf_counter() - began), trajectories
+        recorder.saved.save_evaluated(step, trajectories)
+        return recorder.write_evaluation(step, found, time.perf_counter() - began), trajectories
 
     def evaluates(step: int) -> bool:
         """Whether what was learned is evaluated on the way, after so many updates."""
@@ -113,32 +113,34 @@ def train(
 
     with contextlib.ExitStack() as stack:
         stop = stack.enter_context(stop_requested())
-        record = stack.enter_context(Record(config, identity or {}, learner, curriculum, workdir))
-        step, stopped, reason, sampled = record.step, "done", record.reason, Sampled()
+        recorder = stack.enter_context(RunRecorder(config, identity or {}, learner, curriculum, workdir))
+        step, stopped, reason, sampled = recorder.step, "done", recorder.guard_message, SampledStep()
         # The signal that ended the last life may have come before its evaluations.
-        if step and task.held_out and not record.before:
-            record.before, _ = measure(0)
+        if step and task.held_out and not recorder.start_metrics:
+            recorder.start_metrics, _ = measure(0)
         last = measure(step) if evaluates(step) else None
         if step:
             words = "finished already," if step == config.steps else "continues"
-            record.progress.note(f"{words} after step {step} of {config.steps}")
-        record.progress.begin()
+            recorder.progress.note(f"{words} after step {step} of {config.steps}")
+        recorder.progress.begin()
         curriculum_state = curriculum.state
         try:
             while step < config.steps:
                 if stop:  # it came during an evaluation
                     stopped = "signal"
-                    record.save(step)
+                    recorder.save(step)
                     break
                 began = time.perf_counter()
-                sampled = sample_step(config, step, engine, learner.policy, recipe, curriculum, scoring)
+                sampled = sample_step(
+                    config, step, engine, learner.policy_params, recipe, curriculum, scoring
+                )
                 rolled = time.perf_counter()
-                metrics = describe(sampled.trajectories, "train")
-                metrics |= _learn(config, step, sampled, recipe, learner, record)
+                metrics = trajectory_metrics(sampled.trajectories, "train")
+                metrics |= _learn(config, step, sampled, recipe, learner, recorder)
                 step, curriculum_state = step + 1, curriculum.state
-                learner.average(step)
+                learner.update_average(step)
                 done = time.perf_counter()
-                record.seconds += done - began
+                recorder.seconds += done - began
                 metrics |= {
                     "rollout/busy": sampled.stats.busy,
                     "rollout/tokens_per_step": sampled.stats.tokens_per_step,
@@ -148,68 +150,68 @@ def train(
                     "time/score": rolled - began - sampled.stats.seconds,
                     "time/update": done - rolled,
                     "time/step": done - began,
-                    "minutes": record.seconds / 60,
-                } | memory_used()
-                _show(step, metrics, sampled, record)
+                    "minutes": recorder.seconds / 60,
+                } | peak_memory()
+                _update_progress(step, metrics, sampled, recorder)
                 if step == config.steps:
-                    record.shown.save_sampled(step, sampled.trajectories, sampled.left_out)
-                record.check()
-                record.writer.write(step, metrics)
+                    recorder.saved.save_sampled(step, sampled.trajectories, sampled.left_out)
+                recorder.check()
+                recorder.writer.write(step, metrics)
                 # After the first update, which is what a user waits for.
-                if task.held_out and not record.before and not stop:
-                    with record.progress.paused():
-                        record.before, _ = measure(0)
+                if task.held_out and not recorder.start_metrics and not stop:
+                    with recorder.progress.paused():
+                        recorder.start_metrics, _ = measure(0)
                 last = None
-                if seen := record.guard.look(step, metrics):
+                if seen := recorder.guard.check(step, metrics):
                     reason = seen
-                    record.progress.note(f"step {step}: collapsed? {reason}")
+                    recorder.progress.note(f"step {step}: collapsed? {reason}")
                     if config.guard.action == "stop":
                         stopped = "collapse"
                         break
                 if stop:
                     stopped = "signal" if step < config.steps else "done"
-                    record.save(step)
+                    recorder.save(step)
                     break
                 if evaluates(step):
-                    with record.progress.paused():
+                    with recorder.progress.paused():
                         last = measure(step)
                 if step % config.checkpoint_every == 0 or step == config.steps:
-                    record.save(step)
-        except Unavailable:
+                    recorder.save(step)
+        except ServiceUnavailable:
             # Of a judge or reader: what was learned is kept, and the step under way is sampled again.
             curriculum.restore(curriculum_state)
-            record.save(step)
+            recorder.save(step)
             if not stop:
                 raise
             stopped = "signal"
         if stopped == "collapse":
-            step, _ = record.restore()
-            record.progress.note(f"ended at the last good checkpoint, of step {step}")
+            step, _ = recorder.restore()
+            recorder.progress.note(f"ended at the last good checkpoint, of step {step}")
         if stopped != "signal" and task.held_out:
-            if step and not record.before:
-                record.before, _ = measure(0)
+            if step and not recorder.start_metrics:
+                recorder.start_metrics, _ = measure(0)
             last = measure(step)
-            record.before = record.before or last[0]
+            recorder.start_metrics = recorder.start_metrics or last[0]
         trained, left_out = sampled.trajectories, sampled.left_out
         if not trained and step == config.steps:
-            trained, left_out = record.shown.sampled(step)
-    nnx.update(decoder, learner.learned)
+            trained, left_out = recorder.saved.load_sampled(step)
+    nnx.update(decoder, learner.learned_params)
     after, evaluated = last if last is not None else ({}, [])
     return Outcome(
         step=step,
         stopped=stopped,
-        before=record.before,
-        after=after,
-        seconds=record.seconds,
-        sampled=trained,
+        start_metrics=recorder.start_metrics,
+        final_metrics=after,
+        seconds=recorder.seconds,
+        last_trajectories=trained,
         left_out=left_out,
-        evaluated=evaluated,
-        reason=reason,
+        eval_trajectories=evaluated,
+        guard_message=reason,
     )
 
 
 def _learn(
-    config: RLConfig, step: int, sampled: Sampled, recipe: Recipe, learner: Learner, record: Record
+    config: RLConfig, step: int, sampled: SampledStep, recipe: Recipe, learner: Learner, recorder: RunRecorder
 ) -> dict[str, float]:
     """Learns from what a step (counted from 0) sampled; returns critic/... and train/... ."""
     left_out = sampled.left_out
@@ -220,22 +222,22 @@ def _learn(
     if len(wrote):
         advantages = recipe.advantages(trajectories)[wrote]
         trajectories = [trajectories[i] for i in wrote]
-        lesson = learner.learn(step, trajectories, advantages)
-        metrics |= lesson.metrics
-        if not lesson.finite:
-            record.not_finite(step + 1, trajectories, lesson)
+        result = learner.learn(step, trajectories, advantages)
+        metrics |= result.metrics
+        if not result.finite:
+            recorder.save_non_finite_batch(step + 1, trajectories, result)
     elif len(used):
-        record.progress.note(
+        recorder.progress.note(
             f"step {step + 1}: nothing to learn from: logits were not finite, so that no token was written"
         )
     else:
-        record.progress.note(
+        recorder.progress.note(
             f"step {step + 1}: nothing to learn from: in every group the rewards lie within "
             f"objective.drop_spread={config.drop_spread} of each other, or the recipe leaves it out"
         )
     totals, groups = np.array([(t.rewards["total"], t.group) for t in sampled.trajectories]).T
     return metrics | {
-        "train/lr": learner.rate,
+        "train/lr": learner.learning_rate,
         "train/zero_spread": float(low_spread(totals, groups).mean()),
         "train/left_out": float(left_out.mean()),
         "train/searches_failed": float(sampled.stats.searches_failed),
@@ -244,8 +246,10 @@ def _learn(
     }
 
 
-def _show(step: int, metrics: Mapping[str, float], sampled: Sampled, record: Record) -> None:
+def _update_progress(
+    step: int, metrics: Mapping[str, float], sampled: SampledStep, recorder: RunRecorder
+) -> None:
     """One step more on the progress line."""
     shown = {"reward": metrics["reward/total"]}
-    shown |= {name: metrics[f"train/{name}"] for name in SHOWN if f"train/{name}" in metrics}
-    record.progress.update(step, shown, int(sum(t.policy_tokens for t in sampled.trajectories)))
+    shown |= {name: metrics[f"train/{name}"] for name in PROGRESS_METRICS if f"train/{name}" in metrics}
+    recorder.progress.update(step, shown, int(sum(t.policy_tokens for t in sampled.trajectories)))

@@ -69,13 +69,14 @@ class RLConfig:
             raise UserError(
                 f"train.average_last={self.average_last} must lie in 0..1, a share of the updates."
             )
-        if self.steps and self.waits > self.steps:
+        if self.steps and self.critic_warmup > self.steps:
             raise UserError(
-                f"train.steps={self.steps} must be at least critic.warmup_steps={self.waits}: the policy waits for so many"
+                f"train.steps={self.steps} must be at least critic.warmup_steps={self.critic_warmup}: the policy "
+                "waits for so many"
             )
 
     @property
-    def waits(self) -> int:
+    def critic_warmup(self) -> int:
         """Updates at the start in which only the critic learns."""
         return self.critic.warmup_steps if self.critic else 0
 
@@ -86,7 +87,7 @@ class RLConfig:
         return 0.0 if self.objective.drop_spread is None and self.rounds > 1 else self.objective.drop_spread
 
     @property
-    def averaged_from(self) -> int:
+    def average_start(self) -> int:
         """Updates before the first whose parameters enter the mean."""
         return self.steps - round(self.average_last * self.steps)
 

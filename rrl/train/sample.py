@@ -10,10 +10,10 @@ from jaxtyping import Bool, PyTree
 
 from rrl.data.questions import Question
 from rrl.data.trajectory import ENVIRONMENT, POLICY, PROMPT, Trajectory
-from rrl.recipes.base import ALONE, Recipe, Scoring
+from rrl.recipes.base import NO_MODELS, Recipe, ScoringContext
 from rrl.recipes.episodes import run_questions
 from rrl.retrieval.retriever import Retriever
-from rrl.rl.dynamic_sampling import Refill
+from rrl.rl.dynamic_sampling import DynamicSampling
 from rrl.rl.overlong import overlong_penalty
 from rrl.rollout.curriculum import Curriculum
 from rrl.rollout.engine import Engine, RolloutStats
@@ -21,12 +21,12 @@ from rrl.train.rl_config import RLConfig
 
 
 @dataclasses.dataclass(frozen=True)
-class Sampled:
+class SampledStep:
     """What a training step samples."""
 
     trajectories: list[Trajectory] = dataclasses.field(default_factory=list)
     """Scored; groups are numbered over all rounds."""
-    kept: frozenset[int] = frozenset()
+    used_groups: frozenset[int] = frozenset()
     """The groups to learn from."""
     stats: RolloutStats = dataclasses.field(default_factory=RolloutStats)
     """Of all rounds."""
@@ -34,7 +34,7 @@ class Sampled:
     @property
     def left_out(self) -> Bool[np.ndarray, "N"]:
         """Which of the trajectories the update does not see."""
-        return np.array([t.group not in self.kept for t in self.trajectories], bool)
+        return np.array([t.group not in self.used_groups for t in self.trajectories], bool)
 
 
 def sample_step(
@@ -44,12 +44,12 @@ def sample_step(
     params: PyTree,
     recipe: Recipe,
     curriculum: Curriculum,
-    scoring: Scoring,
-) -> Sampled:
+    scoring: ScoringContext,
+) -> SampledStep:
     """What a step (counted from 0) samples: a pure function of its arguments and of the curriculum's state, which goes on."""
 
     def ask(number: int, count: int) -> list[Question]:
-        return curriculum.ask(step, number, count)
+        return curriculum.select(step, number, count)
 
     def shuffle(number: int) -> np.random.Generator:
         return np.random.default_rng((config.seed, step, number) if number else (config.seed, step))
@@ -59,12 +59,12 @@ def sample_step(
         params,
         recipe,
         ask,
-        Refill(config.questions, config.rounds, config.drop_spread),
+        DynamicSampling(config.questions, config.rounds, config.drop_spread),
         key=jax.random.fold_in(jax.random.key(config.seed), step),
         samples=config.samples,
         temperature=config.temperatures or config.temperature,
-        scoring=scoring.at(step, config.steps),
-        learn=curriculum.learn,
+        scoring=scoring.at_step(step, config.steps),
+        learn=curriculum.update,
         shuffle=shuffle if config.permute_rewards else None,
         overlong=config.overlong,
     )
@@ -75,17 +75,17 @@ def sample_rounds(
     params: PyTree,
     recipe: Recipe,
     ask: Callable[[int, int], Sequence[Question]],
-    refill: Refill,
+    dynamic_sampling: DynamicSampling,
     *,
     key: jax.Array,
     samples: int,
     temperature: float | Sequence[float],
-    scoring: Scoring,
+    scoring: ScoringContext,
     learn: Callable[[Sequence[Trajectory]], None] = lambda trajectories: None,
     shuffle: Callable[[int], np.random.Generator] | None = None,
     overlong: tuple[int, ...] = (),
-) -> Sampled:
-    """Rounds of rollouts until `refill` has enough groups with spread (dynamic sampling); one round where it allows no more.
+) -> SampledStep:
+    """Rounds of rollouts until `dynamic_sampling` has enough groups with spread; one round if it allows no more.
 
     `ask(round, n)` gives n questions, and `learn` is told what came of them before it is asked again. A step is a pure function
     of parameters, key and questions: round 0 samples with `key` itself, a later one with its number folded in. With
@@ -94,13 +94,13 @@ def sample_rounds(
     """
     found: list[Trajectory] = []
     stats = RolloutStats()
-    while not refill.done:
-        number = refill.rounds
+    while not dynamic_sampling.done:
+        number = dynamic_sampling.rounds
         some = run_questions(
             engine,
             params,
             recipe,
-            ask(number, refill.next_round),
+            ask(number, dynamic_sampling.next_round),
             key=jax.random.fold_in(key, number) if number else key,
             samples=samples,
             temperature=temperature,
@@ -108,19 +108,19 @@ def sample_rounds(
         )
         learn(some)
         if overlong:
-            punish_long(some, *overlong)
+            apply_overlong_penalty(some, *overlong)
         if shuffle is not None:
             permute_rewards(some, shuffle(number))
         for trajectory in some:
-            trajectory.group += refill.asked
+            trajectory.group += dynamic_sampling.sampled
         totals, groups = np.array([(t.rewards["total"], t.group) for t in some]).T
-        refill = refill.after(totals, groups.astype(np.int64), recipe.left_out(some))
+        dynamic_sampling = dynamic_sampling.after(totals, groups.astype(np.int64), recipe.excluded(some))
         found += some
         stats += engine.stats
-    return Sampled(found, frozenset(refill.kept), stats)
+    return SampledStep(found, frozenset(dynamic_sampling.selected), stats)
 
 
-def punish_long(trajectories: Sequence[Trajectory], longest: int, cache: int) -> None:
+def apply_overlong_penalty(trajectories: Sequence[Trajectory], longest: int, cache: int) -> None:
     """Adds DAPO's penalty for long outputs (`overlong_penalty`) to the rewards, as "overlong", to their total, and to what the
     last turn earned, where turns earn; in place."""
     penalties = overlong_penalty(np.array([t.policy_tokens for t in trajectories]), longest, cache)
@@ -142,7 +142,7 @@ def permute_rewards(trajectories: Sequence[Trajectory], rng: np.random.Generator
         rewards[turn] = float(reward)
 
 
-def describe(trajectories: Sequence[Trajectory], prefix: str) -> dict[str, float]:
+def trajectory_metrics(trajectories: Sequence[Trajectory], prefix: str) -> dict[str, float]:
     """Means over trajectories: rewards by component, metrics, tokens by role, and the shares of each way of ending and of those
     that met a limit."""
     count = max(len(trajectories), 1)
@@ -170,7 +170,7 @@ def evaluate(
     *,
     temperature: float = 0.0,
     retriever: Retriever | None = None,
-    scoring: Scoring = ALONE,
+    scoring: ScoringContext = NO_MODELS,
     on_finish: Callable[[int, Trajectory], None] = lambda place, trajectory: None,
 ) -> tuple[dict[str, float], list[Trajectory]]:
     """One episode a question (greedy unless told): "eval/em", "eval/f1", ... and each metric of each kind, "eval/em/<kind>"; and
@@ -186,7 +186,7 @@ def evaluate(
         scoring=scoring,
         on_finish=on_finish,
     )
-    found = {k: v for k, v in describe(trajectories, "eval").items() if k.startswith("eval/")}
+    found = {k: v for k, v in trajectory_metrics(trajectories, "eval").items() if k.startswith("eval/")}
     for kind in dict.fromkeys(q.kind for q in questions if q.kind):
         of_kind = [t for t in trajectories if t.question.kind == kind]
         for name in of_kind[0].metrics:

@@ -8,7 +8,7 @@ from ml_collections import ConfigDict
 
 from rrl.config import renamed
 from rrl.config.sections import build
-from rrl.runs.workdir import CONFIG, read_settings
+from rrl.runs.workdir import CONFIG, read_config
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,5 +52,5 @@ def test_overrides_of_the_command_line_get_the_new_name(given, right):
 
 def test_the_settings_of_an_older_workdir_are_read_under_the_new_names(tmp_path, caplog):
     (tmp_path / CONFIG).write_text(json.dumps({"run": {"rollout": {"feeds": 4}}, "feeds": 1}))
-    assert read_settings(tmp_path) == {"run": {"rollout": {"wake_threshold": 4}}, "feeds": 1}
+    assert read_config(tmp_path) == {"run": {"rollout": {"wake_threshold": 4}}, "feeds": 1}
     assert not caplog.records

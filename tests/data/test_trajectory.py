@@ -7,8 +7,8 @@ import pytest
 
 from rrl.data.questions import Question
 from rrl.data.trajectory import ENVIRONMENT, POLICY, PROMPT, Search, Trajectory
-from rrl.rewards.cases import told_of
-from rrl.rollout.episodes import Live, Request
+from rrl.rewards.judge_prompts import transcript_of
+from rrl.rollout.episodes import EpisodeState, Request
 
 ROLES = np.array([PROMPT, POLICY, POLICY, ENVIRONMENT, POLICY, POLICY, ENVIRONMENT])
 ONE = Trajectory(
@@ -48,15 +48,15 @@ def test_a_turn_without_policy_tokens_earns_nothing():
 
 def test_a_turn_that_says_nothing_parts_what_the_environment_answered_before_and_after():
     """Its one token ends the text: what was found and the correction that follows are two answers."""
-    live = Live(Request(ONE.question, np.array([5]), 0), "?")
+    state = EpisodeState(Request(ONE.question, np.array([5]), 0), "?")
     one, none = np.array([7]), np.zeros(1, np.float32)
-    live.wrote(one, "<search> x </search>", none, none)
-    live.episode.searches.append(Search(0, "x", ("T",)))
-    live.answered(one, "<observation> T </observation>")
-    live.wrote(one, "", none, none)
-    live.answered(one, "Write a tag.")
-    done = live.trajectory("no_action")
+    state.add_policy_turn(one, "<search> x </search>", none, none)
+    state.episode.searches.append(Search(0, "x", ("T",)))
+    state.add_observation(one, "<observation> T </observation>")
+    state.add_policy_turn(one, "", none, none)
+    state.add_observation(one, "Write a tag.")
+    done = state.trajectory("no_action")
     assert [role for role, _ in done.segments] == [PROMPT, POLICY, ENVIRONMENT, POLICY, ENVIRONMENT]
     assert done.response == ["<search> x </search>", ""]
-    found = [text for role, text in told_of(done, "answer", searches=1).segments if role == ENVIRONMENT]
+    found = [text for role, text in transcript_of(done, "answer", searches=1).segments if role == ENVIRONMENT]
     assert found == ["<observation> T </observation>", "Write a tag."]

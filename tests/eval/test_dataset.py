@@ -8,7 +8,7 @@ import pytest
 from rrl.data.questions import Question, save_questions
 from rrl.errors import UserError
 from rrl.eval.dataset import DatasetConfig, load_dataset, with_retriever
-from rrl.runs.tasks import DataConfig, RetrieverConfig, load_corpora
+from rrl.runs.datasets import DataConfig, RetrieverConfig, load_datasets
 from tests.shared_data import shared
 
 OFF, BM25 = RetrieverConfig(kind="off"), RetrieverConfig(kind="bm25")
@@ -16,7 +16,7 @@ OFF, BM25 = RetrieverConfig(kind="off"), RetrieverConfig(kind="bm25")
 
 def test_the_built_in_world_asks_what_training_holds_out() -> None:
     few = DataConfig(seed=1, train_worlds=1, train_per_kind=1, held_out_worlds=2, held_out_per_kind=6)
-    _, held_out = load_corpora(few, BM25)
+    _, held_out = load_datasets(few, BM25)
     found = load_dataset(DatasetConfig(worlds=2, per_kind=6), BM25)
     assert found.questions == held_out.questions and len(found.questions) == 30
     assert (found.name, found.corpus, len(found.passages)) == ("miniwiki test, seed 1", found.name, 400)

@@ -6,7 +6,7 @@ import pytest
 from rrl.data.questions import Question
 from rrl.data.trajectory import ENVIRONMENT, POLICY, PROMPT, Search, Trajectory
 from rrl.eval.diagnose import ERRORS, GOOD, OVER, UNDER, Diagnosis, diagnose, report
-from rrl.rewards.cases import Finding, Sufficiency, told_of
+from rrl.rewards.judge_prompts import ErrorAnalysis, Sufficiency, transcript_of
 from rrl.rewards.oracle import Oracle
 
 QUESTION = Question(
@@ -53,10 +53,10 @@ def test_passages_for_which_there_was_no_room_are_not_what_was_found():
     one = episode("", "", FILM, DIRECTOR)
     del one.segments[-2:]  # the second search ended the episode before its passages were shown
     one.ended = "context_limit"
-    assert told_of(one, "answer").titles == ("Film",)
+    assert transcript_of(one, "answer").titles == ("Film",)
     assert diagnose([one], Oracle())[0].thinking == UNDER
     one.segments += episode("", "", FILM, DIRECTOR).segments[-2:]  # shown, and no room for an answer
-    assert told_of(one, "answer").titles == ("Film", "Director")
+    assert transcript_of(one, "answer").titles == ("Film", "Director")
 
 
 def test_documents_that_another_context_shows_are_found_documents():
@@ -79,7 +79,7 @@ def test_documents_that_another_context_shows_are_found_documents():
             return [0.0] * len(cases)
 
     diagnose([one], Says(), ("The final answer:", ""))
-    told = [case.told.text for case in asked[:3]]
+    told = [case.transcript.text for case in asked[:3]]
     assert told[0] == "first thought"
     assert told[1] == f"first thought{first}<bot>second thought"
     assert told[2] == f"first thought{first}<bot>second thought{second}<bot>third thought"
@@ -125,11 +125,11 @@ def test_the_judge_is_asked_after_each_search_without_answers_and_further_only_a
     found = diagnose([wrong, right], Says())
     first, second = calls
     assert [type(case) for case in first] == [Sufficiency] * 5 and len(second) == 1
-    assert [case.told.titles for case in first] == [(), ("Film",), ("Film", "Other"), (), ("Film",)]
+    assert [case.transcript.titles for case in first] == [(), ("Film",), ("Film", "Other"), (), ("Film",)]
     assert not any("<answer>" in case.prompt.said for case in (*first, *second))
     assert "Marta Velikov" not in first[0].prompt.body and "not correct" in first[0].prompt.body
     assert "Marta Velikov" in first[1].prompt.body and "Oslo" not in first[1].prompt.body
-    assert isinstance(second[0], Finding) and second[0].last == ("Other",)
+    assert isinstance(second[0], ErrorAnalysis) and second[0].last_titles == ("Other",)
     # what cannot be read counts as no, and is counted
     assert [(d.thinking, d.error, d.unread) for d in found] == [(UNDER, 1, 4), (UNDER, None, 2)]
 

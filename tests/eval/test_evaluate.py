@@ -14,8 +14,8 @@ from rrl.errors import UserError
 from rrl.eval import evaluate
 from rrl.eval.comparison import cost_table, load_run, records
 from rrl.eval.dataset import Dataset
-from rrl.eval.results import Lines, read_lines
-from rrl.files import SaveError, locked
+from rrl.eval.results import ResultLines, read_lines
+from rrl.files import SaveError, exclusive_lock
 from rrl.recipes.catalogue import RECIPES
 from rrl.recipes.prompted.catalogue import METHODS
 from rrl.runs.launcher import load_config
@@ -39,16 +39,16 @@ def test_a_killed_run_goes_on_to_the_same_answers(
 ) -> None:
     sampled = config(f"{arg},questions=20,temperature=1.0", "rollout.context=1024")
     evaluate.run(sampled, tmp_path / "whole")
-    append, written = Lines.append, []
+    append, written = ResultLines.append, []
 
-    def killed(lines: Lines, record: dict) -> None:
+    def killed(lines: ResultLines, record: dict) -> None:
         append(lines, record)
         written.append(record["id"])
         if len(written) == 7:
             raise RuntimeError("killed")
 
     with monkeypatch.context() as patch:
-        patch.setattr(Lines, "append", killed)
+        patch.setattr(ResultLines, "append", killed)
         with pytest.raises(RuntimeError, match="killed"):
             evaluate.run(sampled, tmp_path / "parts")
     with pytest.raises(UserError, match=r"not finished \(7 questions are answered\)"):
@@ -210,20 +210,20 @@ def test_a_workdir_where_another_process_works_is_refused_before_anything_is_loa
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(evaluate, "with_retriever", lambda *_: pytest.fail("loads"))
-    with locked(tmp_path, ""), pytest.raises(UserError, match=r"another process works there\. Wait"):
+    with exclusive_lock(tmp_path, ""), pytest.raises(UserError, match=r"another process works there\. Wait"):
         evaluate.run(config("method=direct,questions=2"), tmp_path)
 
 
 def test_a_workdir_that_is_deleted_during_the_run_is_a_failed_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    append = Lines.append
+    append = ResultLines.append
 
-    def deleted(lines: Lines, record: dict) -> None:
+    def deleted(lines: ResultLines, record: dict) -> None:
         append(lines, record)
         shutil.rmtree(tmp_path / "run")
 
-    monkeypatch.setattr(Lines, "append", deleted)
+    monkeypatch.setattr(ResultLines, "append", deleted)
     with pytest.raises(SaveError, match=r"could not be saved: the folder .*run is gone\. Put it back"):
         evaluate.run(config("method=direct,questions=2"), tmp_path / "run")
 

@@ -13,9 +13,9 @@ from rrl.data.questions import Question
 from rrl.data.trajectory import ENVIRONMENT, POLICY, PROMPT, Search
 from rrl.data.trajectory_files import load_trajectories
 from rrl.errors import UserError
-from rrl.eval.methods import Generator, make_way, of_outcome, of_trajectory
+from rrl.eval.methods import AnswerModel, make_answering_method, of_outcome, of_trajectory
 from rrl.eval.predictions import load_predictions
-from rrl.rewards.reader import Said
+from rrl.rewards.reader import ReaderReply
 from rrl.rollout.config import EngineConfig
 from rrl.rollout.engine import Engine
 from rrl.runs.launcher import load_config
@@ -55,7 +55,7 @@ def test_what_a_prompted_method_asked_later_is_shown_as_given() -> None:
     )
     record = of_outcome(QUESTION, outcome)
     assert record["prediction"] == "Oslo" and record["turns"] == 3 and len(prompts) == 3
-    assert record["tokens"] == outcome.tokens and record["prompt_tokens"] == outcome.tokens_read
+    assert record["tokens"] == outcome.sampled_tokens and record["prompt_tokens"] == outcome.prompt_tokens
     assert record["searches"] == [
         {"turn": 0, "query": "Who directed Silver Harbour?", "titles": (FILM.title,), "failed": False}
     ]
@@ -74,20 +74,27 @@ def test_without_gold_passages_the_first_that_holds_the_answer_is_noted(
 
 
 def test_methods_say_what_was_set_in_them() -> None:
-    way = make_way({"name": "react", "steps": 4}, None, {"tokens": 99})
+    way = make_answering_method({"name": "react", "steps": 4}, None, {"tokens": 99})
     assert way.name == "react (steps=4)" and way.limits == {"steps": 4, "tokens": 99, "most_passages": 15}
-    assert make_way({"name": "react", "steps": 7}, None, None).name == "react"
-    assert not make_way({"name": "direct"}, None, None).searches
-    trained = make_way({"name": "rsearch"}, {"use_evidence": False, "environment": {"max_searches": 2}}, None)
+    assert make_answering_method({"name": "react", "steps": 7}, None, None).name == "react"
+    assert not make_answering_method({"name": "direct"}, None, None).searches
+    trained = make_answering_method(
+        {"name": "rsearch"}, {"use_evidence": False, "environment": {"max_searches": 2}}, None
+    )
     assert trained.name == "rsearch (use_evidence=False)"
-    told = [make_way({"name": "rsearch"}, {"instruction": text}, None).name for text in ("x" * 99, "y" * 99)]
+    told = [
+        make_answering_method({"name": "rsearch"}, {"instruction": text}, None).name
+        for text in ("x" * 99, "y" * 99)
+    ]
     assert told[0] != told[1] and all(
         re.fullmatch(r"rsearch \(instruction=#[0-9a-f]{8}\)", name) for name in told
     )
-    seen = make_way({"name": "r3rag"}, {"environment": {"drop_seen": False, "max_steps": 4}}, None)
+    seen = make_answering_method(
+        {"name": "r3rag"}, {"environment": {"drop_seen": False, "max_steps": 4}}, None
+    )
     assert seen.name == "r3rag (drop_seen=False)" and seen.limits["max_steps"] == 4
-    assert make_way({"name": "r3rag"}, None, None).long_answers  # it answers in sentences
-    assert not make_way({"name": "r3rag"}, {"short_answers": False}, None).long_answers
+    assert make_answering_method({"name": "r3rag"}, None, None).long_answers  # it answers in sentences
+    assert not make_answering_method({"name": "r3rag"}, {"short_answers": False}, None).long_answers
     assert not (trained.long_answers or way.long_answers)
     assert trained.limits == {"max_searches": 2, "turn_tokens": 500, "observation_tokens": 1800}
     assert json.dumps(trained.identity) and json.dumps(way.identity)
@@ -104,7 +111,7 @@ def test_a_recipe_shows_the_choices_of_a_question() -> None:
         def run(self, params, requests, environment, key, **_):
             asked.extend(requests)
 
-    way = make_way({"name": "rsearch"}, {"instruction": ""}, None)
+    way = make_answering_method({"name": "rsearch"}, {"instruction": ""}, None)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("rrl.train.sample.chat_ids", lambda _, prompt: np.frombuffer(prompt.encode(), np.uint8))
         question = Question("q", "Which?", ("B",), choices=("red", "blue"))
@@ -131,15 +138,15 @@ def test_a_recipe_whose_reader_answers_is_kept_when_it_has() -> None:
 
     def reader(prompts):
         asked.extend(prompts)
-        return [Said("Oslo", 40, 2)] * len(prompts)
+        return [ReaderReply("Oslo", 40, 2)] * len(prompts)
 
-    way = make_way({"name": "r2ag"}, None, None, "models/generator")
+    way = make_answering_method({"name": "r2ag"}, None, None, "models/generator")
     assert way.name == "r2ag (reader=models/generator)"
     kept: list[dict] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("rrl.eval.methods.opening_ids", lambda *_: np.zeros(3, np.int32))
+        patch.setattr("rrl.eval.methods.prompt_ids", lambda *_: np.zeros(3, np.int32))
         question = dataclasses.replace(QUESTION, gold=(PERSON.title,))
-        read = dataclasses.replace(way, reader=Generator(reader))
+        read = dataclasses.replace(way, reader=AnswerModel(reader))
         read.ask(Engine(), None, [(0, question)], None, 0.0, kept.append)
     assert kept[0]["prediction"] == "Oslo" and len(asked) == 1
     assert (kept[0]["reader_prompt_tokens"], kept[0]["reader_tokens"]) == (40, 2)
@@ -160,7 +167,7 @@ def test_a_recipe_whose_reader_answers_is_kept_when_it_has() -> None:
 )
 def test_what_is_unknown_is_named_with_what_there_is(method: dict, recipe: dict | None, words: str) -> None:
     with pytest.raises(UserError, match=words):
-        make_way(method, recipe, None)
+        make_answering_method(method, recipe, None)
 
 
 def test_one_shot_rag_shows_all_that_its_search_returned():
@@ -188,7 +195,7 @@ def test_a_question_that_no_method_could_show_stops_a_run_only_where_that_is_ask
         patch.setattr("rrl.train.sample.chat_text", lambda _, prompt: prompt)
         patch.setattr("rrl.eval.methods.check_tags", lambda recipe, tokenizer: None)
         for name, recipe in (("rsearch", {"instruction": ""}), ("direct", None)):
-            way, said = make_way({"name": name}, recipe, None), []
+            way, said = make_answering_method({"name": name}, recipe, None), []
             way.check(Small(), questions, "refuse", said.append)
             assert len(said) == (name == "rsearch")
             assert all("1 of 2 questions do not fit" in text and "'long'" in text for text in said)

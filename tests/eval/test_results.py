@@ -9,9 +9,9 @@ import pytest
 
 from rrl.errors import UserError
 from rrl.eval.evaluate import with_short_forms
-from rrl.eval.judging import short_scores, verdict_file, verdicts
+from rrl.eval.judging import judgement_file, short_scores, verdicts
 from rrl.eval.predictions import Prediction
-from rrl.eval.results import Lines, read_lines
+from rrl.eval.results import ResultLines, read_lines
 from rrl.eval.scoring import score
 from rrl.files import SaveError
 from rrl.rewards.judge import ModelJudge
@@ -22,13 +22,13 @@ from tests.recipes.prompted.scripted import QUESTION
 
 def test_what_a_kill_cut_is_dropped_and_asked_again(tmp_path: Path) -> None:
     file = tmp_path / "results.jsonl"
-    lines = Lines(file, "abc")
+    lines = ResultLines(file, "abc")
     lines.append({"id": "a", "said": "\u2028\ud800 é"})
     lines.append({"id": "b"})
     whole = file.read_bytes()
     for cut in range(len(whole) + 1):
         file.write_bytes(whole[:cut])
-        lines = Lines(file, "abc")
+        lines = ResultLines(file, "abc")
         assert lines.done == set("ab"[: whole[:cut].count(b"\n")])
         lines.append({"id": "c"})
         assert [line["id"] for line in read_lines(file)] == [*sorted(lines.done - {"c"}), "c"]
@@ -50,19 +50,19 @@ def test_a_file_of_another_run_is_refused_with_its_line(tmp_path: Path, text: st
     file = tmp_path / "results.jsonl"
     file.write_text(text)
     with pytest.raises(UserError, match=words):
-        Lines(file, "abc")
+        ResultLines(file, "abc")
     assert file.read_text() == text
 
 
 def test_an_answer_that_cannot_be_written_is_a_failed_save(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
-    lines = Lines(tmp_path / "run" / "results.jsonl", "abc")
+    lines = ResultLines(tmp_path / "run" / "results.jsonl", "abc")
     shutil.rmtree(tmp_path / "run")
     with pytest.raises(SaveError, match=r"results\.jsonl could not be saved: the folder .*run is gone"):
         lines.append({"id": "a"})
     (tmp_path / "results.jsonl").mkdir()
     with pytest.raises(SaveError, match=r"results\.jsonl could not be saved: a folder is in its place"):
-        Lines(tmp_path / "results.jsonl", "abc")
+        ResultLines(tmp_path / "results.jsonl", "abc")
 
 
 @pytest.mark.parametrize(
@@ -91,15 +91,15 @@ def test_a_judge_is_asked_once_for_each_answer_and_not_for_none(tmp_path: Path) 
     questions = [dataclasses.replace(QUESTION, id=name) for name in "abcd"]
     answers = {"a": "Oslo, Norway", "b": "?", "c": "", "d": "Rome"}
     judge = Grader()
-    file = verdict_file(tmp_path, {"kind": "x"}, answers)
+    file = judgement_file(tmp_path, {"kind": "x"}, answers)
     found = verdicts(file, judge, "r2ag", questions, answers)
     assert found == {"a": True, "b": None, "c": False, "d": False}
     assert judge.asked == ["Oslo, Norway", "?", "Rome"]
     file.write_text("".join(json.dumps(line) + "\n" for line in read_lines(file)[:3]) + '{"id": "d", ')
     assert verdicts(file, judge, "r2ag", questions, answers) == found
     assert judge.asked[3:] == ["Rome"]
-    assert verdict_file(tmp_path, {"kind": "y"}, answers) != file
-    assert verdict_file(tmp_path, {"kind": "x"}, answers | {"d": "Oslo"}) != file  # edited since
+    assert judgement_file(tmp_path, {"kind": "y"}, answers) != file
+    assert judgement_file(tmp_path, {"kind": "x"}, answers | {"d": "Oslo"}) != file  # edited since
 
 
 def test_em_and_f1_of_long_answers_are_of_the_short_forms_that_the_judge_extracts(tmp_path: Path) -> None:

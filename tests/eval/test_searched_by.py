@@ -4,7 +4,7 @@ from rrl.data.passages import Passage
 from rrl.eval.evaluate import _searched_by
 from rrl.retrieval.bm25 import Bm25Config
 from rrl.retrieval.build import build_index
-from rrl.runs.tasks import RetrieverConfig
+from rrl.runs.datasets import RetrieverConfig
 
 PASSAGES = [Passage("p0", "Oslo", "the capital"), Passage("p1", "Lima", "another capital")]
 

@@ -7,7 +7,7 @@ from rrl.data.passages import Passage
 from rrl.data.questions import Question
 from rrl.data.trajectory import Search, Trajectory
 from rrl.errors import UserError
-from rrl.eval.single_step import as_text, beside_single_step
+from rrl.eval.single_step import as_text, compare_single_step
 from rrl.retrieval.retriever import Hit
 
 
@@ -35,7 +35,7 @@ SOME = [
 
 def test_both_find_as_many_passages():
     shelf = Shelf()
-    beside = beside_single_step(SOME, shelf)
+    beside = compare_single_step(SOME, shelf)
     assert beside.steps.found.tolist() == [2, 4, 1] and beside.k == 3  # 7 / 3, rounded up
     assert beside.steps.recall().tolist() == [1, 0.5, 1]
     assert beside.single.found.tolist() == [2, 4, 1]  # passages that differ
@@ -45,7 +45,7 @@ def test_both_find_as_many_passages():
 
 
 def test_the_table_says_how_many_and_how_sure():
-    lines = as_text(beside_single_step(SOME, Shelf())).splitlines()
+    lines = as_text(compare_single_step(SOME, Shelf())).splitlines()
     assert lines[0].endswith("(3 questions)")
     row = next(line for line in lines if line.startswith("all")).split()
     assert row[1:] == ["2.33", "83.3", "66.7", "50.0", "33.3", "66.7", "66.7"]
@@ -55,4 +55,4 @@ def test_the_table_says_how_many_and_how_sure():
 
 def test_without_gold_passages_there_is_nothing_to_compare():
     with pytest.raises(UserError, match="none of 1 trajectories has gold passages"):
-        beside_single_step(SOME[3:], Shelf())
+        compare_single_step(SOME[3:], Shelf())

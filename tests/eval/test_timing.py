@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from rrl.errors import UserError
-from rrl.eval.methods import Generator
+from rrl.eval.methods import AnswerModel
 from rrl.eval.timing import append_timing, latency, read_timing
-from rrl.rewards.reader import Said
+from rrl.rewards.reader import ReaderReply
 
 
 def test_seconds_are_taken_over_the_stretches_that_ended(tmp_path: Path) -> None:
@@ -21,7 +21,9 @@ def test_seconds_are_taken_over_the_stretches_that_ended(tmp_path: Path) -> None
 
 
 def test_what_a_generator_reads_takes_seconds_of_its_own(tmp_path: Path) -> None:
-    generator = Generator(lambda prompts: time.sleep(0.02) or [Said(str(p).upper(), 1, 1) for p in prompts])
+    generator = AnswerModel(
+        lambda prompts: time.sleep(0.02) or [ReaderReply(str(p).upper(), 1, 1) for p in prompts]
+    )
     assert generator(["a"]) == ["A"] and generator(["b", "c"]) == ["B", "C"]
     assert 0.04 <= generator.seconds < 5 and [said.text for said in generator.last] == ["B", "C"]
     (tmp_path / "timing.jsonl").write_text('{"questions": 10, "answer": 5.0, "search": 1.0, "read": 2.0}\n')

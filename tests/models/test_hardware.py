@@ -10,7 +10,7 @@ import pytest
 from configs import r3rag_cold_start, r3rag_sft, rsearch_grpo
 from rrl.errors import UserError
 from rrl.models import hardware
-from rrl.models.hardware import ComputeConfig, MeshConfig, memory_used, multiplies_bfloat16
+from rrl.models.hardware import ComputeConfig, MeshConfig, has_native_bfloat16, peak_memory
 
 
 @pytest.mark.parametrize(
@@ -56,8 +56,10 @@ def test_a_kernel_that_this_platform_lacks_is_refused_with_its_field():
 
 @pytest.mark.parametrize("platform", ["cpu", "gpu", "tpu"])
 def test_only_a_cpu_computes_in_float32_where_the_dtype_is_left_open(platform, caplog):
-    assert ComputeConfig("auto").on(platform).dtype == ("float32" if platform == "cpu" else "bfloat16")
-    assert ComputeConfig().on(platform).dtype == "float32"
+    assert ComputeConfig("auto").for_platform(platform).dtype == (
+        "float32" if platform == "cpu" else "bfloat16"
+    )
+    assert ComputeConfig().for_platform(platform).dtype == "float32"
     assert not caplog.records
 
 
@@ -65,10 +67,10 @@ def test_only_a_cpu_computes_in_float32_where_the_dtype_is_left_open(platform, c
     ("native", "words"), [(False, "a float32 copy of each weight"), (True, "compiled for")]
 )
 def test_bfloat16_on_a_cpu_is_done_as_asked_with_a_warning(native, words, monkeypatch, caplog):
-    monkeypatch.setattr(hardware, "multiplies_bfloat16", lambda: native)
+    monkeypatch.setattr(hardware, "has_native_bfloat16", lambda: native)
     with caplog.at_level(logging.WARNING):
-        assert ComputeConfig("bfloat16").on("gpu").dtype == "bfloat16" and not caplog.records
-        assert ComputeConfig("bfloat16").on("cpu").dtype == "bfloat16"
+        assert ComputeConfig("bfloat16").for_platform("gpu").dtype == "bfloat16" and not caplog.records
+        assert ComputeConfig("bfloat16").for_platform("cpu").dtype == "bfloat16"
     assert words in caplog.text and ("copy" in caplog.text) == (not native)
 
 
@@ -91,9 +93,9 @@ def test_bfloat16_products_need_a_jax_and_a_processor_that_have_them(
         (tmp_path / "cpuinfo").write_text("processor\t: 0\n" + processor)
     monkeypatch.setattr(hardware, "PROCESSOR", tmp_path / "cpuinfo")
     monkeypatch.setattr(jax, "__version_info__", version)
-    multiplies_bfloat16.cache_clear()
-    assert multiplies_bfloat16() == native
-    multiplies_bfloat16.cache_clear()
+    has_native_bfloat16.cache_clear()
+    assert has_native_bfloat16() == native
+    has_native_bfloat16.cache_clear()
 
 
 def test_no_config_asks_for_bfloat16_by_name():
@@ -108,11 +110,11 @@ def test_no_config_asks_for_bfloat16_by_name():
 
 def test_memory_is_the_hosts_and_that_of_the_fullest_device_that_tells(monkeypatch):
     held = np.ones(64 * 2**20 // 8)
-    assert held.nbytes / 2**30 < memory_used()["memory/host"] < 1000
-    assert "memory/device" not in memory_used()  # a CPU does not tell
+    assert held.nbytes / 2**30 < peak_memory()["memory/host"] < 1000
+    assert "memory/device" not in peak_memory()  # a CPU does not tell
     devices = [
         types.SimpleNamespace(memory_stats=lambda g=g: {"peak_bytes_in_use": g * 2**30}) for g in (3, 5)
     ]
     silent = types.SimpleNamespace(memory_stats=lambda: None)
     monkeypatch.setattr(jax, "local_devices", lambda: [*devices, silent])
-    assert memory_used()["memory/device"] == 5
+    assert peak_memory()["memory/device"] == 5

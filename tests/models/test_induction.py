@@ -9,7 +9,7 @@ from flax import nnx
 from rrl.errors import UserError
 from rrl.models.config import DecoderConfig
 from rrl.models.decoder import Decoder
-from rrl.models.induction import wire_induction
+from rrl.models.induction import init_induction_heads
 from rrl.models.rope import rotation
 
 LENGTH = 48
@@ -55,7 +55,7 @@ def test_heads_attend_to_their_offset_and_to_what_followed_the_same_token(family
     decoder.embedding[...] = decoder.embedding[...] * 5
     decoder.layers.down[...] = jnp.zeros_like(decoder.layers.down[...])
     decoder.layers.o[...] = jnp.zeros_like(decoder.layers.o[...])
-    wire_induction(decoder)
+    init_induction_heads(decoder)
     once = np.random.default_rng(0).permutation(256)[:LENGTH]
     first, second, _ = attention_of(decoder, jnp.asarray(np.tile(once, 2)[None]))
     at = np.arange(8, 2 * LENGTH)
@@ -70,7 +70,7 @@ def test_heads_attend_to_their_offset_and_to_what_followed_the_same_token(family
 def test_what_is_not_wired_stays_and_the_seed_decides():
     plain, wired, again, other = model(), model(), model(), model()
     for decoder, seed in ((wired, 0), (again, 0), (other, 1)):
-        wire_induction(decoder, seed=seed)
+        init_induction_heads(decoder, seed=seed)
     for name in ("q", "k", "v", "o"):
         assert (getattr(wired.layers, name)[...][2] == getattr(plain.layers, name)[...][2]).all()
         assert (getattr(wired.layers, name)[...] == getattr(again.layers, name)[...]).all()
@@ -91,4 +91,4 @@ def test_what_is_not_wired_stays_and_the_seed_decides():
 )
 def test_a_model_that_cannot_have_them_is_refused(changes, offsets):
     with pytest.raises(UserError, match="induction heads need"):
-        wire_induction(model(**changes), offsets=offsets)
+        init_induction_heads(model(**changes), offsets=offsets)

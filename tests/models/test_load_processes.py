@@ -19,7 +19,7 @@ jax.config.update("jax_cpu_collectives_implementation", "gloo")
 jax.distributed.initialize(f"localhost:{port}", num_processes=2, process_id=process)
 from flax import nnx
 from rrl.models.hf import load_decoder, save_decoder
-from rrl.models.weights import Weights
+from rrl.models.weights import SafetensorsFolder
 from rrl.parallel.mesh import make_mesh
 
 read, counted = Weights.read, []

@@ -12,7 +12,7 @@ from rrl.errors import UserError
 from rrl.models.cache import KVCache
 from rrl.models.decoder import Decoder
 from rrl.models.hf import load_decoder, save_decoder
-from rrl.models.lora import LoraConfig, add_lora, has_lora, merged
+from rrl.models.lora import LoraConfig, add_lora, has_lora, merge_lora
 from rrl.parallel.mesh import make_mesh
 from rrl.parallel.rules import shard
 from tests.models.small import SMALL, draw, extend, filled, places, run
@@ -53,7 +53,7 @@ def test_fresh_adapters_change_nothing():
 
 def test_a_model_with_adapters_is_the_merged_model():
     decoder = adapted()
-    alone = merged(decoder)
+    alone = merge_lora(decoder)
     assert has_lora(decoder) and not has_lora(alone)
     before = outputs(filled(UNTIED))
     for one, other, start in zip(outputs(decoder), outputs(alone), before):
@@ -63,7 +63,7 @@ def test_a_model_with_adapters_is_the_merged_model():
 
 def test_merging_adds_alpha_over_rank_times_the_product():
     decoder = adapted(LoraConfig(rank=2, alpha=8.0, layers="layers/o"))
-    layers, alone = decoder.layers, merged(decoder)
+    layers, alone = decoder.layers, merge_lora(decoder)
     a, b = np.asarray(layers.o_lora_a[...]), np.asarray(layers.o_lora_b[...])
     change = 4.0 * np.einsum("lnhr,lrd->lnhd", a, b)
     np.testing.assert_allclose(alone.layers.o[...] - layers.o[...], change, atol=1e-6)
@@ -74,9 +74,9 @@ def test_merging_adds_alpha_over_rank_times_the_product():
 def test_float32_adapters_are_not_rounded_when_merged_into_a_narrower_kernel():
     decoder = adapted()
     kernel = decoder.layers.o[...]
-    change, narrow = merged(decoder).layers.o[...] - kernel, kernel.astype(jnp.bfloat16)
+    change, narrow = merge_lora(decoder).layers.o[...] - kernel, kernel.astype(jnp.bfloat16)
     decoder.layers.o = nnx.Param(narrow)
-    found = merged(decoder).layers.o[...]
+    found = merge_lora(decoder).layers.o[...]
     assert found.dtype == jnp.float32
     np.testing.assert_allclose(found, narrow.astype(jnp.float32) + change, atol=1e-6)
 
@@ -102,7 +102,7 @@ def test_wrong_settings_are_refused_by_name(fields):
 def test_rank_zero_adds_nothing():
     decoder = filled(SMALL)
     add_lora(decoder, LoraConfig(), rngs=nnx.Rngs(0))
-    assert not has_lora(decoder) and merged(decoder) is decoder
+    assert not has_lora(decoder) and merge_lora(decoder) is decoder
 
 
 def test_adapters_are_sharded_like_their_kernels():
@@ -118,7 +118,7 @@ def test_adapters_are_sharded_like_their_kernels():
 def test_an_export_holds_the_merged_kernels(tmp_path):
     decoder = adapted()
     save_decoder(tmp_path, decoder)
-    for one, other in zip(outputs(load_decoder(tmp_path)), outputs(merged(decoder))):
+    for one, other in zip(outputs(load_decoder(tmp_path)), outputs(merge_lora(decoder))):
         np.testing.assert_array_equal(one, other)
 
 

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rrl.models.config import FAMILIES, DecoderConfig, Llama3Scaling
+from rrl.models.config import DECODER_FAMILIES, DecoderConfig, Llama3Scaling
 from rrl.models.hf import load_decoder, load_encoder, save_decoder, save_encoder
 from tests.models.small import embed, encode, make, run
 
@@ -48,7 +48,7 @@ LONG = {
         tie_embeddings=family == "qwen2", rope_theta=500.0, rope_scaling=Llama3Scaling(8.0, 1.0, 4.0, 64),
         max_positions=512,
     )
-    for family in FAMILIES
+    for family in DECODER_FAMILIES
 }  # fmt: skip
 """One kv head, heads that are not hidden / heads wide, an odd vocabulary, and RoPE scaled beyond 64 positions."""
 

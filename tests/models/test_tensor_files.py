@@ -8,7 +8,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from rrl.errors import UserError
-from rrl.models.tensor_files import TensorFile, read_header
+from rrl.models.tensor_files import TensorFileWriter, read_header
 
 SHAPES = {"layers.10.é": (3, 5), "layers.9": (7,), "empty": (0, 4), "one": ()}
 
@@ -17,7 +17,7 @@ SHAPES = {"layers.10.é": (3, 5), "layers.9": (7,), "empty": (0, 4), "one": ()}
 def test_a_file_is_byte_for_byte_that_of_the_safetensors_package(tmp_path, dtype):
     tensors = {name: np.random.default_rng(0).normal(size=s).astype(dtype) for name, s in SHAPES.items()}
     save_file(tensors, tmp_path / "theirs", metadata={"format": "pt"})
-    with TensorFile(tmp_path / "ours", SHAPES, np.dtype(dtype)) as file:
+    with TensorFileWriter(tmp_path / "ours", SHAPES, np.dtype(dtype)) as file:
         for name in reversed(SHAPES):
             file.put(name, tensors[name])
     assert (tmp_path / "ours").read_bytes() == (tmp_path / "theirs").read_bytes()
@@ -29,12 +29,12 @@ def test_a_file_is_byte_for_byte_that_of_the_safetensors_package(tmp_path, dtype
 def test_what_was_announced_must_be_put(tmp_path):
     with (
         pytest.raises(ValueError, match="not written: one"),
-        TensorFile(tmp_path / "file", {"one": (2,)}, np.dtype(np.float32)),
+        TensorFileWriter(tmp_path / "file", {"one": (2,)}, np.dtype(np.float32)),
     ):
         pass
     with (
         pytest.raises(ValueError, match=r"shape \(3,\), announced was \(2,\)"),
-        TensorFile(tmp_path / "file", {"one": (2,)}, np.dtype(np.float32)) as file,
+        TensorFileWriter(tmp_path / "file", {"one": (2,)}, np.dtype(np.float32)) as file,
     ):
         file.put("one", np.zeros(3))
 

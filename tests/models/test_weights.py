@@ -12,7 +12,7 @@ from safetensors.numpy import load_file, save_file
 
 from rrl.errors import UserError
 from rrl.models.hf import folder_hash, load_decoder, save_decoder
-from rrl.models.weights import Weights
+from rrl.models.weights import SafetensorsFolder
 from rrl.parallel.mesh import make_mesh
 from tests.models.small import SMALL, filled
 
@@ -106,7 +106,7 @@ def test_a_sharded_folder_on_any_mesh_is_what_it_is_on_one_device_and_each_part_
         counted.append(value.nbytes)
         return value
 
-    monkeypatch.setattr(Weights, "read", counting)
+    monkeypatch.setattr(SafetensorsFolder, "read", counting)
     mesh = make_mesh(
         *sizes
     )  # tensor 4 and 8 do not divide the 2 kv heads; nothing divides the vocabulary of 53
@@ -141,7 +141,7 @@ NORM, UP = "model.norm.weight", "model.layers.1.mlp.up_proj.weight"
 @pytest.fixture
 def untouched(monkeypatch):
     """Whatever is refused is refused before a tensor is read."""
-    monkeypatch.setattr(Weights, "read", lambda *_: pytest.fail("a tensor was read"))
+    monkeypatch.setattr(SafetensorsFolder, "read", lambda *_: pytest.fail("a tensor was read"))
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from rrl.plan.capacity import PUBLISHED, CapacityPlan, default_mesh, first_chang
 from rrl.plan.estimate import StepCost, Workload, forward_flops, step_costs
 from rrl.plan.programs import CompiledProgram
 from rrl.plan.report import report
-from rrl.train.experiment import Settings
+from rrl.train.experiment import TrainSettings
 
 SEVEN = DecoderConfig.from_hf(PUBLISHED["Qwen2.5-7B"])
 TINY = {
@@ -47,8 +47,8 @@ def tiny_config(folder, make=get_config):
     (folder / "config.json").write_text(json.dumps(TINY))
     config = make(f"policy={folder}")
     with config.unlocked():
-        config.rollout.update(rows=8, context=64, feeds=2, feed_tokens=16)
-        config.objective.lengths = (64,)
+        config.rollout.update(rows=8, context=64, wake_threshold=2, prefill_tokens=16)
+        config.objective.row_lengths = (64,)
         config.objective.microbatch_tokens = 64
     return config
 
@@ -179,18 +179,20 @@ def test_incompatible_arguments_are_refused_before_anything_is_compiled(topology
 
 def test_oversubscribed_slots_are_counted():
     config = get_config("size=7b")
-    config.rollout.spare_rows = 64
+    config.rollout.oversubscribed_slots = 64
     found = plan_capacity(config, "h100:8")
     assert "256 rows and 64 oversubscribed slots of" in report(found)
-    config.rollout.spare_rows = 6
-    with pytest.raises(UserError, match=r"rollout.spare_rows=6 .* give --config.rollout.spare_rows=8"):
+    config.rollout.oversubscribed_slots = 6
+    with pytest.raises(
+        UserError, match=r"rollout.oversubscribed_slots=6 .* give --config.rollout.oversubscribed_slots=8"
+    ):
         plan_capacity(with_mesh(config, fsdp=8), "h100:8")
 
 
 def test_a_context_beyond_the_positions_of_the_policy_is_refused(tmp_path):
     config = tiny_config(tmp_path)
     with config.unlocked():
-        config.rollout.context, config.objective.lengths = 256, (256,)
+        config.rollout.context, config.objective.row_lengths = 256, (256,)
     with pytest.raises(UserError, match=r"a context of 256 tokens .* max_position_embeddings=128"):
         plan_capacity(config, "cpu:8")
 
@@ -221,7 +223,7 @@ def test_the_roofline_is_the_slowest_of_arithmetic_memory_and_links():
 
 
 def test_full_remat_costs_one_more_forward_pass():
-    settings, mesh = Settings.parse(get_config("size=7b")), AbstractMesh((1, 4, 4), AXES)
+    settings, mesh = TrainSettings.parse(get_config("size=7b")), AbstractMesh((1, 4, 4), AXES)
     work = Workload.of(settings)
     full, none = (
         step_costs(settings, SEVEN, mesh, work, remat=remat, trained=7e9, traffic={})["update"].flops
@@ -244,8 +246,8 @@ def test_with_adapters_only_they_have_gradients_and_optimiser_state():
 def made(memory, sizes=(1, 4, 4), remat="full", spare=0, **objective):
     """Return a plan of the 7B run on v5e:4x4 with made-up memory, in GiB."""
     config = get_config("size=7b")
-    config.rollout.spare_rows = spare
-    settings = Settings.parse(config)
+    config.rollout.oversubscribed_slots = spare
+    settings = TrainSettings.parse(config)
     train = dataclasses.replace(
         settings.train, objective=dataclasses.replace(settings.train.objective, **objective)
     )
@@ -279,13 +281,16 @@ STATE = {"parameters": 1, "reference": 1, "optimiser state": 2}
         ),
         (
             made({"rollout": STATE | {"KV cache": 16, "activations": 1}}, spare=256),
-            r"--config.rollout.spare_rows=88 \(now 256\)",
+            r"--config.rollout.oversubscribed_slots=88 \(now 256\)",
         ),
         (
             made({"rollout": STATE | {"KV cache": 16, "activations": 1}}, spare=64),
-            r"--config.rollout.rows=212 --config.rollout.spare_rows=0 \(now 256 and 64\)",
+            r"--config.rollout.rows=212 --config.rollout.oversubscribed_slots=0 \(now 256 and 64\)",
         ),
-        (made({"rollout": STATE | {"KV cache": 2, "activations": 16}}), "--config.rollout.feed_tokens=1024"),
+        (
+            made({"rollout": STATE | {"KV cache": 2, "activations": 16}}),
+            "--config.rollout.prefill_tokens=1024",
+        ),
         (
             made({"update": STATE | {"gradients": 1, "activations": 16}}, microbatch_tokens=131072),
             r"--config.objective.microbatch_tokens=65536 \(now 131072\)",
@@ -304,7 +309,7 @@ STATE = {"parameters": 1, "reference": 1, "optimiser state": 2}
         ),
         (
             made({"update": STATE | {"activations": 16}}, sizes=(1, 2, 8), microbatch_tokens=16384),
-            "--config.rollout.context and objective.lengths",
+            "--config.rollout.context and objective.row_lengths",
         ),
         (
             made({"update": {"parameters": 8, "optimiser state": 16, "activations": 2}}, sizes=(4, 1, 4)),

@@ -4,7 +4,7 @@ import numpy as np
 
 from rrl.data.questions import Question
 from rrl.data.trajectory import ENVIRONMENT, POLICY, Search, Trajectory
-from rrl.recipes.base import Scoring
+from rrl.recipes.base import ScoringContext
 
 QUESTION = Question("q", "Who directed Silver Harbour?", ("Marta Velikov",))
 
@@ -18,7 +18,7 @@ def trajectory(*segments, question=QUESTION, searches=0, group=0):
 def scored(recipe, *segments, **more):
     """The same, scored."""
     one = trajectory(*segments, **more)
-    recipe.score([one], Scoring())
+    recipe.score([one], ScoringContext())
     return one
 
 

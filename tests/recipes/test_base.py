@@ -10,7 +10,7 @@ from rrl.recipes.catalogue import RECIPES, make_recipe
 from rrl.recipes.r1_searcher import R1Searcher
 from rrl.recipes.research import ReSearch
 from rrl.recipes.search_r1 import SearchR1
-from rrl.rewards.cases import told_of
+from rrl.rewards.judge_prompts import transcript_of
 from tests.recipes.made import scored, trajectory, turns
 
 OPENED = (PROMPT, "system\nuser\nWho directed Silver Harbour?\nassistant\n<think>\n")
@@ -47,7 +47,7 @@ def test_a_thought_that_recipe_or_template_opened_counts_once():
 
 def test_a_judge_reads_the_opened_thought_in_every_context():
     one = trajectory(OPENED, *turns(ReSearch().environment, "first", "more"), OPENED, (1, "second"))
-    assert [text for role, text in told_of(one, "answer").segments if role == 1] == [
+    assert [text for role, text in transcript_of(one, "answer").segments if role == 1] == [
         "<think>\nfirst",
         "more",
         "<think>\nsecond",

@@ -9,7 +9,7 @@ from rrl.data.trajectory import ENVIRONMENT, POLICY, PROMPT
 from rrl.errors import UserError
 from rrl.miniwiki import KINDS, generate
 from rrl.recipes.base import uses_chat
-from rrl.recipes.card import card_of, read_card, write_card
+from rrl.recipes.card import make_card, read_card, write_card
 from rrl.recipes.catalogue import make_recipe
 from rrl.recipes.r1_searcher import INSTRUCTION, R1Searcher
 from rrl.rollout.protocol import EOS, Episode, Finish, SearchFor
@@ -193,7 +193,7 @@ def test_its_card_brings_it_back_and_markers_with_it(tmp_path):
         make_recipe("r1_searcher", {}, changed)
     changed["search"] = ("<|ask|>", "<|asked|>")
     recipe = make_recipe("r1_searcher", {"opening": "bare"}, changed)
-    write_card(tmp_path, card_of(recipe, 1024, 2))
+    write_card(tmp_path, make_card(recipe, 1024, 2))
     assert read_card(tmp_path).make() == recipe
 
 

@@ -11,19 +11,19 @@ from rrl.data.questions import Question
 from rrl.data.trajectory import NOT_FINITE, POLICY, PROMPT, Search, Trajectory
 from rrl.errors import UserError
 from rrl.miniwiki import KINDS, generate
-from rrl.recipes.base import ALONE, Scoring, curriculum_of, uses_chat
-from rrl.recipes.card import card_of, read_card, write_card
+from rrl.recipes.base import NO_MODELS, ScoringContext, curriculum_of, uses_chat
+from rrl.recipes.card import make_card, read_card, write_card
 from rrl.recipes.catalogue import make_recipe
-from rrl.recipes.r2ag import INSTRUCTION, R2AG, Expanding, generator_prompt
-from rrl.recipes.r2ag_forest import Forest, Node
-from rrl.recipes.r2ag_rewards import Weights, read_proposal
+from rrl.recipes.r2ag import INSTRUCTION, R2AG, R2AGEnvironment, generator_prompt
+from rrl.recipes.r2ag_forest import Forest, RetrievalTree
+from rrl.recipes.r2ag_rewards import RewardWeights, parse_output
 from rrl.recipes.rsearch import RSearch
-from rrl.rollout.curriculum import Shuffled
+from rrl.rollout.curriculum import ShuffledQuestions
 from rrl.rollout.protocol import CONTEXT, EOS, TURN_TOKENS, Episode, Finish, Restart, SearchFor
 
 A, B, NOISE = (Passage(name, name, f"text of {name}") for name in ("A", "B", "Noise"))
 QUESTION = Question("q", "Who?", ("Marta Velikov",), gold=("A", "B"))
-EMPTY, HALF = Node.of(QUESTION), Node.of(QUESTION, 0, [A])
+EMPTY, HALF = RetrievalTree.of(QUESTION), RetrievalTree.of(QUESTION, 0, [A])
 STOP = "<think>.</think><base-Q>stop retrieval</base-Q><predicted-Q>none</predicted-Q>"
 
 
@@ -44,7 +44,7 @@ def episode(question, *turns, ended="expanded"):
 
 def scored(*arguments, recipe=None, reader=None, **options):
     one = episode(*arguments, **options)
-    (recipe or R2AG()).score([one], Scoring(reader))
+    (recipe or R2AG()).score([one], ScoringContext(reader))
     return one
 
 
@@ -72,10 +72,10 @@ def test_the_prompt_is_that_of_figure_a3():
 
 
 def test_a_tree_is_the_question_with_the_documents_kept():
-    bare = R2AG(environment=Expanding(opening="bare"))
+    bare = R2AG(environment=R2AGEnvironment(opening="bare"))
     assert bare.prompt(QUESTION).said == bare.prompt(EMPTY).said == "Who?"
     assert bare.prompt(HALF).said == "Who?\n(Title: A) text of A"
-    assert uses_chat(bare) and not bare.judged
+    assert uses_chat(bare) and not bare.needs_judge
 
 
 # -- protocol (2.4, B.1, B.2) ----------------------------------------------------------------------------------------
@@ -83,7 +83,7 @@ def test_a_tree_is_the_question_with_the_documents_kept():
 
 def test_an_expansion_ends_with_the_output_or_after_4096_tokens_and_there_are_at_most_five():
     # SPEC.md 4 and 6
-    environment = Expanding()
+    environment = R2AGEnvironment()
     assert (environment.stops, environment.turn_tokens, environment.expansions) == ((), 4096, 5)
     for stop in (TURN_TOKENS, CONTEXT):
         assert environment.react(Episode(QUESTION), asking("a"), stop) == Finish("length")
@@ -92,20 +92,23 @@ def test_an_expansion_ends_with_the_output_or_after_4096_tokens_and_there_are_at
 
 
 def test_in_training_every_query_is_searched_and_the_tree_is_expanded_once():
-    environment, text = Expanding(base_queries=1, predicted_queries=0), asking("a", "b", predicted=("c",))
-    one = Episode(EMPTY, said=[text])
+    environment, text = (
+        R2AGEnvironment(base_queries=1, predicted_queries=0),
+        asking("a", "b", predicted=("c",)),
+    )
+    one = Episode(EMPTY, policy_texts=[text])
     assert environment.react(one, text, EOS) == SearchFor("a", ("b", "c"))
     assert environment.observe(one, [A], None, []) == Finish("expanded")
-    one.said.append(text + "<base-Q>stop retrieval</base-Q>")
+    one.policy_texts.append(text + "<base-Q>stop retrieval</base-Q>")
     assert environment.observe(one, [A]) == Finish("stop")
 
 
 def test_inference_searches_the_first_t_queries_and_goes_on_with_all_that_was_found():
     text = asking("a", "b", "c", predicted=("d", "e"))
-    environment = Expanding(base_queries=2, predicted_queries=1, opening="bare")
-    one = Episode(QUESTION, said=[text])
+    environment = R2AGEnvironment(base_queries=2, predicted_queries=1, opening="bare")
+    one = Episode(QUESTION, policy_texts=[text])
     assert environment.react(one, text, EOS) == SearchFor("a", ("b", "d"))
-    base_only = Expanding(base_queries=2, predicted_queries=0)
+    base_only = R2AGEnvironment(base_queries=2, predicted_queries=0)
     assert base_only.react(one, text, EOS) == SearchFor("a", ("b",))
     assert base_only.react(one, asking(predicted=("d",)), EOS) == Finish("no_action")
     for found in ((NOISE,), (A, NOISE), ()):
@@ -126,15 +129,15 @@ def test_inference_searches_the_first_t_queries_and_goes_on_with_all_that_was_fo
 )
 def test_wrong_fields_of_the_environment_are_refused(field, value):
     with pytest.raises(UserError, match=rf"environment\.{field}="):
-        Expanding(**{field: value})
+        R2AGEnvironment(**{field: value})
 
 
 def test_a_run_asks_the_forest_and_other_recipes_ask_their_questions():
     forest = curriculum_of(R2AG(trees=1), [QUESTION] * 3, 2, 7)
     assert isinstance(forest, Forest) and (forest.expansions, forest.trees, forest.seed) == (5, 1, 7)
-    (node,) = forest.ask(0, 0, 2)
-    assert isinstance(node, Node) and not node.documents
-    assert isinstance(curriculum_of(RSearch(), [QUESTION], 1, 0), Shuffled)
+    (node,) = forest.select(0, 0, 2)
+    assert isinstance(node, RetrievalTree) and not node.documents
+    assert isinstance(curriculum_of(RSearch(), [QUESTION], 1, 0), ShuffledQuestions)
 
 
 # -- rewards (Eq. 5; the terms themselves: tests/recipes/test_r2ag_rewards.py) --------------------------------------
@@ -142,7 +145,7 @@ def test_a_run_asks_the_forest_and_other_recipes_ask_their_questions():
 
 def test_the_defaults_are_the_papers_coefficients():
     # SPEC.md 4, B.2
-    assert R2AG().weights == Weights()
+    assert R2AG().weights == RewardWeights()
 
 
 def test_an_expansion_earns_what_it_found_beyond_its_tree():
@@ -166,7 +169,7 @@ def test_a_predicted_query_is_told_from_a_base_query():
 
 
 def test_a_stop_is_paid_on_a_complete_tree_and_zeroes_the_rest_on_another():
-    whole = Node.of(QUESTION, 0, [A, B])
+    whole = RetrievalTree.of(QUESTION, 0, [A, B])
     assert scored(whole, (STOP,), ended="stop").rewards["total"] == pytest.approx(0.3 + 0.02)
     early = scored(HALF, (asking("b", "stop retrieval"), [NOISE]), ended="stop")
     assert early.rewards["total"] == 0 and early.metrics["zeroed"] == 1
@@ -198,7 +201,7 @@ def test_a_group_is_the_samples_of_one_tree():
     some = [scored(EMPTY, (asking("a"), [found])) for found in (A, NOISE)]
     advantages = R2AG().advantages(some)
     assert advantages == pytest.approx([0.7071, -0.7071], abs=1e-3)
-    assert not R2AG().left_out(some).any()
+    assert not R2AG().excluded(some).any()
 
 
 # -- a whole tree ----------------------------------------------------------------------------------------------------
@@ -249,7 +252,7 @@ def test_training_asks_no_generator():
 def test_a_question_without_gold_passages_earns_nothing_and_has_no_recall():
     found = scored(Question("q", "Who?", ("x",)), (STOP,), ended="stop")
     assert found.rewards["total"] == 0 and math.isnan(found.metrics["recall"])
-    R2AG().score([], ALONE)
+    R2AG().score([], NO_MODELS)
 
 
 # -- the card, the expert --------------------------------------------------------------------------------------------
@@ -257,7 +260,7 @@ def test_a_question_without_gold_passages_earns_nothing_and_has_no_recall():
 
 def test_the_card_keeps_what_differs_from_the_paper(tmp_path):
     recipe = make_recipe("r2ag", {"trees": 8}, {"opening": "bare", "predicted_queries": 0})
-    write_card(tmp_path, card_of(recipe, 640, 1))
+    write_card(tmp_path, make_card(recipe, 640, 1))
     assert read_card(tmp_path).make() == recipe
 
 
@@ -265,14 +268,14 @@ def test_the_card_keeps_what_differs_from_the_paper(tmp_path):
 def test_the_expert_finds_everything_side_by_side_and_stops(kind):
     wiki = generate("train", 0, 200)
     titles = {passage.title: passage for passage in wiki.passages}
-    recipe = R2AG(environment=Expanding(opening="bare"), shown_misses=0.0)
+    recipe = R2AG(environment=R2AGEnvironment(opening="bare"), shown_misses=0.0)
     hops = {"one_hop": 1, "two_hop": 2, "three_hop": 3, "comparison": 1, "bridge_comparison": 2}[kind]
     for item in wiki.questions(kind, 5, 0):
         found = {hop.query: titles[hop.title] for hop in item.plan.hops}
         shown = recipe.demonstrate(item, lambda query, found=found: [found[query]])
-        own = [read_proposal(text) for text in shown if isinstance(text, str)]
+        own = [parse_output(text) for text in shown if isinstance(text, str)]
         assert len(own) == hops + 1 and own[-1].stop and not any(p.stop for p in own[:-1])
-        assert all(p.thought and not p.predicted for p in own)
+        assert all(p.has_think and not p.predicted for p in own)
         assert {found[query].title for p in own for query in p.base} == set(item.question.gold)
         last = [segment for segment in shown if isinstance(segment, Restart)][-1]
         assert all(hop.sentence in last.prompt.said for hop in item.plan.hops)
@@ -281,7 +284,7 @@ def test_the_expert_finds_everything_side_by_side_and_stops(kind):
 def test_a_miss_that_is_shown_is_asked_again_or_stands_among_the_documents():
     wiki = generate("train", 0, 200)
     titles = {passage.title: passage for passage in wiki.passages}
-    recipe = R2AG(environment=Expanding(opening="bare"), shown_misses=1.0)
+    recipe = R2AG(environment=R2AGEnvironment(opening="bare"), shown_misses=1.0)
     for kind, more in (("comparison", 1), ("two_hop", 0)):
         item = wiki.questions(kind, 1, 0)[0]
         found = {hop.query: titles[hop.title] for hop in item.plan.hops}

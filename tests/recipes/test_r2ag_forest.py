@@ -9,7 +9,7 @@ from rrl.data.passages import Passage
 from rrl.data.questions import Question
 from rrl.data.trajectory import Search, Trajectory
 from rrl.errors import UserError
-from rrl.recipes.r2ag_forest import STOP, Forest, Node, pruned
+from rrl.recipes.r2ag_forest import STOP, Forest, RetrievalTree, pruned
 
 A, B, NOISE = (Passage(name, name, f"text of {name}") for name in ("A", "B", "Noise"))
 QUESTIONS = [Question(f"q{i}", f"question {i}", ("x",), gold=("A", "B")) for i in range(6)]
@@ -26,15 +26,15 @@ def level(forest, *outcomes):
     """Expands all trees of a level, each to these outcomes; what was asked."""
     asked = []
     while True:
-        (node,) = forest.ask(0, 0, 1)
+        (node,) = forest.select(0, 0, 1)
         asked.append(node)
-        forest.learn([outcome(node, *found, ended=ended) for found, ended in outcomes])
+        forest.update([outcome(node, *found, ended=ended) for found, ended in outcomes])
         if not forest.now:
             return asked
 
 
 def test_a_tree_is_pruned_to_the_best_passage_of_each_query_where_it_is_gold():
-    node = Node.of(QUESTIONS[0], 0, [A])
+    node = RetrievalTree.of(QUESTIONS[0], 0, [A])
     assert pruned(node, [[NOISE], [NOISE, B]]).documents == (A,)  # Hit@Top-1
     again = Passage("9", " b ", "another text of the same title")
     assert pruned(node, [[B], [again], [A], []]).documents == (A, B)
@@ -66,7 +66,7 @@ def test_each_question_is_asked_once_and_then_what_became_of_it():
 def test_a_tree_is_finished_when_all_gold_is_there_and_the_policy_stops(found, ended, carried):
     forest = Forest(QUESTIONS[:1])
     level(forest, (found, ended))
-    (node,) = forest.ask(0, 0, 9)
+    (node,) = forest.select(0, 0, 9)
     assert forest.level == int(carried)  # else the question is planted anew
     assert len(node.documents) == (len(found) if carried else 0)
 
@@ -91,9 +91,9 @@ def test_a_forest_continues_from_its_state_as_if_nothing_had_happened():
     def some(forest, steps, found):
         asked = []
         for step in range(steps):
-            nodes = forest.ask(step, 0, 4)
+            nodes = forest.select(step, 0, 4)
             asked += nodes
-            forest.learn([outcome(node, [passage]) for node in nodes for passage in found])
+            forest.update([outcome(node, [passage]) for node in nodes for passage in found])
         return asked
 
     forest, again = Forest(QUESTIONS, seed=5), Forest(QUESTIONS, seed=5)

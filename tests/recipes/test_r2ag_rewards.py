@@ -2,15 +2,21 @@
 
 import pytest
 
-from rrl.recipes.r2ag_rewards import Proposal, Weights, average_precision, expansion_rewards, read_proposal
+from rrl.recipes.r2ag_rewards import (
+    RewardWeights,
+    SteeringOutput,
+    average_precision,
+    expansion_rewards,
+    parse_output,
+)
 
 GOLD = ("A", "B", "C", "D")
-ASKS = Proposal(("x",), (), thought=True, written=1)
-STOPS = Proposal((), (), stop=True, thought=True, written=2)
+ASKS = SteeringOutput(("x",), (), has_think=True, query_tags=1)
+STOPS = SteeringOutput((), (), stop=True, has_think=True, query_tags=2)
 
 
-def paid(proposal, base=(), predicted=(), **options):
-    return expansion_rewards(proposal, base, predicted, gold=options.pop("gold", GOLD), **options)
+def paid(output, base=(), predicted=(), **options):
+    return expansion_rewards(output, base, predicted, gold=options.pop("gold", GOLD), **options)
 
 
 # -- what is read (Figure A.3, B.2) ----------------------------------------------------------------------------------
@@ -19,32 +25,34 @@ def paid(proposal, base=(), predicted=(), **options):
 def test_queries_stand_in_boxes_after_the_thought():
     asked = "<base-Q> one </base-Q><base-Q>two</base-Q>\n<predicted-Q>three</predicted-Q>"
     text = f"<think>First <base-Q>no</base-Q> this.</think>\n{asked}"
-    assert read_proposal(text) == Proposal(("one", "two"), ("three",), thought=True, written=2)
+    assert parse_output(text) == SteeringOutput(("one", "two"), ("three",), has_think=True, query_tags=2)
     more = "<think>a</think><base-Q>one</base-Q><think>b <base-Q>no</base-Q></think><base-Q>two</base-Q>"
-    assert read_proposal(more).base == ("one", "two")
+    assert parse_output(more).base == ("one", "two")
     stray = "</think><base-Q>no</base-Q><think>a</think><base-Q>one</base-Q>"
-    assert read_proposal(stray) == Proposal(("one",), thought=True, written=1)
+    assert parse_output(stray) == SteeringOutput(("one",), has_think=True, query_tags=1)
 
 
 def test_stop_retrieval_and_none_are_signals_and_no_queries():
     text = "<think>.</think><base-Q> Stop  retrieval. </base-Q><predicted-Q>None</predicted-Q>"
-    assert read_proposal(text) == Proposal(stop=True, thought=True, written=2)
+    assert parse_output(text) == SteeringOutput(stop=True, has_think=True, query_tags=2)
     both = '<think>.</think><base-Q>one</base-Q><base-Q>"stop retrieval"</base-Q><predicted-Q></predicted-Q>'
-    assert read_proposal(both) == Proposal(("one",), stop=True, thought=True, written=2)
+    assert parse_output(both) == SteeringOutput(("one",), stop=True, has_think=True, query_tags=2)
     curly = "<think>.</think><base-Q>“Stop retrieval”</base-Q>"
-    assert read_proposal(curly) == Proposal(stop=True, thought=True, written=1)
+    assert parse_output(curly) == SteeringOutput(stop=True, has_think=True, query_tags=1)
     swapped = "<think>.</think><base-Q>none</base-Q><predicted-Q>Stop retrieval!</predicted-Q>"
-    assert read_proposal(swapped) == Proposal(thought=True, written=2)
+    assert parse_output(swapped) == SteeringOutput(has_think=True, query_tags=2)
 
 
 @pytest.mark.parametrize("text", ["", "no tags", "<base-Q>", "<think></think>", "<base-Q> </base-Q>"])
 def test_an_output_without_a_box_asks_for_nothing(text):
-    found = read_proposal(text)
+    found = parse_output(text)
     assert not found.base and not found.predicted and not found.stop
 
 
 def test_without_a_thought_queries_are_read_and_earn_no_format_reward():
-    assert read_proposal("<base-Q>one</base-Q><predicted-Q>two</predicted-Q>") == Proposal(("one",), ("two",))
+    assert parse_output("<base-Q>one</base-Q><predicted-Q>two</predicted-Q>") == SteeringOutput(
+        ("one",), ("two",)
+    )
 
 
 # -- Eq. 5, term by term ---------------------------------------------------------------------------------------------
@@ -52,8 +60,8 @@ def test_without_a_thought_queries_are_read_and_earn_no_format_reward():
 
 def test_the_coefficients_are_those_of_the_paper():
     # SPEC.md 4: alpha 0.2, beta 0.3, gamma 0.2, l 1.25, 0.01 each, t 4 and 2
-    w = Weights()
-    assert (w.multi_hit, w.joint_hit, w.precision, w.predicted, w.written) == (0.2, 0.3, 0.2, 1.25, 0.01)
+    w = RewardWeights()
+    assert (w.multi_hit, w.joint_hit, w.precision, w.predicted, w.format) == (0.2, 0.3, 0.2, 1.25, 0.01)
     assert (w.top_base, w.top_predicted) == (4, 2)
 
 
@@ -87,9 +95,9 @@ def test_average_precision_looks_at_the_first_t_queries():
 def test_known_gold_counts_in_the_precision_as_printed_or_not():
     known = {"known": ["A"]}
     assert paid(ASKS, ["A", "B"], **known)["precision"] == pytest.approx(2 / 4)
-    assert paid(ASKS, ["A", "B"], **known, weights=Weights(pay_known=False))["precision"] == pytest.approx(
-        1 / 2 / 4
-    )
+    assert paid(ASKS, ["A", "B"], **known, weights=RewardWeights(pay_known=False))[
+        "precision"
+    ] == pytest.approx(1 / 2 / 4)
 
 
 def test_all_gold_and_a_stop_signal_are_paid_before_or_in_this_expansion():
@@ -101,7 +109,7 @@ def test_all_gold_and_a_stop_signal_are_paid_before_or_in_this_expansion():
 
 
 def test_the_total_is_the_weighted_sum():
-    both = Proposal(("x", "y"), ("z",), thought=True, written=2)
+    both = SteeringOutput(("x", "y"), ("z",), has_think=True, query_tags=2)
     found = paid(both, ["A", "noise"], ["B"])
     assert found["total"] == pytest.approx(0.2 * (1 + 1.25) + 0.2 * (1 / 4 + 1 / 4) + 0.02)
     assert paid(ASKS)["total"] == pytest.approx(0.01)
@@ -111,19 +119,19 @@ def test_the_total_is_the_weighted_sum():
 
 
 @pytest.mark.parametrize(
-    ("proposal", "known", "cut"),
+    ("output", "known", "cut"),
     [
-        (Proposal(("x",), ("y",), written=0), (), False),  # no think segment
+        (SteeringOutput(("x",), ("y",), query_tags=0), (), False),  # no think segment
         (
-            Proposal(("x",), stop=True, thought=True, written=2),
+            SteeringOutput(("x",), stop=True, has_think=True, query_tags=2),
             (),
             False,
         ),  # stopped before all gold was found
         (ASKS, (), True),  # longer than the limit
         (STOPS, GOLD, True),
-        (Proposal(stop=True), GOLD, False),
+        (SteeringOutput(stop=True), GOLD, False),
     ],
 )
-def test_the_zeroing_rules_beat_every_other_term(proposal, known, cut):
-    found = paid(proposal, ["A", "B"], ["C"], known=known, cut=cut)
+def test_the_zeroing_rules_beat_every_other_term(output, known, cut):
+    found = paid(output, ["A", "B"], ["C"], known=known, truncated=cut)
     assert found["total"] == 0 and found["precision"] > 0

@@ -11,12 +11,12 @@ from rrl.data.questions import Question
 from rrl.data.trajectory import ENVIRONMENT, NOT_FINITE, POLICY, PROMPT, Search, Trajectory
 from rrl.errors import UserError
 from rrl.miniwiki import KINDS, generate
-from rrl.recipes.base import ALONE, Scoring, uses_chat
-from rrl.recipes.card import card_of
+from rrl.recipes.base import NO_MODELS, ScoringContext, uses_chat
+from rrl.recipes.card import make_card
 from rrl.recipes.catalogue import make_recipe
 from rrl.recipes.r3rag import R3Rag
-from rrl.recipes.r3rag_steps import Step, Steps, parse_step
-from rrl.rewards.cases import Correctness, Relevance, ShortAnswer
+from rrl.recipes.r3rag_steps import R3RagEnvironment, Step, parse_step
+from rrl.rewards.judge_prompts import Correctness, Relevance, ShortAnswer
 from rrl.rewards.oracle import Oracle
 from rrl.rollout.protocol import CONTEXT, EOS, TURN_TOKENS, Episode, Finish, Restart, SearchFor
 
@@ -54,7 +54,7 @@ class Says:
 
 
 def scored(one, recipe=None, judge=None):
-    (recipe or R3Rag()).score([one], Scoring(judge=judge or Says()))
+    (recipe or R3Rag()).score([one], ScoringContext(judge=judge or Says()))
     return one
 
 
@@ -119,15 +119,15 @@ def test_a_malformed_step_is_not(text):
 
 def test_what_is_written_is_read_again():
     for step in (Step("a\nb", query="c"), Step("a", answer="c: d")):
-        assert parse_step(step.written(3)) == step
-    assert Step("a", query="b").written(2) == "Step 2:\nThe problem analysis: a\nThe retrieval query: b"
+        assert parse_step(step.to_text(3)) == step
+    assert Step("a", query="b").to_text(2) == "Step 2:\nThe problem analysis: a\nThe retrieval query: b"
 
 
 # -- protocol (3.1; SPEC.md 2 and 6) ------------------------------------------------------------------------------------
 
 
 def test_a_step_ends_with_the_text_alone():
-    environment, episode = Steps(), Episode(QUESTION)
+    environment, episode = R3RagEnvironment(), Episode(QUESTION)
     assert environment.stops == () and environment.turn_tokens == 512
     assert environment.react(episode, ASK, EOS) == SearchFor("director of Silver Harbour")
     assert environment.react(episode, RIGHT, EOS) == Finish("answer")
@@ -138,11 +138,11 @@ def test_a_step_ends_with_the_text_alone():
 
 def after(*said_and_found, environment=None):
     """What the environment does after these steps."""
-    environment = environment or Steps()
+    environment = environment or R3RagEnvironment()
     episode = Episode(QUESTION)
     for turn, (said, passages) in enumerate(said_and_found):
         episode.turn = turn
-        episode.said.append(said)
+        episode.policy_texts.append(said)
         titles = tuple(p.title for p in passages or ())
         episode.searches.append(Search(turn, "q", titles, passages is None, tuple(passages or ())))
         action = environment.observe(episode, passages)
@@ -177,7 +177,7 @@ def test_documents_that_were_shown_are_left_out_and_the_rest_stays():
     nothing_new = after((ASK, [FILM, FILM]), (ASK_MORE, [FILM]))
     assert nothing_new.prompt.endswith("Silver Harbour film\nThe retrieval documents: ")
     assert nothing_new.prompt.count("(Title:") == 1
-    kept = after((ASK, [FILM]), (ASK_MORE, [FILM, BOOK]), environment=Steps(drop_seen=False))
+    kept = after((ASK, [FILM]), (ASK_MORE, [FILM, BOOK]), environment=R3RagEnvironment(drop_seen=False))
     assert kept.prompt.count("(Title: Silver Harbour)") == 2
 
 
@@ -190,22 +190,22 @@ def test_a_document_has_512_characters_or_the_block_has():
     # SPEC.md 6: paper and code
     long = [Passage(str(i), f"T{i}", str(i) * 600) for i in range(3)]
     search = [Search(0, "q", (), False, tuple(long))]
-    (shown,) = Steps().documents(search)
+    (shown,) = R3RagEnvironment().documents(search)
     assert [p.text for p in shown] == [str(i) * 512 for i in range(3)]
-    (block,) = Steps(cut="block").documents(search)
+    (block,) = R3RagEnvironment(cut="block").documents(search)
     assert [p.text for p in block] == ["0" * (512 - len("(Title: T0) "))]
     short = [dataclasses.replace(p, text=p.text[:200]) for p in long]
-    (block,) = Steps(cut="block").documents([Search(0, "q", (), False, tuple(short))])
+    (block,) = R3RagEnvironment(cut="block").documents([Search(0, "q", (), False, tuple(short))])
     assert [len(p.text) for p in block] == [200, 200, 512 - 2 * len("(Title: T0) ") - 400 - 2 - 12]
     assert len("\n".join(f"(Title: {p.title}) {p.text}" for p in block)) == 512
-    (whole,) = Steps(document_characters=0).documents(search)
+    (whole,) = R3RagEnvironment(document_characters=0).documents(search)
     assert list(whole) == long
 
 
 def test_what_a_block_had_no_room_for_was_not_seen():
     long = tuple(Passage(str(i), f"T{i}", str(i) * 600) for i in range(3))
     first, second = Search(0, "q", (), False, long), Search(1, "r", (), False, long[1:])
-    shown = Steps(cut="block").documents([first, second])
+    shown = R3RagEnvironment(cut="block").documents([first, second])
     assert [[p.title for p in passages] for passages in shown] == [["T0"], ["T1"]]
 
 
@@ -214,12 +214,14 @@ def test_there_are_five_steps_and_the_last_ones_query_is_still_searched():
     steps = [(ASK, [FILM])] * 5
     assert isinstance(after(*steps[:4]), Restart)
     assert after(*steps) == Finish("turn_limit")
-    assert Steps().react(Episode(QUESTION, turn=4), ASK, EOS) == SearchFor("director of Silver Harbour")
-    assert isinstance(after(*steps, environment=Steps(max_steps=10)), Restart)
+    assert R3RagEnvironment().react(Episode(QUESTION, turn=4), ASK, EOS) == SearchFor(
+        "director of Silver Harbour"
+    )
+    assert isinstance(after(*steps, environment=R3RagEnvironment(max_steps=10)), Restart)
 
 
 def test_a_model_that_is_not_trained_reads_figures_6_and_7():
-    paper = Steps(opening="paper")
+    paper = R3RagEnvironment(opening="paper")
     first = R3Rag(environment=paper).prompt(QUESTION)
     assert first.startswith(
         "# Role\nYou are an expert in large language models and knowledge retrieval, with"
@@ -243,7 +245,7 @@ def test_a_model_that_is_not_trained_reads_figures_6_and_7():
 
 def test_the_figures_are_as_printed():
     # sha256 of the figures' words with single spaces, the two placeholders empty
-    paper = Steps(opening="paper")
+    paper = R3RagEnvironment(opening="paper")
     empty = Question("q", "", ("",))
     said = (paper.prompt(empty, []), paper.prompt(empty, [(Step("a", query="b"), [])]))
     later = said[1].replace(
@@ -292,7 +294,7 @@ def test_a_step_that_the_context_cuts_is_a_limit_and_no_broken_form():
     one = scored(trajectory(ASK, BROKEN, found=([FILM],), ended="context_limit"))
     assert one.turn_rewards == pytest.approx({0: 0.45, 1: 0.0}) and one.rewards["format"] == 0
     assert (one.answer, one.metrics["malformed"], one.metrics["steps"]) == ("", 0, 2)
-    assert R3Rag().fault(one) == "unanswered"
+    assert R3Rag().rejection_reason(one) == "unanswered"
 
 
 @pytest.mark.parametrize("last", [[], [BROKEN], [RIGHT]])
@@ -381,7 +383,7 @@ def test_the_oracle_scores_by_gold_passages():
 
 def test_without_a_judge_only_matches_count():
     one = trajectory(ASK, RIGHT, found=([FILM],))
-    R3Rag().score([one], ALONE)
+    R3Rag().score([one], NO_MODELS)
     assert one.turn_rewards == {0: 0.0, 1: 2.0}
 
 
@@ -420,8 +422,8 @@ def test_without_outcome_reward_nothing_tells_a_right_answer_from_a_wrong_one():
 
 
 def test_a_judge_is_needed_as_long_as_anything_asks_it():
-    assert R3Rag().judged and R3Rag(use_process=False).judged
-    assert not R3Rag(use_process=False, judge_answers=False, short_answers=False).judged
+    assert R3Rag().needs_judge and R3Rag(use_process=False).needs_judge
+    assert not R3Rag(use_process=False, judge_answers=False, short_answers=False).needs_judge
 
 
 @pytest.mark.parametrize(
@@ -455,13 +457,13 @@ def test_wrong_fields_of_the_environment_are_refused(fields, message):
 
 def test_the_card_gives_the_recipe_back():
     recipe = make_recipe("r3rag", {"last_step": "equation"}, {"max_steps": 7, "cut": "block"})
-    assert card_of(recipe, 1024, 2).make() == recipe
+    assert make_card(recipe, 1024, 2).make() == recipe
 
 
 def test_all_trajectories_are_kept_and_advantages_without_a_critic_are_of_their_totals():
     # appendix A
     some = [scored(trajectory(text)) for text in (RIGHT, WRONG)]
-    assert not R3Rag().left_out(some).any()
+    assert not R3Rag().excluded(some).any()
     found = R3Rag().advantages(some)
     assert found[0] > 0 > found[1]
 
@@ -470,11 +472,11 @@ def test_all_trajectories_are_kept_and_advantages_without_a_critic_are_of_their_
 
 
 def test_a_trajectory_of_t_steps_gives_t_pairs():
-    environment = Steps(opening="paper")
+    environment = R3RagEnvironment(opening="paper")
     recipe = R3Rag(environment=environment)
     one = scored(trajectory(ASK, f"\n{ASK_MORE} ", RIGHT, found=([FILM], [FILM, BOOK])), recipe)
-    first, second, third = recipe.pairs(one)
-    plain = Steps()
+    first, second, third = recipe.sft_pairs(one)
+    plain = R3RagEnvironment()
     assert first == ("The question: Who directed Silver Harbour?", ASK)
     assert second == (after((ASK, [FILM]), environment=plain).prompt, f"Step 2:\n{ASK_MORE}")
     prompt = after((ASK, [FILM]), (ASK_MORE, [FILM, BOOK]), environment=plain).prompt
@@ -494,14 +496,14 @@ def test_a_trajectory_of_t_steps_gives_t_pairs():
 )
 def test_rejection_says_why(one, fault):
     # 3.2.1
-    assert R3Rag().fault(scored(one)) == fault
+    assert R3Rag().rejection_reason(scored(one)) == fault
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_expert_answers_right_in_well_formed_steps(kind):
     wiki = generate("train", 0, 200)
     by_title = {p.title: p for p in wiki.passages}
-    recipe = R3Rag(environment=Steps(max_steps=2))
+    recipe = R3Rag(environment=R3RagEnvironment(max_steps=2))
     for item in wiki.questions(kind, 5, 0):
         hops = {hop.query: by_title[hop.title] for hop in item.plan.hops}
         shown = recipe.demonstrate(item, lambda query, hops=hops: [hops[query], wiki.passages[0]])

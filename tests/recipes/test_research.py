@@ -8,7 +8,7 @@ from rrl.data.trajectory import ENVIRONMENT, POLICY, PROMPT
 from rrl.errors import UserError
 from rrl.miniwiki import KINDS, generate
 from rrl.recipes.base import uses_chat
-from rrl.recipes.card import card_of, read_card, write_card
+from rrl.recipes.card import make_card, read_card, write_card
 from rrl.recipes.catalogue import make_recipe
 from rrl.recipes.research import INSTRUCTION, ReSearch, last_boxed
 from rrl.rollout.protocol import CONTEXT, EOS, Episode, Finish, SearchFor
@@ -157,7 +157,7 @@ def test_the_expert_earns_everything(kind):
 
 def test_its_card_brings_it_back(tmp_path):
     recipe = make_recipe("research", {"opening": "bare"}, {"max_searches": 4, "turn_tokens": 128})
-    write_card(tmp_path, card_of(recipe, 1024, 2))
+    write_card(tmp_path, make_card(recipe, 1024, 2))
     assert read_card(tmp_path).make() == recipe
 
 

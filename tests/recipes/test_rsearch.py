@@ -6,7 +6,7 @@ import pytest
 from rrl.data.questions import Question
 from rrl.data.trajectory import ENVIRONMENT, POLICY, PROMPT, Search, Trajectory
 from rrl.miniwiki import generate
-from rrl.recipes.base import Scoring
+from rrl.recipes.base import ScoringContext
 from rrl.recipes.rsearch import NO_EVIDENCE_TEMPLATE, READER_TEMPLATE, SYSTEM_TEMPLATE, RSearch
 from rrl.rollout.protocol import Append
 from rrl.text.spans import boxes
@@ -34,7 +34,7 @@ def trajectory(*segments, searches=1, group=0):
 
 def scored(*segments, searches=1, recipe=None, reader=lambda prompts: ["Marta Velikov"] * len(prompts)):
     one = trajectory(*segments, searches=searches)
-    (recipe or RSearch()).score([one], Scoring(reader))
+    (recipe or RSearch()).score([one], ScoringContext(reader))
     return one
 
 
@@ -72,7 +72,7 @@ def test_evidence_without_search_is_paid_as_printed_or_not_as_released():
 def test_a_search_that_failed_is_not_counted():
     one = trajectory((POLICY, "nothing"))
     one.searches = [Search(0, "q"), Search(1, "q", failed=True)]
-    RSearch().score([one], Scoring())
+    RSearch().score([one], ScoringContext())
     assert one.metrics["searches"] == 1
 
 

@@ -8,7 +8,7 @@ from rrl.data.trajectory import ENVIRONMENT, POLICY, PROMPT, Search
 from rrl.errors import UserError
 from rrl.miniwiki import KINDS, generate
 from rrl.recipes.base import uses_chat
-from rrl.recipes.card import card_of, read_card, write_card
+from rrl.recipes.card import make_card, read_card, write_card
 from rrl.recipes.catalogue import make_recipe
 from rrl.recipes.search_r1 import INSTRUCTION, SearchR1
 from rrl.rollout.protocol import EOS, TURN_TOKENS, Append, Episode, Finish, SearchFor
@@ -170,7 +170,7 @@ def test_advantages_are_those_of_grpo_and_nobody_is_left_out():
     for one, total in zip(many, (0.0, 1.0, 0.2, 0.2), strict=True):
         one.rewards["total"] = total
     np.testing.assert_allclose(RECIPE.advantages(many), [-(0.5**0.5), 0.5**0.5, 0, 0], rtol=1e-4)
-    assert not RECIPE.left_out(many).any() and not RECIPE.judged
+    assert not RECIPE.excluded(many).any() and not RECIPE.needs_judge
 
 
 # -- the expert, the card, wrong settings --------------------------------------------------------------------------------
@@ -187,7 +187,7 @@ def test_the_expert_earns_everything(kind):
 
 def test_its_card_brings_it_back(tmp_path):
     recipe = make_recipe("search_r1", {"instruction": ""}, {"correction": "", "observation_tokens": 256})
-    write_card(tmp_path, card_of(recipe, 1024, 2))
+    write_card(tmp_path, make_card(recipe, 1024, 2))
     assert read_card(tmp_path).make() == recipe
 
 

@@ -11,12 +11,12 @@ from rrl.data.questions import Question
 from rrl.data.trajectory import ENVIRONMENT, POLICY, PROMPT, Search, Trajectory
 from rrl.errors import UserError
 from rrl.miniwiki import KINDS, generate
-from rrl.recipes.base import Scoring, uses_chat
-from rrl.recipes.card import card_of, read_card, write_card
+from rrl.recipes.base import ScoringContext, uses_chat
+from rrl.recipes.card import make_card, read_card, write_card
 from rrl.recipes.catalogue import make_recipe
 from rrl.recipes.tiresrag import BASE_PROMPT, INSTRUCT_PROMPT, TiresRag, answer_reward, reflect_reward
 from rrl.recipes.tiresrag_shaping import consistency_penalty, difficulty_weight
-from rrl.rewards.cases import Sufficiency, Thinking
+from rrl.rewards.judge_prompts import Sufficiency, Thinking
 from rrl.rl.advantages import group_normalize
 from rrl.rollout.protocol import EOS, TURN_TOKENS, Append, Episode, Finish, SearchFor
 from rrl.text.metrics import token_f1
@@ -45,7 +45,7 @@ class Says:
 
 def scored(*segments, recipe=None, judge=None, step=0, steps=0, **more):
     one = trajectory(*segments, **more)
-    (recipe or TiresRag()).score([one], Scoring(judge=judge or Says(), step=step, steps=steps))
+    (recipe or TiresRag()).score([one], ScoringContext(judge=judge or Says(), step=step, steps=steps))
     return one
 
 
@@ -196,7 +196,7 @@ def test_the_judge_sees_thoughts_and_documents_and_no_answer():
     assert sufficiency.prompt.body == (
         "<think>First.</think><search>a</search>\n<information>\nfound\n</information>\n<think>Second.</think>"
     )
-    assert "Velikov" in sufficiency.prompt.user and sufficiency.told.titles == ("Silver Harbour",)
+    assert "Velikov" in sufficiency.prompt.user and sufficiency.transcript.titles == ("Silver Harbour",)
     assert "Velikov" not in thinking.prompt.said and "the prompt" not in thinking.prompt.said
 
 
@@ -228,13 +228,13 @@ def test_what_the_judge_does_not_say_counts_0_and_is_counted():
 def test_all_trajectories_are_judged_in_one_call():
     calls = []
     judge = types.SimpleNamespace(grade=lambda cases: calls.append(len(cases)) or [1.0] * len(cases))
-    TiresRag().score([trajectory((POLICY, RIGHT)) for _ in range(5)], Scoring(judge=judge))
+    TiresRag().score([trajectory((POLICY, RIGHT)) for _ in range(5)], ScoringContext(judge=judge))
     assert calls == [10]
 
 
 def test_without_a_judge_there_is_only_the_answer_and_the_reflection():
     one = trajectory((POLICY, WRONG + RIGHT))
-    TiresRag().score([one], Scoring())
+    TiresRag().score([one], ScoringContext())
     assert one.rewards["total"] == pytest.approx(2 / 3 + 0.3) and "judge_unread" not in one.metrics
 
 
@@ -273,15 +273,15 @@ def by_hand(row, *, penalty=0.1, difficulty=True):
 
 def test_groups_that_are_all_right_or_all_wrong_are_left_out():
     # SPEC.md 6: a group stays iff max F1 > 0.1 and min F1 < 0.9; the bounds themselves are reached
-    assert TiresRag().left_out(batch()).tolist() == [False] * 4 + [True] * 8 + [False] * 4
-    assert TiresRag().left_out([]).tolist() == []
+    assert TiresRag().excluded(batch()).tolist() == [False] * 4 + [True] * 8 + [False] * 4
+    assert TiresRag().excluded([]).tolist() == []
     assert (TiresRag().filter_low, TiresRag().filter_high) == (0.1, 0.9)
 
 
 def kept():
     """What a step learns from: the groups that are not left out."""
     many = batch()
-    return [t for t, out in zip(many, TiresRag().left_out(many), strict=True) if not out]
+    return [t for t, out in zip(many, TiresRag().excluded(many), strict=True) if not out]
 
 
 def test_advantages_are_those_of_algorithm_1():
@@ -323,7 +323,7 @@ def test_settings_of_equations_6_and_7_are_fields_with_the_papers_values():
 
 def test_without_filter_every_group_is_learned_from():
     recipe = TiresRag(use_filter=False)
-    assert not recipe.left_out(batch()).any()
+    assert not recipe.excluded(batch()).any()
     np.testing.assert_allclose(recipe.advantages(batch())[4:8], by_hand(1), rtol=1e-4, atol=1e-6)
 
 
@@ -350,7 +350,7 @@ def test_the_judge_is_asked_for_what_is_used_and_no_more():
         judge = Says()
         recipe = TiresRag(**fields)
         scored((POLICY, RIGHT), recipe=recipe, judge=judge)
-        assert recipe.judged == bool(judge.asked)
+        assert recipe.needs_judge == bool(judge.asked)
         return {type(case) for case in judge.asked}
 
     assert asked() == {Sufficiency, Thinking}
@@ -406,7 +406,7 @@ def test_so_many_demonstrations_reflect_and_the_same_ones_each_time():
 def test_its_card_brings_it_back(tmp_path):
     changed = {"turn_tokens": 128, "max_searches": 4}
     recipe = make_recipe("tiresrag", {"opening": "bare", "penalty_weight": 0.5}, changed)
-    write_card(tmp_path, card_of(recipe, 1024, 2))
+    write_card(tmp_path, make_card(recipe, 1024, 2))
     assert read_card(tmp_path).make() == recipe
     assert read_card(tmp_path).environment == changed
 

@@ -4,12 +4,12 @@ import dataclasses
 
 from rrl.data.trajectory import ENVIRONMENT, POLICY, PROMPT
 from rrl.report.article import article
-from rrl.report.segments import pieces, policy_pieces, stray_tags
+from rrl.report.segments import policy_segments, segments_of, stray_tags
 from tests.eval.fakes import FakeTokens, direct, malformed, spouse, winter
 
 
 def kinds(trajectory):
-    return [piece.kind for piece in pieces(trajectory)]
+    return [piece.kind for piece in segments_of(trajectory)]
 
 
 def test_pieces_follow_the_papers_order():
@@ -20,7 +20,7 @@ def test_pieces_follow_the_papers_order():
 
 
 def test_a_malformed_box_stays_reasoning_and_its_tags_are_found():
-    cut = pieces(malformed())
+    cut = segments_of(malformed())
     assert [piece.kind for piece in cut] == [
         "prompt",
         "reasoning",
@@ -41,7 +41,7 @@ def test_markers_of_another_form_are_cut_and_found_alike():
         (ENVIRONMENT, "\nI write <answer> and </answer>.\n"),
     ]
     tags = {query: "search", "answer": "answer"}
-    cut = pieces(dataclasses.replace(direct(), segments=segments), tags)
+    cut = segments_of(dataclasses.replace(direct(), segments=segments), tags)
     assert [(piece.kind, piece.text) for piece in cut] == [
         ("reasoning", f"why {query[1]} {query[0]}x"),
         ("search", "y"),
@@ -56,7 +56,7 @@ def test_markers_of_another_form_are_cut_and_found_alike():
 
 
 def test_tags_in_the_prompt_are_not_the_policys():
-    cut = pieces(direct())
+    cut = segments_of(direct())
     assert [piece.kind for piece in cut if piece.role == PROMPT] == ["prompt"]
     assert cut[0].text == direct().segments[0][1]
 
@@ -64,7 +64,7 @@ def test_tags_in_the_prompt_are_not_the_policys():
 def test_tokens_join_to_the_text_of_each_policy_piece():
     tokens = FakeTokens()
     trajectory = winter(tokens=tokens)
-    for piece in pieces(trajectory, token_bytes=tokens.bytes):
+    for piece in segments_of(trajectory, token_bytes=tokens.bytes):
         assert "".join(text for text, _ in piece.spans) == (piece.text if piece.role == POLICY else "")
 
 
@@ -73,20 +73,20 @@ def test_a_character_of_several_tokens_belongs_to_the_last():
     trajectory.tokens, trajectory.roles = trajectory.tokens[:3], trajectory.roles[:3] * 0 + POLICY
     trajectory.tokens[:] = [0, 1, 2]
     trajectory.logps = trajectory.logps[:3] * 0 - [1.0, 2.0, 3.0]
-    (piece,) = pieces(trajectory, token_bytes=[b"\xc3", b"\xa9", b"!"])
+    (piece,) = segments_of(trajectory, token_bytes=[b"\xc3", b"\xa9", b"!"])
     assert piece.spans == (("é", -2.0), ("!", -3.0))
 
 
 def test_tokens_that_do_not_spell_the_text_are_left_out():
     trajectory = spouse()
-    assert all(not piece.spans for piece in pieces(trajectory, token_bytes=[b"x"] * 1000))
+    assert all(not piece.spans for piece in segments_of(trajectory, token_bytes=[b"x"] * 1000))
 
 
 def test_other_tags_can_be_named():
     trajectory = dataclasses.replace(
         direct(), segments=[(POLICY, "<think> why </think><search>x</search>"), (ENVIRONMENT, "y")]
     )
-    cut = pieces(trajectory, {"think": "reasoning", "search": "search"})
+    cut = segments_of(trajectory, {"think": "reasoning", "search": "search"})
     assert [(piece.kind, piece.text) for piece in cut] == [
         ("reasoning", "why"),
         ("search", "x"),
@@ -99,7 +99,7 @@ STEPS = {("The retrieval query:", ""): "search", ("The final answer:", ""): "ans
 
 def test_a_heading_holds_what_follows_it_up_to_the_next():
     text = "Step 1:\nWhy: so\nThe retrieval query: who <search>?\nThe final answer: A: b"
-    cut = policy_pieces(text, STEPS)
+    cut = policy_segments(text, STEPS)
     assert [(piece.kind, piece.text) for piece in cut] == [
         ("reasoning", "Step 1:\nWhy: so"),
         ("search", "who <search>?"),
@@ -108,7 +108,7 @@ def test_a_heading_holds_what_follows_it_up_to_the_next():
 
 
 def test_boxes_and_headings_go_together():
-    cut = policy_pieces("a<x>b</x>c Query: d", {"x": "search", ("Query:", ""): "answer"})
+    cut = policy_segments("a<x>b</x>c Query: d", {"x": "search", ("Query:", ""): "answer"})
     assert [(piece.kind, piece.text) for piece in cut] == [
         ("reasoning", "a"),
         ("search", "b"),
@@ -131,7 +131,7 @@ def test_of_a_further_contexts_prompt_only_what_is_new_is_shown():
         (POLICY, "The final answer: z"),
     ]
     trajectory = dataclasses.replace(direct(), segments=segments)
-    shown = [(piece.kind, piece.text) for piece in pieces(trajectory, STEPS) if piece.role == PROMPT]
+    shown = [(piece.kind, piece.text) for piece in segments_of(trajectory, STEPS) if piece.role == PROMPT]
     assert shown == [
         ("prompt", opening.format("")),
         ("observation", "Documents: (Title: T) t"),

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from rrl.errors import UserError
-from rrl.retrieval.gold import gold_efficiency, hits_by_answer, hits_of
+from rrl.retrieval.gold import gold_efficiency, gold_hits, hits_by_answer
 
 
 def loops(found: list[str], gold: set[str], k: int) -> dict[str, float]:
@@ -36,7 +36,7 @@ def test_every_metric_is_its_definition_on_random_rankings() -> None:
     names = [f"p{i}" for i in range(12)]
     found = [draw.choices(names, k=draw.randrange(9)) for _ in range(300)]
     gold = [draw.sample(names, draw.randrange(1, 5)) for _ in range(300)]
-    hits = hits_of(found, gold)
+    hits = gold_hits(found, gold)
     for k in (1, 3, 99):
         expected = [loops(names, set(want), k) for names, want in zip(found, gold)]
         for metric in expected[0]:
@@ -51,7 +51,7 @@ def test_every_metric_is_its_definition_on_random_rankings() -> None:
 
 
 def test_a_worked_example() -> None:
-    hits = hits_of([["A", "x", " a ", "B", "y"]], [["a", "B", "C", "b"]])
+    hits = gold_hits([["A", "x", " a ", "B", "y"]], [["a", "B", "C", "b"]])
     assert hits.found.tolist() == [4] and hits.gold.tolist() == [3]  # A once, and B once
     assert hits.recall().item() == pytest.approx(2 / 3)
     assert hits.average_precision().item() == pytest.approx((1 + 2 / 3) / 3)
@@ -60,16 +60,16 @@ def test_a_worked_example() -> None:
 
 
 def test_questions_without_gold_are_left_out_and_not_counted_as_wrong() -> None:
-    hits = hits_of([["A"], ["A"], []], [["A"], [], ["B"]])
+    hits = gold_hits([["A"], ["A"], []], [["A"], [], ["B"]])
     assert np.isnan(hits.recall()).tolist() == [False, True, False]
     assert hits.report()["recall"] == 0.5
     assert hits.report()["passages"] == 0.5
     assert hits.report()["eta_re"] == gold_efficiency(
         0.5, 0.5, 1.0
     )  # its oracle answers the others alone, too
-    assert hits_of([["A"]], [[]]).report() == {}
-    assert hits_of([[]], [["A"]]).report()["mrr"] == 0
-    assert hits_of([], []).report() == {}
+    assert gold_hits([["A"]], [[]]).report() == {}
+    assert gold_hits([[]], [["A"]]).report()["mrr"] == 0
+    assert gold_hits([], []).report() == {}
 
 
 @pytest.mark.parametrize(
@@ -100,6 +100,6 @@ def test_hits_by_answer_take_the_first_passage_that_holds_one() -> None:
 
 def test_wrong_use_is_refused() -> None:
     with pytest.raises(UserError, match=r"cuts=\[0\]: must be 1 or more"):
-        hits_of([["A"]], [["A"]]).report((0,))
+        gold_hits([["A"]], [["A"]]).report((0,))
     with pytest.raises(ValueError):
-        hits_of([["A"]], [])
+        gold_hits([["A"]], [])

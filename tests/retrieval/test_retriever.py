@@ -14,7 +14,7 @@ from rrl.errors import UserError
 from rrl.retrieval.build import build_index
 from rrl.retrieval.folder import KINDS
 from rrl.retrieval.index import make_retriever, open_index
-from rrl.retrieval.retriever import MAX_QUERY_CHARACTERS, Patience, Retriever, SearchFailed
+from rrl.retrieval.retriever import MAX_QUERY_CHARACTERS, Retriever, RetryPolicy, SearchFailed
 from tests.retrieval.fakes import WordEncoder
 
 CORPUS = [
@@ -157,8 +157,8 @@ class Faulty:
 
 @pytest.mark.parametrize("seconds", [0.0, 2.0])
 def test_a_failing_or_slow_search_is_tried_again(seconds: float) -> None:
-    patience = Patience(time_out=0.5, retries=2, pause=0.01)
-    retriever = Retriever(CORPUS, Faulty(2, seconds), patience=patience)
+    retry_policy = RetryPolicy(time_out=0.5, retries=2, pause=0.01)
+    retriever = Retriever(CORPUS, Faulty(2, seconds), retry_policy=retry_policy)
     assert [hit.passage.id for hit in retriever.search(["x"], 1)[0]] == ["p0"]
     assert (retriever.stats.retries, retriever.stats.failures) == (2, 0)
 
@@ -166,7 +166,7 @@ def test_a_failing_or_slow_search_is_tried_again(seconds: float) -> None:
 @pytest.mark.parametrize(("seconds", "reason"), [(0.0, "broken pipe"), (2.0, "no answer within 0.5 s")])
 def test_a_search_that_fails_for_good_says_so_and_leaves_nothing_behind(seconds: float, reason: str) -> None:
     index = Faulty(2, seconds)
-    retriever = Retriever(CORPUS, index, patience=Patience(time_out=0.5, retries=1, pause=0.01))
+    retriever = Retriever(CORPUS, index, retry_policy=RetryPolicy(time_out=0.5, retries=1, pause=0.01))
     with pytest.raises(SearchFailed, match=f"failed 2 times in the faulty index: .*{reason}"):
         retriever.search(["x", "y"], 1)
     assert (retriever.stats.failures, retriever.stats.searched) == (2, 0)
@@ -177,7 +177,7 @@ def test_a_search_that_fails_for_good_says_so_and_leaves_nothing_behind(seconds:
 def test_batches_change_nothing(kind: str) -> None:
     queries = ["Oslo", "Rome capital", "Bergen rain", "", "north", "Oslo", "south town"]
     whole = opened(kind)
-    parts = Retriever(CORPUS, opened(kind)._index, whole.text_encoder, patience=Patience(batch=2))
+    parts = Retriever(CORPUS, opened(kind)._index, whole.text_encoder, retry_policy=RetryPolicy(batch=2))
     assert parts.search(queries, 3) == whole.search(queries, 3)
 
 
@@ -210,7 +210,7 @@ def test_the_next_batch_is_embedded_while_one_is_searched() -> None:
                 raise AssertionError("the second batch was not embedded meanwhile")
             return super().search(queries, k)
 
-    retriever = Retriever(CORPUS, Waiting(), Encoder(), patience=Patience(batch=1))  # type: ignore[arg-type]
+    retriever = Retriever(CORPUS, Waiting(), Encoder(), retry_policy=RetryPolicy(batch=1))  # type: ignore[arg-type]
     assert [len(hits) for hits in retriever.search(["first", "second"], 1)] == [1, 1]
 
 
@@ -236,7 +236,7 @@ def test_stats_tell_the_latency(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_patience_out_of_range_is_refused() -> None:
     for settings in ({"time_out": 0.0}, {"retries": -1}, {"batch": 0}, {"pause": -1.0}):
         with pytest.raises(UserError, match=f"{next(iter(settings))}="):
-            Patience(**settings)  # type: ignore[arg-type]
+            RetryPolicy(**settings)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("kind", KINDS)

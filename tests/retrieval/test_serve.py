@@ -14,7 +14,7 @@ from rrl.data.passages import Passage
 from rrl.errors import UserError
 from rrl.retrieval.index import make_retriever
 from rrl.retrieval.remote import RemoteIndex, open_remote
-from rrl.retrieval.retriever import Patience, Retriever, SearchFailed
+from rrl.retrieval.retriever import Retriever, RetryPolicy, SearchFailed
 from rrl.retrieval.serve import MOST_BYTES, make_server
 from rrl.retrieval.wire import document, read_answer
 
@@ -132,7 +132,7 @@ def test_an_address_in_use_is_refused(served: tuple[Retriever, str]) -> None:
 )
 def test_a_service_that_fails_is_told_after_the_retries(status: int, answer: bytes, reason: str) -> None:
     with answering(status, answer) as address:
-        remote = open_remote(address, patience=Patience(retries=1, pause=0.01))
+        remote = open_remote(address, retry_policy=RetryPolicy(retries=1, pause=0.01))
         with pytest.raises(SearchFailed, match=reason):
             remote.search(["x"], 1)
         assert (remote.stats.retries, remote.stats.failures) == (1, 1)
@@ -163,7 +163,7 @@ def answering(status: int, answer: bytes) -> Iterator[str]:
 
 def test_nobody_there_and_no_address_are_told() -> None:
     with pytest.raises(SearchFailed, match="does not answer"):
-        open_remote("http://127.0.0.1:9", patience=Patience()).search(["x"], 1)
+        open_remote("http://127.0.0.1:9", retry_policy=RetryPolicy()).search(["x"], 1)
     with pytest.raises(UserError, match="must begin with http"):
         open_remote("localhost:8000")
     with pytest.raises(UserError, match="form='solr' is unknown"):

@@ -12,7 +12,7 @@ from rrl.data.passages import Passage
 from rrl.retrieval.build import build_index
 from rrl.retrieval.index import make_retriever
 from rrl.retrieval.remote import open_remote
-from rrl.retrieval.retriever import Patience, SearchFailed
+from rrl.retrieval.retriever import RetryPolicy, SearchFailed
 from tests.retrieval.fakes import WordEncoder
 
 SERVE = """
@@ -45,7 +45,7 @@ def test_two_processes_find_together_what_one_index_finds(tmp_path: Path) -> Non
         for process in processes:
             assert process.stdout is not None
             urls.append(f"http://127.0.0.1:{json.loads(process.stdout.readline())}")
-        together = open_remote(",".join(urls), patience=Patience(time_out=60))
+        together = open_remote(",".join(urls), retry_policy=RetryPolicy(time_out=60))
         whole = make_retriever(PASSAGES, "exact", WordEncoder())  # type: ignore[arg-type]
         for k in (1, 5, 100):
             for found, expected in zip(together.search(QUERIES, k), whole.search(QUERIES, k)):

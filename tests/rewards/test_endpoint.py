@@ -16,10 +16,10 @@ import pytest
 
 from rrl.data.questions import Question
 from rrl.errors import UserError
-from rrl.rewards.cases import Correctness
-from rrl.rewards.endpoint import LIMITS, Endpoint, EndpointConfig, Reply
+from rrl.rewards.endpoint import TOKEN_LIMIT_FIELDS, Endpoint, EndpointConfig, EndpointReply
 from rrl.rewards.judge import ModelJudge
-from rrl.stopping import Unavailable, stop_requested
+from rrl.rewards.judge_prompts import Correctness
+from rrl.stopping import ServiceUnavailable, stop_requested
 from rrl.text.chat import Prompt
 
 KEY = "sk-secret-0123456789"
@@ -84,7 +84,7 @@ def service(monkeypatch, tmp_path):
             "url": f"http://127.0.0.1:{server.server_port}/v1",
             "model": "m",
             "key_variable": "RRL_TEST_KEY",
-            "pause": 0.01,
+            "backoff": 0.01,
             "time_out": 5.0,
             "cache": str(tmp_path / "answers"),
         }
@@ -127,7 +127,7 @@ def test_equal_prompts_are_asked_once_and_so_many_at_a_time(service):
     endpoint = Endpoint(service.config(concurrency=3))
     prompts = [f"word{i % 9}" for i in range(27)]
     assert endpoint.answers(prompts) == [p.upper() for p in prompts]
-    assert len(service.requests) == endpoint.asked == 9
+    assert len(service.requests) == endpoint.sent == 9
     assert 1 < service.most_busy <= 3
 
 
@@ -159,7 +159,7 @@ def test_what_may_pass_is_tried_again(service, mishap):
 def test_pauses_double_and_a_service_that_asks_for_time_gets_it_within_bounds(service):
     waited = []
     stop = types.SimpleNamespace(is_set=lambda: False, wait=waited.append)
-    endpoint = Endpoint(service.config(pause=1.0, longest_pause=5.0, retries=5))
+    endpoint = Endpoint(service.config(backoff=1.0, max_backoff=5.0, retries=5))
     busy = (500, {}, "")
     service.script = [busy, busy, busy, busy, (429, {"Retry-After": "3"}, "")]
     endpoint._ask(endpoint._body("a"), stop)
@@ -224,7 +224,7 @@ def test_a_run_that_is_to_stop_does_not_wait_for_a_service_that_hangs(service):
 
     service.script = [hang] * 4
     with stop_requested() as stop:
-        with pytest.raises(Unavailable, match="the run is to stop"):
+        with pytest.raises(ServiceUnavailable, match="the run is to stop"):
             Endpoint(service.config(time_out=60.0, concurrency=2)).answers(["a", "b", "c", "d"])
         assert stop and not over.is_set() and len(service.requests) == 2
     over.set()
@@ -294,7 +294,7 @@ def test_a_refusal_of_us_is_wrong_input_and_not_repeated(service, status):
 def test_a_prompt_that_is_refused_gets_no_answer_and_the_others_theirs(service, status, caplog):
     service.script = [(status, {}, "context length exceeded")]
     endpoint = Endpoint(service.config(concurrency=1))
-    assert endpoint.replies(["a", "say two"]) == [Reply(refused=True), Reply("TWO")]
+    assert endpoint.replies(["a", "say two"]) == [EndpointReply(refused=True), EndpointReply("TWO")]
     assert endpoint.refused == 1 and "context length exceeded" in caplog.text
     assert endpoint.answers(["a"]) == ["A"]  # it was not kept
 
@@ -322,8 +322,8 @@ def test_a_model_that_takes_only_max_completion_tokens_is_asked_with_that(servic
     service.script = [error("unsupported_parameter", "max_tokens is not taken; send max_completion_tokens")]
     config = service.config(concurrency=1, retries=retries, answer_tokens=9)
     endpoint = Endpoint(config)
-    assert endpoint.replies(["say one", "say two"]) == [Reply("ONE"), Reply("TWO")]
-    limits = [{name: body[name] for name in LIMITS if name in body} for body in service.requests]
+    assert endpoint.replies(["say one", "say two"]) == [EndpointReply("ONE"), EndpointReply("TWO")]
+    limits = [{name: body[name] for name in TOKEN_LIMIT_FIELDS if name in body} for body in service.requests]
     assert limits == [{"max_tokens": 9}, {"max_completion_tokens": 9}, {"max_completion_tokens": 9}]
     assert Endpoint(config).answers(["say one"]) == ["ONE"] and len(service.requests) == 3, "it was kept"
 
@@ -346,7 +346,7 @@ def test_a_refused_setting_is_wrong_input_and_no_refused_prompt(service):
 def test_a_refusal_of_the_model_is_no_answer_and_is_not_kept(service, choice, caplog):
     service.script = [(200, {}, json.dumps({"choices": [choice]}))]
     endpoint = Endpoint(service.config())
-    assert endpoint.replies(["a"]) == [Reply(refused=True)]
+    assert endpoint.replies(["a"]) == [EndpointReply(refused=True)]
     assert endpoint.refused == 1 and "a prompt gets no answer" in caplog.text
     assert endpoint.answers(["a"]) == ["A"]
 
@@ -364,9 +364,9 @@ def test_an_answer_that_was_cut_is_known_as_one_then_and_later(service):
     service.script = [said("length"), said("stop")]
     first = Endpoint(service.config(concurrency=1)).replies(["a", "b", "c"])
     assert first == [
-        Reply("half", cut=True),
-        Reply("half"),
-        Reply("C"),
+        EndpointReply("half", truncated=True),
+        EndpointReply("half"),
+        EndpointReply("C"),
     ]  # not every service says how it ended
     endpoint = Endpoint(service.config())
     assert endpoint.replies(["a", "b", "c"]) == first and endpoint.answers(["a", "b"]) == ["", "half"]
@@ -384,7 +384,7 @@ def test_what_was_answered_is_never_asked_again_by_any_process(service):
     )
     command = [sys.executable, "-c", program, config.url, config.cache]
     assert "['ONE']" in subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    assert len(service.requests) == 2 and endpoint.remembered == 2
+    assert len(service.requests) == 2 and endpoint.cached == 2
 
 
 @pytest.mark.parametrize("more", [{"model": "n"}, {"answer_tokens": 3}, {"temperature": 1.0}])
@@ -445,7 +445,7 @@ def test_a_refusal_is_cut_after_the_key_was_taken_out(service):
 def test_a_service_that_asks_for_no_wait_is_asked_again_as_slowly_as_any(service):
     service.script = [(429, {"Retry-After": "0"}, "slow down")] * 2
     begun = time.monotonic()
-    assert Endpoint(service.config(pause=0.2, retries=3)).answers(["a"]) == ["A"]
+    assert Endpoint(service.config(backoff=0.2, retries=3)).answers(["a"]) == ["A"]
     assert time.monotonic() - begun >= 0.75 * (0.2 + 0.4)
 
 

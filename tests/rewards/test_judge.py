@@ -5,8 +5,8 @@ import pytest
 from rrl.data.questions import Question
 from rrl.data.trajectory import ENVIRONMENT, POLICY
 from rrl.errors import UserError
-from rrl.rewards.cases import Correctness, Sufficiency, Thinking, Told
 from rrl.rewards.judge import ModelJudge
+from rrl.rewards.judge_prompts import Correctness, Sufficiency, Thinking, Transcript
 from rrl.rewards.reader import Reader
 from rrl.rollout.config import EngineConfig
 from tests.rollout.world import make_world
@@ -17,7 +17,7 @@ QUESTION = Question("q", "Who directed Silver Harbour?", ("Marta Velikov",))
 @pytest.fixture(scope="module")
 def reader():
     decoder, tokenizer, *_ = make_world()
-    sizes = EngineConfig(rows=4, context=128, feeds=2, feed_tokens=32)
+    sizes = EngineConfig(rows=4, context=128, wake_threshold=2, prefill_tokens=32)
     return Reader(decoder, tokenizer, sizes, answer_tokens=8)
 
 
@@ -28,7 +28,7 @@ def test_each_case_is_asked_in_its_own_words_and_read_by_itself():
         asked.extend(prompts)
         return ['{"Sufficient Context": 1}', "0.4", "who knows", "False"]
 
-    told = Told(((POLICY, "thought"), (ENVIRONMENT, "found")))
+    told = Transcript(((POLICY, "thought"), (ENVIRONMENT, "found")))
     cases = [
         Sufficiency(QUESTION, told),
         Thinking(QUESTION, told),
@@ -44,11 +44,11 @@ def test_no_case_costs_nothing():
 
 
 def test_the_engine_answers_cases_longer_than_its_context(reader):
-    long = Told(((ENVIRONMENT, "a passage that goes on " * 100), (POLICY, "thought")))
-    cases = [Thinking(QUESTION, long), Thinking(QUESTION, Told(((POLICY, "short"),)))]
+    long = Transcript(((ENVIRONMENT, "a passage that goes on " * 100), (POLICY, "thought")))
+    cases = [Thinking(QUESTION, long), Thinking(QUESTION, Transcript(((POLICY, "short"),)))]
     scores = ModelJudge(reader.answers).grade([*cases, *cases])
     assert scores[:2] == scores[2:]
-    assert len(reader.memory) == 2  # equal ones once
+    assert len(reader.cache) == 2  # equal ones once
     assert all(score is None or 0 <= score <= 1 for score in scores)
 
 

@@ -5,12 +5,12 @@ import pytest
 from rrl.data.questions import Question
 from rrl.data.trajectory import POLICY
 from rrl.errors import UserError
-from rrl.rewards.cases import Correctness, Sufficiency, Told, Validation
 from rrl.rewards.judge import ModelJudge
 from rrl.rewards.judge_card import FILE, JudgeCard, read_judge_card, write_judge_card
+from rrl.rewards.judge_prompts import Correctness, Sufficiency, Transcript, Validation
 
 QUESTION = Question("q", "Who?", ("Ivo Danes",), gold=("A",))
-CASE = Sufficiency(QUESTION, Told(((POLICY, "thought"),)))
+CASE = Sufficiency(QUESTION, Transcript(((POLICY, "thought"),)))
 BARE = JudgeCard(instructions=False, context=64, answer_tokens=8, cases=("Sufficiency", "Correctness"))
 
 
@@ -21,10 +21,10 @@ def test_a_card_is_read_as_it_was_written(tmp_path):
 
 
 def test_without_instructions_the_systems_turn_alone_is_left_out():
-    assert JudgeCard().asked(CASE) == CASE.prompt and CASE.prompt.system
-    asked = BARE.asked(CASE)
+    assert JudgeCard().prompt_for(CASE) == CASE.prompt and CASE.prompt.system
+    asked = BARE.prompt_for(CASE)
     assert not asked.system and asked.said == CASE.prompt.said
-    assert BARE.asked(Correctness(QUESTION, "x")) == Correctness(QUESTION, "x").prompt
+    assert BARE.prompt_for(Correctness(QUESTION, "x")) == Correctness(QUESTION, "x").prompt
 
 
 def test_a_judge_is_asked_as_its_card_says():

@@ -12,10 +12,10 @@ from rrl.models.hardware import ComputeConfig
 from rrl.models.hf import save_decoder
 from rrl.models.tokenizer import load_tokenizer
 from rrl.parallel.mesh import make_mesh
-from rrl.rewards.cases import Thinking, Told
 from rrl.rewards.judge import ModelJudge
 from rrl.rewards.judge_card import FILE, JudgeCard, write_judge_card
-from rrl.rewards.judge_settings import JudgeSettings, sections_of
+from rrl.rewards.judge_prompts import Thinking, Transcript
+from rrl.rewards.judge_settings import JudgeSettings, judge_sections
 from rrl.rewards.oracle import Oracle
 from tests.rollout.world import make_world
 
@@ -39,31 +39,31 @@ def folder(tmp_path_factory):
 
 
 def test_one_word_names_a_judge():
-    kinds = {word: sections_of(word)["judge"] for word in ("oracle", "some/folder", "https://x/v1")}
+    kinds = {word: judge_sections(word)["judge"] for word in ("oracle", "some/folder", "https://x/v1")}
     assert kinds == {
         "oracle": {"kind": "oracle", "folder": ""},
         "some/folder": {"kind": "model", "folder": "some/folder"},
         "https://x/v1": {"kind": "endpoint", "folder": ""},
     }
-    assert JudgeSettings.parse(sections_of("https://x/v1", "m")).endpoint.model == "m"
+    assert JudgeSettings.parse(judge_sections("https://x/v1", "m")).endpoint.model == "m"
 
 
 @pytest.mark.parametrize("judge", ["oracle", "some/folder", ""])
 def test_a_services_model_beside_another_judge_is_refused(judge):
     with pytest.raises(UserError, match=rf"judge_model='m' names a service's model, but judge='{judge}'"):
-        sections_of(judge, "m")
+        judge_sections(judge, "m")
 
 
 def test_the_card_of_a_folder_says_how_it_is_asked_and_is_part_of_what_it_is(folder):
-    plain = JudgeSettings.parse(sections_of(folder))
+    plain = JudgeSettings.parse(judge_sections(folder))
     assert (plain.judge.answer_tokens, plain.rollout.context) == (1024, 8192)
     before = plain.identity()
     write_judge_card(folder, JudgeCard(instructions=False, context=96, answer_tokens=8, cases=("Thinking",)))
     try:
-        values = sections_of(folder)
+        values = judge_sections(folder)
         settings = JudgeSettings.parse(values)
         assert (settings.judge.answer_tokens, settings.rollout.context) == (8, 96)
-        assert JudgeSettings.parse(sections_of(folder, context=64)).rollout.context == 64
+        assert JudgeSettings.parse(judge_sections(folder, context=64)).rollout.context == 64
         assert "card" not in before and settings.identity()["card"]["instructions"] is False
         assert load(values | {"judge_rollout": values["judge_rollout"] | {"rows": 2}}).card.cases == (
             "Thinking",
@@ -81,11 +81,11 @@ def test_an_oracle_needs_gold_passages_of_every_question():
 def test_a_model_is_loaded_from_its_folder_and_answers(folder):
     values = {
         "judge": {"kind": "model", "folder": folder, "answer_tokens": 4},
-        "judge_rollout": {"rows": 2, "context": 64, "feeds": 2, "feed_tokens": 32},
+        "judge_rollout": {"rows": 2, "context": 64, "wake_threshold": 2, "prefill_tokens": 32},
     }
     judge = load(values, (UNKNOWN,))
     assert isinstance(judge, ModelJudge)
-    (score,) = judge.grade([Thinking(UNKNOWN, Told(((POLICY, "thought"),)))])
+    (score,) = judge.grade([Thinking(UNKNOWN, Transcript(((POLICY, "thought"),)))])
     assert score is None or 0 <= score <= 1
     identity = JudgeSettings.parse(values).identity()
     assert identity["kind"] == "model" and len(identity["folder"]) == 64 and identity["context"] == 64

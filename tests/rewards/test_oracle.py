@@ -8,8 +8,16 @@ from rrl.data.trajectory import ENVIRONMENT, POLICY
 from rrl.errors import UserError
 from rrl.miniwiki import KINDS, generate
 from rrl.recipes.tiresrag import TiresRag
-from rrl.rewards.cases import Correctness, Relevance, ShortAnswer, Sufficiency, Thinking, Told, Validation
-from rrl.rewards.oracle import Oracle, grounded
+from rrl.rewards.judge_prompts import (
+    Correctness,
+    Relevance,
+    ShortAnswer,
+    Sufficiency,
+    Thinking,
+    Transcript,
+    Validation,
+)
+from rrl.rewards.oracle import Oracle, groundedness
 
 QUESTION = Question(
     "q",
@@ -21,7 +29,7 @@ FOUND = "<information>\n(Title: Silver Harbour) Silver Harbour was directed by M
 
 
 def told(*segments, titles=()):
-    return Told(tuple(segments), titles)
+    return Transcript(tuple(segments), titles)
 
 
 def grade(case):
@@ -75,8 +83,8 @@ def test_thinking_names_the_chain_and_nothing_that_was_not_read(thought, score):
 
 def test_what_is_found_later_supports_no_earlier_thought():
     thought = (POLICY, "It must be Marta Velikov.")
-    assert grounded(QUESTION, told((ENVIRONMENT, FOUND), thought)) == 1.0
-    assert grounded(QUESTION, told(thought, (ENVIRONMENT, FOUND))) == 0.0
+    assert groundedness(QUESTION, told((ENVIRONMENT, FOUND), thought)) == 1.0
+    assert groundedness(QUESTION, told(thought, (ENVIRONMENT, FOUND))) == 0.0
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from flax import nnx
 from rrl.data.trajectory import POLICY, PROMPT
 from rrl.models.decoder import Decoder
 from rrl.models.tokenizer import train_tokenizer
-from rrl.rewards.reader import Reader, Said
+from rrl.rewards.reader import Reader, ReaderReply
 from rrl.rollout.config import EngineConfig
 from rrl.text.chat import Prompt
 from tests.tiny import tiny_shape
@@ -21,7 +21,7 @@ from tests.tiny import tiny_shape
 def reader():
     tokenizer = train_tokenizer(["the reader answers from evidence alone " * 3], 300)
     config = tiny_shape(300, 128, model_type="llama")
-    settings = EngineConfig(rows=4, context=64, feeds=2, feed_tokens=16)
+    settings = EngineConfig(rows=4, context=64, wake_threshold=2, prefill_tokens=16)
     return Reader(Decoder(config, rngs=nnx.Rngs(0)), tokenizer, settings, answer_tokens=6)
 
 
@@ -43,37 +43,37 @@ def test_a_prompt_longer_than_the_context_is_cut_at_its_front_and_told_once(read
     (answer, _) = reader.answers(["evidence " * 200, "short"])
     assert isinstance(answer, str)
     reader.answers(["evidence " * 300])
-    assert reader.cut == 2
+    assert reader.truncated == 2
     (told,) = [record.getMessage() for record in caplog.records if record.name == "rrl.rewards.reader"]
     assert told.startswith("1 of 2 prompts are longer than the context of 64 tokens")
 
 
 def test_memory_keeps_the_latest(reader, monkeypatch):
-    monkeypatch.setattr(reader, "remember", 2)
+    monkeypatch.setattr(reader, "cache_size", 2)
     prompts = [f"question {i}" for i in range(5)]
     latest = reader.answers(prompts)[3:]
-    assert [said.text for said in reader.memory.values()] == latest
+    assert [said.text for said in reader.cache.values()] == latest
     asked = []
     monkeypatch.setattr(reader.engine, "run", lambda params, requests, *_: asked.append(len(requests)) or [])
     assert reader.answers(prompts[3:]) == latest and not asked
 
 
 def test_memory_holds_no_prompts(reader):
-    reader.memory.clear()
+    reader.cache.clear()
     reader.answers([Prompt("who? ", "evidence " * 200), "who? " + "evidence " * 200])
-    assert len(reader.memory) == 2 and all(len(key) == 32 for key in reader.memory)
+    assert len(reader.cache) == 2 and all(len(key) == 32 for key in reader.cache)
 
 
 def test_a_judges_answer_that_was_cut_is_none(reader):
     asked = ["who?", "where?"]
     assert all(reader.answers(asked))  # random weights: they end where the limit is
-    reader.memory.clear()
-    reader.whole = True
+    reader.cache.clear()
+    reader.require_complete = True
     try:
         assert reader.answers(asked) == ["", ""]
     finally:
-        reader.memory.clear()
-        reader.whole = False
+        reader.cache.clear()
+        reader.require_complete = False
 
 
 def answered(text, prompt=""):
@@ -94,9 +94,9 @@ def test_a_model_that_may_think_first_does_so_only_where_it_is_to(reader, monkey
     monkeypatch.setattr(
         reader.engine, "run", lambda _, requests, *rest: asked.extend(requests) or [answered("")]
     )
-    reader.memory.clear()
+    reader.cache.clear()
     reader.answers(["a question"])
-    reader.memory.clear()
+    reader.cache.clear()
     (request,) = asked
     text = reader.engine.tokenizer.decode(request.prompt)
     assert text.endswith("<nothing>") is not thinking
@@ -104,10 +104,10 @@ def test_a_model_that_may_think_first_does_so_only_where_it_is_to(reader, monkey
 
 @pytest.mark.parametrize(("said", "answer"), [("It was Bo.</think>\n\nBo", "Bo"), ("It was", ""), ("", "")])
 def test_a_thought_that_the_template_opened_is_no_part_of_an_answer(reader, monkeypatch, said, answer):
-    reader.memory.clear()
+    reader.cache.clear()
     monkeypatch.setattr(reader.engine, "run", lambda *_: [answered(said, "assistant\n<think>\n")])
     assert reader.answers(["who?"]) == [answer]
-    reader.memory.clear()
+    reader.cache.clear()
 
 
 @pytest.mark.parametrize(
@@ -115,10 +115,10 @@ def test_a_thought_that_the_template_opened_is_no_part_of_an_answer(reader, monk
     [("<think>It was Bo.</think>\n\nBo", "Bo"), ("<think>It was", ""), (" Bo ", "Bo")],
 )
 def test_a_thought_is_no_part_of_an_answer(reader, monkeypatch, said, answer):
-    reader.memory.clear()
+    reader.cache.clear()
     monkeypatch.setattr(reader.engine, "run", lambda *_: [answered(said)])
     assert reader.answers(["who?"]) == [answer]
-    reader.memory.clear()
+    reader.cache.clear()
 
 
 def test_no_prompts_cost_nothing(reader):
@@ -128,10 +128,12 @@ def test_no_prompts_cost_nothing(reader):
 def test_a_text_that_broke_off_as_not_finite_is_no_answer(reader):
     asked, params = ["who?", "where?"], reader.params
     assert all(reader.answers(asked))
-    reader.memory.clear()
+    reader.cache.clear()
     reader.params = jax.tree.map(lambda x: x * jnp.nan, params)
     try:
-        assert reader.said(asked) == [Said("", read, 0) for read in (s.read for s in reader.memory.values())]
+        assert reader.replies(asked) == [
+            ReaderReply("", read, 0) for read in (s.prompt_tokens for s in reader.cache.values())
+        ]
     finally:
-        reader.memory.clear()
+        reader.cache.clear()
         reader.params = params

@@ -8,9 +8,9 @@ import pytest
 
 from rrl.models.hardware import ComputeConfig, MeshConfig
 from rrl.models.weights import folder_hash
-from rrl.rewards.judge_settings import JudgeSettings, sections_of
-from rrl.sft.judge_agreement import agreement, held_out_verdicts
-from rrl.sft.judge_examples import VerdictConfig
+from rrl.rewards.judge_settings import JudgeSettings, judge_sections
+from rrl.sft.judge_agreement import agreement, held_out_judge_examples
+from rrl.sft.judge_examples import JudgeExamplesConfig
 
 ROOT = pathlib.Path(__file__).parents[2]
 FOLDER = ROOT / "assets" / "miniwiki-judge"
@@ -26,12 +26,12 @@ def test_it_is_the_one_that_the_docs_tell_of_and_small():
 
 @pytest.mark.slow
 def test_it_agrees_with_the_oracle_more_often_than_one_verdict_for_all():
-    sections = sections_of(str(FOLDER))
+    sections = judge_sections(str(FOLDER))
     sections["judge_rollout"]["rows"] = 16
     settings = JudgeSettings.parse(sections)
-    verdicts = held_out_verdicts(25, VerdictConfig(), "dev")
+    verdicts = held_out_judge_examples(25, JudgeExamplesConfig(), "dev")
     judge = settings.load(
-        [verdict.case.question for verdict in verdicts], ComputeConfig(), MeshConfig().make()
+        [verdict.prompt.question for verdict in verdicts], ComputeConfig(), MeshConfig().make()
     )
     found = agreement(judge, verdicts)
     assert set(found) == {"Relevance", "Sufficiency", "Thinking", "Correctness"}

@@ -22,7 +22,7 @@ from rrl.rl.update import Updater
 
 # 97 tokens, 2 kv heads: sizes that some meshes do not divide.
 SHAPE = DecoderConfig(vocab_size=97, hidden=16, layers=2, heads=4, kv_heads=2, head_dim=8, mlp=24)
-OBJECTIVE = ObjectiveConfig(kl_coef=0.1, lengths=(64,), microbatch_tokens=512)
+OBJECTIVE = ObjectiveConfig(kl_coef=0.1, row_lengths=(64,), microbatch_tokens=512)
 # Plain steps, so that parameters differ as much as gradients do; Adam divides by their size, however small.
 OPTIMIZER = OptimConfig(name="sgd", lr=1.0, total_steps=10)
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from rrl.parallel.mesh import make_mesh
-from rrl.rl.accumulate import Descent
+from rrl.rl.accumulate import GradientAccumulator
 from rrl.rl.batch import Batch
 from rrl.rl.optim import OptimConfig, make_optimizer
 
@@ -25,22 +25,22 @@ def batch(value):
 
 
 def made(streams):
-    """A descent with parameters and their optimiser's state, bound to a device as a learner's are."""
+    """An accumulator with parameters and their optimiser's state, bound to a device as a learner's are."""
     optimizer = make_optimizer(OptimConfig(total_steps=10))
     params = jax.device_put(jnp.ones(3), jax.devices()[0])
     state = jax.device_put(optimizer.init(params), jax.devices()[0])
-    return Descent(loss, optimizer, ("tokens",), streams=streams), params, state
+    return GradientAccumulator(loss, optimizer, ("tokens",), parallel_microbatches=streams), params, state
 
 
 @pytest.mark.parametrize(("streams", "cores"), [(1, 2), (2, 2), (2, 1), (3, 2)])
 def test_many_steps_of_many_microbatches_compile_each_program_once(caplog, monkeypatch, streams, cores):
-    monkeypatch.setattr("rrl.parallel.streams.cores_here", lambda: cores)
-    descent, params, state = made(streams)
+    monkeypatch.setattr("rrl.parallel.threads.available_cores", lambda: cores)
+    accumulator, params, state = made(streams)
     jax.config.update("jax_log_compiles", True)  # in all threads
     try:
         with caplog.at_level("WARNING"):
             for _ in range(3):
-                params, state, found = descent.step(params, state, (), [batch(1.0)] * 5, 2.0)
+                params, state, found = accumulator.step(params, state, (), [batch(1.0)] * 5, 2.0)
     finally:
         jax.config.update("jax_log_compiles", False)
     assert found["tokens"] == 5
@@ -52,9 +52,9 @@ def test_streams_take_the_step_of_one_and_their_bits_do_not_depend_on_the_cores(
     batches = [batch(value) for value in np.random.default_rng(0).normal(size=7)]
     steps = []
     for streams, cores in ((1, 2), (2, 2), (2, 1), (9, 2)):
-        monkeypatch.setattr("rrl.parallel.streams.cores_here", lambda cores=cores: cores)
-        descent, params, state = made(streams)
-        params, _, found = descent.step(params, state, (), batches, 3.0)
+        monkeypatch.setattr("rrl.parallel.threads.available_cores", lambda cores=cores: cores)
+        accumulator, params, state = made(streams)
+        params, _, found = accumulator.step(params, state, (), batches, 3.0)
         steps.append((np.asarray(params), found["loss"]))
     np.testing.assert_array_equal(steps[1][0], steps[2][0])
     assert steps[1][1] == steps[2][1]
@@ -65,27 +65,34 @@ def test_streams_take_the_step_of_one_and_their_bits_do_not_depend_on_the_cores(
 
 @pytest.mark.parametrize(("streams", "cores", "threads"), [(1, 2, 0), (2, 1, 0), (2, 2, 2)])
 def test_streams_have_threads_of_their_own_where_there_are_cores(monkeypatch, streams, cores, threads):
-    monkeypatch.setattr("rrl.parallel.streams.cores_here", lambda: cores)
-    descent, params, state = made(streams)
-    accumulate, seen, together = descent.accumulate, set(), threading.Barrier(max(1, threads), timeout=120)
+    monkeypatch.setattr("rrl.parallel.threads.available_cores", lambda: cores)
+    accumulator, params, state = made(streams)
+    accumulate, seen, together = (
+        accumulator.accumulate,
+        set(),
+        threading.Barrier(max(1, threads), timeout=120),
+    )
 
     def watched(*given):
         together.wait()  # for as many streams as there shall be
         seen.add(threading.current_thread().name)
         return accumulate(*given)
 
-    descent.accumulate = watched
-    descent.step(params, state, (), [batch(1.0)] * 4, 1.0)
+    accumulator.accumulate = watched
+    accumulator.step(params, state, (), [batch(1.0)] * 4, 1.0)
     assert sum(name.startswith("rrl-stream") for name in seen) == threads
 
 
 def test_what_a_stream_raises_comes_out_of_the_step():
-    descent, params, state = made(2)
+    accumulator, params, state = made(2)
     wrong = dataclasses.replace(batch(1.0), tokens=np.ones((1, 4), np.float32))
     with pytest.raises(ValueError, match="Incompatible shapes"):
-        descent.step(params, state, (), [batch(1.0), wrong], 1.0)
+        accumulator.step(params, state, (), [batch(1.0), wrong], 1.0)
 
 
 def test_streams_are_for_one_cpu():
     mesh = make_mesh(1, 1, 2, devices=jax.devices()[:2])
-    assert made(2)[0].streams == 2 and Descent(loss, make_optimizer(OptimConfig()), (), mesh, 2).streams == 1
+    assert (
+        made(2)[0].parallel_microbatches == 2
+        and GradientAccumulator(loss, make_optimizer(OptimConfig()), (), mesh, 2).parallel_microbatches == 1
+    )

@@ -13,7 +13,7 @@ from rrl.rl.advantages import (
     group_normalize,
     leave_one_out,
     low_spread,
-    penalized,
+    subtract_penalty_to_go,
     whiten,
 )
 
@@ -103,7 +103,9 @@ def test_penalties_count_from_the_token_to_the_end_of_its_own_trajectory(seed):
     rng = np.random.default_rng(seed)
     penalties = [rng.normal(size=n) for n in (3, 1, 5)]
     rewards = rng.normal(size=3)
-    for reward, penalty, found in zip(rewards, penalties, penalized(rewards, penalties), strict=True):
+    for reward, penalty, found in zip(
+        rewards, penalties, subtract_penalty_to_go(rewards, penalties), strict=True
+    ):
         wanted = [reward - sum(penalty.tolist()[t:]) for t in range(len(penalty))]
         np.testing.assert_allclose(found, wanted, atol=1e-5)
 
@@ -132,5 +134,5 @@ def test_whitening_may_keep_the_mean():
 def test_reinforce_plus_plus_is_the_whitened_return_of_rewards_less_kl():
     # Two trajectories, rewards 1 and 0, beta·k1 of 0.1 a policy token: returns 0.8, 0.9 and -0.1; mean 0.5333.
     masks = [np.array([False, True, True]), np.array([False, True])]
-    found = whiten(penalized(np.array([1.0, 0.0]), [0.1 * m for m in masks]), masks)
+    found = whiten(subtract_penalty_to_go(np.array([1.0, 0.0]), [0.1 * m for m in masks]), masks)
     np.testing.assert_allclose(np.concatenate(found), [0, 0.59299945, 0.81537425, 0, -1.4083737], rtol=1e-5)

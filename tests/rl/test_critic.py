@@ -22,10 +22,10 @@ from rrl.rl.optim import OptimConfig
 from tests.rl.sharded_step import trajectory
 
 SHAPE = DecoderConfig(vocab_size=97, hidden=16, layers=1, heads=2, kv_heads=1, head_dim=8, mlp=24)
-OBJECTIVE = ObjectiveConfig(lengths=(64,), microbatch_tokens=1024)
-SPLIT = dataclasses.replace(OBJECTIVE, lengths=(24, 64), microbatch_tokens=64)
+OBJECTIVE = ObjectiveConfig(row_lengths=(64,), microbatch_tokens=1024)
+SPLIT = dataclasses.replace(OBJECTIVE, row_lengths=(24, 64), microbatch_tokens=64)
 SGD = OptimConfig(name="sgd", lr=0.1, b1=0.0, clip_norm=None, total_steps=10)
-CONFIG = CriticConfig(SGD, discount=0.9, trace=0.8)
+CONFIG = CriticConfig(SGD, discount=0.9, gae_lambda=0.8)
 
 TRAJECTORIES = [trajectory(seed) for seed in range(8)]
 for one in TRAJECTORIES:
@@ -69,10 +69,12 @@ def test_advantages_are_gae_by_loops_on_each_trajectory_alone(alone, objective):
 
 
 def test_streams_give_the_same_values_from_threads_of_their_own(monkeypatch):
-    monkeypatch.setattr("rrl.parallel.streams.cores_here", lambda: 2)
+    monkeypatch.setattr("rrl.parallel.threads.available_cores", lambda: 2)
     found, names = [], set[str]()
     for streams in (1, 2):
-        critic, state = make_critic(model(), CONFIG, dataclasses.replace(SPLIT, streams=streams))
+        critic, state = make_critic(
+            model(), CONFIG, dataclasses.replace(SPLIT, parallel_microbatches=streams)
+        )
         program = critic._estimate.program
 
         def watched(*given, program=program):
@@ -127,7 +129,7 @@ def test_any_split_into_microbatches_gives_the_same_step_and_its_metrics_are_tho
     for objective in (OBJECTIVE, SPLIT):
         critic, state = make_critic(model(), CONFIG, objective)
         estimate = critic.estimate(state, TRAJECTORIES)
-        after.append(critic.learn(state, TRAJECTORIES, estimate))
+        after.append(critic.update(state, TRAJECTORIES, estimate))
     (one, first), (other, second) = after
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), one[0], other[0])
     for name, value in first.items():
@@ -146,7 +148,7 @@ def test_values_come_to_explain_the_returns():
     critic, state = make_critic(model(), CriticConfig(adam, clip=None, epochs=2, minibatches=2), OBJECTIVE)
     explained = []
     for _ in range(8):
-        state, metrics = critic.learn(state, TRAJECTORIES, critic.estimate(state, TRAJECTORIES))
+        state, metrics = critic.update(state, TRAJECTORIES, critic.estimate(state, TRAJECTORIES))
         explained.append(metrics["explained_variance"])
     assert explained[0] < 0.2 < 0.6 < explained[-1]
 
@@ -156,14 +158,14 @@ def test_the_shares_of_a_batch_hold_about_as_many_tokens_each(monkeypatch):
         TRAJECTORIES, key=lambda t: len(t.tokens)
     )  # in halves of this order all the long ones share one
     critic, state = make_critic(model(), dataclasses.replace(CONFIG, minibatches=2), OBJECTIVE)
-    sizes, step = [], critic.descent.step
+    sizes, step = [], critic.accumulator.step
 
     def counted(params, opt_state, frozen, batches, total):
         sizes.append(sum(int((batch.segment_ids > 0).sum()) for batch in batches))
         return step(params, opt_state, frozen, batches, total)
 
-    monkeypatch.setattr(critic.descent, "step", counted)
-    critic.learn(state, ordered, critic.estimate(state, ordered))
+    monkeypatch.setattr(critic.accumulator, "step", counted)
+    critic.update(state, ordered, critic.estimate(state, ordered))
     lengths = [len(t.tokens) for t in ordered]
     assert len(sizes) == 2 and sum(sizes) == sum(lengths)
     assert abs(sizes[0] - sizes[1]) <= max(lengths) < sum(lengths[4:]) - sum(lengths[:4])
@@ -177,7 +179,7 @@ def test_a_mesh_gives_the_estimate_and_the_step_of_one_device():
             nnx.update(critic, shard(nnx.state(critic), mesh))
         learner, state = make_critic(critic, CONFIG, OBJECTIVE, mesh)
         estimate = learner.estimate(state, TRAJECTORIES, PENALTIES)
-        (params, _), metrics = learner.learn(state, TRAJECTORIES, estimate)
+        (params, _), metrics = learner.update(state, TRAJECTORIES, estimate)
         found.append(
             (params, metrics, [a * (t.roles == POLICY) for a, t in zip(estimate.advantages, TRAJECTORIES)])
         )
@@ -195,11 +197,11 @@ def test_whitened_advantages_have_mean_0_and_deviation_1_over_policy_tokens_and_
         for every in [[float(a[s]) for a, own in zip(found.advantages, OWN, strict=True) for s in own]]
     )
     np.testing.assert_allclose([mean, deviation], [0, 1], atol=1e-4)
-    np.testing.assert_allclose([white.spread, plain.spread], spread, rtol=1e-4)
+    np.testing.assert_allclose([white.advantage_std, plain.advantage_std], spread, rtol=1e-4)
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"discount": 1.5}, {"trace": -0.1}, {"clip": -1.0}, {"epochs": 0}], ids=str
+    "wrong", [{"discount": 1.5}, {"gae_lambda": -0.1}, {"clip": -1.0}, {"epochs": 0}], ids=str
 )
 def test_a_wrong_field_is_named_with_its_value(wrong):
     ((field, value),) = wrong.items()

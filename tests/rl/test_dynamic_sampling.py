@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rrl.errors import UserError
-from rrl.rl.dynamic_sampling import Refill
+from rrl.rl.dynamic_sampling import DynamicSampling
 
 
 def one_round(state, spread, first=0):
@@ -17,17 +17,25 @@ def one_round(state, spread, first=0):
 
 
 def test_two_rounds_by_hand():
-    state = one_round(Refill(wanted=3, most_rounds=5), [True, False, False, True, False, False])
-    assert (state.kept, state.done) == ((0, 3), False)
+    state = one_round(
+        DynamicSampling(target_groups=3, max_rounds=5), [True, False, False, True, False, False]
+    )
+    assert (state.selected, state.done) == ((0, 3), False)
     assert state.next_round == 3  # one is missing and one in three has spread
     state = one_round(state, [True, True, False], first=6)
-    assert (state.kept, state.done, state.next_round, state.rounds, state.asked) == ((0, 3, 6), True, 0, 2, 9)
+    assert (state.selected, state.done, state.next_round, state.rounds, state.sampled) == (
+        (0, 3, 6),
+        True,
+        0,
+        2,
+        9,
+    )
 
 
 def test_groups_that_shall_not_be_learned_from_are_asked_for_again_whatever_their_spread():
     rewards, groups = np.array([0.0, 1.0, 0.0, 1.0, 0.0, 0.0]), np.repeat([0, 1, 2], 2)
-    state = Refill(wanted=2, most_rounds=5).after(rewards, groups, left_out=groups == 0)
-    assert (state.kept, state.done, state.asked) == ((1,), False, 3)
+    state = DynamicSampling(target_groups=2, max_rounds=5).after(rewards, groups, left_out=groups == 0)
+    assert (state.selected, state.done, state.sampled) == ((1,), False, 3)
 
 
 @given(
@@ -35,25 +43,27 @@ def test_groups_that_shall_not_be_learned_from_are_asked_for_again_whatever_thei
     st.integers(1, 4),
     st.lists(st.lists(st.booleans(), min_size=1, max_size=8), min_size=4, max_size=4),
 )
-def test_rounds_are_bounded_and_kept_groups_are_the_first_that_have_spread(wanted, most_rounds, spreads):
-    state, first, informative = Refill(wanted, most_rounds), 0, []
+def test_rounds_are_bounded_and_kept_groups_are_the_first_that_have_spread(
+    target_groups, max_rounds, spreads
+):
+    state, first, informative = DynamicSampling(target_groups, max_rounds), 0, []
     while not state.done:
         spread = spreads[state.rounds][: state.next_round]
         informative += [first + i for i, differs in enumerate(spread) if differs]
         state = one_round(state, spread, first)
         first += len(spread)
-        assert 0 <= state.next_round <= wanted and (state.next_round > 0) != state.done
-    assert state.rounds <= most_rounds
-    assert list(state.kept) == informative[:wanted]
+        assert 0 <= state.next_round <= target_groups and (state.next_round > 0) != state.done
+    assert state.rounds <= max_rounds
+    assert list(state.selected) == informative[:target_groups]
 
 
 def test_a_policy_that_never_succeeds_ends_with_what_there_is():
-    state = Refill(wanted=2, most_rounds=2)
+    state = DynamicSampling(target_groups=2, max_rounds=2)
     assert state.next_round == 2
     state = one_round(one_round(state, [False, False]), [False, False], first=2)
-    assert state.done and state.kept == ()
+    assert state.done and state.selected == ()
 
 
 def test_nothing_wanted_is_refused():
-    with pytest.raises(UserError, match="wanted=0 must be at least 1"):
-        Refill(wanted=0)
+    with pytest.raises(UserError, match="target_groups=0 must be at least 1"):
+        DynamicSampling(target_groups=0)

@@ -13,7 +13,7 @@ roles = st.lists(st.booleans(), min_size=LENGTH, max_size=LENGTH)
 seeds = st.integers(0, 2**31 - 1)
 
 
-def by_hand(rewards, values, policy, discount, trace):
+def by_hand(rewards, values, policy, discount, gae_lambda):
     """A trajectory's advantages by Schulman et al. 2016, Eqs. 11 and 16, as sums over its own policy tokens."""
     at = [t for t, own in enumerate(policy) if own]
     out = [0.0] * len(policy)
@@ -21,7 +21,7 @@ def by_hand(rewards, values, policy, discount, trace):
         for k in range(i, len(at)):
             following = values[at[k + 1]] if k + 1 < len(at) else 0.0
             delta = rewards[at[k]] + discount * following - values[at[k]]
-            out[t] += (discount * trace) ** (k - i) * delta
+            out[t] += (discount * gae_lambda) ** (k - i) * delta
     return out
 
 
@@ -38,7 +38,7 @@ def test_equals_loops_over_each_trajectory_alone_however_rows_are_packed(seed, p
     segments = np.ones((2, LENGTH), int)
     segments[0, cut:], segments[1, cut:] = 2, 0
     policy[1, cut:] = False
-    advantages, returns = gae(rewards, values, policy, segments, discount=0.9, trace=0.8)
+    advantages, returns = gae(rewards, values, policy, segments, discount=0.9, gae_lambda=0.8)
     for row, span in ((0, slice(0, cut)), (0, slice(cut, None)), (1, slice(None))):
         wanted = by_hand(*(x[row, span].tolist() for x in (rewards, values, policy)), 0.9, 0.8)
         np.testing.assert_allclose(advantages[row, span], wanted, atol=1e-5)
@@ -50,14 +50,14 @@ def test_equals_loops_over_each_trajectory_alone_however_rows_are_packed(seed, p
 def test_values_and_rewards_at_observations_never_change_an_advantage(seed, other, policy):
     policy, segments = np.array([policy]), np.ones((1, LENGTH), int)
     (rewards, values), (noise, more) = draw(seed, 1, LENGTH), 100 * draw(other, 1, LENGTH)
-    plain = gae(rewards, values, policy, segments, discount=0.95, trace=0.9)
+    plain = gae(rewards, values, policy, segments, discount=0.95, gae_lambda=0.9)
     moved = gae(
         rewards + np.where(policy, 0, noise),
         values + np.where(policy, 0, more),
         policy,
         segments,
         discount=0.95,
-        trace=0.9,
+        gae_lambda=0.9,
     )
     for one, two in zip(plain, moved, strict=True):
         np.testing.assert_array_equal(one, two)
@@ -70,9 +70,9 @@ def test_the_length_of_an_observation_costs_no_discount(seed, place, length):
     without = np.delete(np.arange(LENGTH), np.s_[place : place + length])
     policy[:, place : place + length] = False
     segments = np.ones((1, LENGTH), int)
-    longer, _ = gae(rewards, values, policy, segments, discount=0.5, trace=0.5)
+    longer, _ = gae(rewards, values, policy, segments, discount=0.5, gae_lambda=0.5)
     kept = (rewards[:, without], values[:, without], policy[:, without], segments[:, without])
-    np.testing.assert_allclose(longer[:, without], gae(*kept, discount=0.5, trace=0.5)[0], atol=1e-6)
+    np.testing.assert_allclose(longer[:, without], gae(*kept, discount=0.5, gae_lambda=0.5)[0], atol=1e-6)
 
 
 def test_without_discount_the_return_is_the_reward_still_to_come():
@@ -92,7 +92,11 @@ def test_steps_of_r3_rag_are_samples_of_their_own_or_the_time_of_eq_8():
     np.testing.assert_allclose(advantages, [[0.3, 0.3, -1.5, -1.5, 1.5, 1.5]], atol=1e-6)
     # Eq. 8 over steps: entries are steps, the segment is the episode; delta = 0.8 and -1 and 1.5 with V = 0.5.
     steps = gae(
-        np.array([[0.8, -1, 2]]), np.full((1, 3), 0.5), np.ones((1, 3), bool), np.ones((1, 3), int), trace=0.5
+        np.array([[0.8, -1, 2]]),
+        np.full((1, 3), 0.5),
+        np.ones((1, 3), bool),
+        np.ones((1, 3), int),
+        gae_lambda=0.5,
     )
     np.testing.assert_allclose(steps[0], [[0.8 - 0.5 + 0.375, -1 + 0.75, 1.5]], atol=1e-6)
 

@@ -36,7 +36,7 @@ def plain(model, batch, temperature=1.0):
     logp = jax.nn.log_softmax(logits)
     picked = jnp.take_along_axis(logp, batch.tokens[:, 1:, None], -1)[..., 0]
     entropy = -(jnp.exp(logp) * logp).sum(-1)
-    mask = batch.loss[:, 1:]
+    mask = batch.loss_mask[:, 1:]
     pad = lambda x: jnp.pad(jnp.where(mask, x, 0), ((0, 0), (1, 0)))  # noqa: E731
     return (
         pad(picked),
@@ -90,7 +90,7 @@ def test_gradient_of_chunked_equals_gradient_of_plain(model_and_batch, chunk, re
 
 def test_a_batch_without_targets_has_zero_scores_and_gradient(model_and_batch):
     params, batch = model_and_batch
-    empty = Batch(batch.tokens, batch.positions, batch.segment_ids, jnp.zeros_like(batch.loss))
+    empty = Batch(batch.tokens, batch.positions, batch.segment_ids, jnp.zeros_like(batch.loss_mask))
     value, grad = jax.value_and_grad(lambda p: token_logprobs(TinyModel(p), empty, chunk=12).logp.sum())(
         params
     )

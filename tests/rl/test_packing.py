@@ -28,10 +28,10 @@ def test_every_sequence_is_found_again_with_its_side_arrays(sizes):
     tokens, loss, values = sequences(sizes)
     packed = pack(tokens, loss, LENGTH, extras={"advantage": values})
     batch = packed.batch
-    for name, want in (("tokens", tokens), ("loss", loss)):
+    for name, want in (("tokens", tokens), ("loss_mask", loss)):
         for got, one in zip(packed.unpack(getattr(batch, name), sizes), want, strict=True):
             expected = one.copy()
-            if name == "loss":
+            if name == "loss_mask":
                 expected[0] = False
             np.testing.assert_array_equal(got, expected)
     for got, one in zip(packed.unpack(batch.extras["advantage"], sizes), values, strict=True):
@@ -54,7 +54,7 @@ def test_segments_are_whole_and_counted_from_one_in_each_row(sizes):
         assert len(real) == 0 or real[0] == 1
     padding = batch.segment_ids == 0
     assert (
-        not batch.loss[padding].any()
+        not batch.loss_mask[padding].any()
         and not batch.tokens[padding].any()
         and not batch.positions[padding].any()
     )

@@ -15,15 +15,15 @@ from rrl.models.config import DecoderConfig
 from rrl.models.decoder import Decoder
 from rrl.models.heads import ValueModel
 from rrl.parallel.mesh import use_mesh
-from rrl.rl.batching import bucketed, packed_sizes
+from rrl.rl.batching import pack_trajectories, packed_token_counts
 from rrl.rl.critic import CriticConfig, make_critic
 from rrl.rl.objective import ObjectiveConfig
 from rrl.rl.optim import OptimConfig, init_optimizer, make_optimizer, split_trained
-from rrl.rl.prefix_tree import layouts
+from rrl.rl.prefix_tree import prefix_trees
 from rrl.rl.update import Updater
 
 SHAPE = DecoderConfig(vocab_size=53, hidden=16, layers=2, heads=2, kv_heads=1, head_dim=8, mlp=24)
-APART = ObjectiveConfig(lengths=(96,), microbatch_tokens=192, kl_coef=0.1)
+APART = ObjectiveConfig(row_lengths=(96,), microbatch_tokens=192, kl_coef=0.1)
 SHARED = dataclasses.replace(APART, share_prefixes=True)
 SGD = OptimConfig(name="sgd", lr=0.1, b1=0.0, clip_norm=None, total_steps=10)
 TAIL = 52
@@ -70,11 +70,11 @@ def made(seed, tokens, roles, starts):
 EPISODES = [episode(seed, steps) for seed, steps in enumerate((1, 2, 4, 3))]
 
 
-def seen(tokens, layout, column):
+def seen(tokens, tree, column):
     """The tokens that a column sees, by the mask."""
-    branch = layout.branches[column]
-    left = [c for c in range(column + 1) if layout.branches[c] in (0, branch)]
-    return tokens[layout.tokens[left]].tolist(), layout.positions[left].tolist()
+    branch = tree.branches[column]
+    left = [c for c in range(column + 1) if tree.branches[c] in (0, branch)]
+    return tokens[tree.tokens[left]].tolist(), tree.positions[left].tolist()
 
 
 def group(seed, samples, said, prompt=12):
@@ -102,56 +102,56 @@ BATCHES = [[episode] for episode in EPISODES] + [
 @pytest.mark.parametrize("longest", [1000, 60, 45])
 @pytest.mark.parametrize("trajectories", BATCHES)
 def test_each_token_sees_its_own_context_up_to_itself(trajectories, longest):
-    found = layouts(trajectories, True, longest)
+    found = prefix_trees(trajectories, True, longest)
     all_tokens = np.concatenate([t.tokens for t in trajectories])
     where = {}
-    for layout in found:
-        assert len(layout.tokens) <= max(longest, 54)  # the longest context has 54 tokens
-        for token, column in zip(layout.held, layout.columns, strict=True):
+    for tree in found:
+        assert len(tree.tokens) <= max(longest, 54)  # the longest context has 54 tokens
+        for token, column in zip(tree.covered, tree.columns, strict=True):
             assert int(token) not in where
-            where[int(token)] = (layout, int(column))
+            where[int(token)] = (tree, int(column))
     assert sorted(where) == list(range(len(all_tokens)))
     first = 0
     for trajectory in trajectories:
         for part in trajectory.contexts:
             for token in range(part.start, part.stop):
-                layout, column = where[first + token]
-                tokens, positions = seen(all_tokens, layout, column)
+                tree, column = where[first + token]
+                tokens, positions = seen(all_tokens, tree, column)
                 assert tokens == trajectory.tokens[part.start : token + 1].tolist()
                 assert positions == list(range(token - part.start + 1))
                 if (
                     trajectory.roles[token] == POLICY
                 ):  # a column of its own, predicted from the one left of it
-                    assert layout.tokens[column] == first + token
-                    assert all_tokens[layout.tokens[column - 1]] == trajectory.tokens[token - 1]
-                    assert seen(all_tokens, layout, column - 1)[0] == tokens[:-1]
+                    assert tree.tokens[column] == first + token
+                    assert all_tokens[tree.tokens[column - 1]] == trajectory.tokens[token - 1]
+                    assert seen(all_tokens, tree, column - 1)[0] == tokens[:-1]
         first += len(trajectory.tokens)
 
 
 def test_what_contexts_have_in_common_stands_in_a_row_once():
     three = EPISODES[3]  # 12, 26 and 40 tokens
-    (tree,) = layouts([three], True, 1000)
+    (tree,) = prefix_trees([three], True, 1000)
     assert len(tree.tokens) == 40 + 6 + 6  # of the first two the tail and what was said
-    assert [len(layout.tokens) for layout in layouts([three], True, 46)] == [46, 26]  # room for one of them
-    assert [len(layout.tokens) for layout in layouts([three], False, 1000)] == [12, 26, 40]
+    assert [len(tree.tokens) for tree in prefix_trees([three], True, 46)] == [46, 26]  # room for one of them
+    assert [len(tree.tokens) for tree in prefix_trees([three], False, 1000)] == [12, 26, 40]
 
 
 def test_the_samples_of_a_group_share_their_prompt():
     four = group(5, 4, 6)  # 12 + 6, 7, 8 and 9 tokens
-    (tree,) = layouts(four, True, 1000)
+    (tree,) = prefix_trees(four, True, 1000)
     assert len(tree.tokens) == 11 + 4 + 6 + 7 + 8 + 9  # the prompt's last token is each one's own
-    assert [len(layout.tokens) for layout in layouts(four, True, 29)] == [21 + 7, 20 + 8]
-    assert [len(layout.tokens) for layout in layouts(four, False, 1000)] == [18, 19, 20, 21]
+    assert [len(tree.tokens) for tree in prefix_trees(four, True, 29)] == [21 + 7, 20 + 8]
+    assert [len(tree.tokens) for tree in prefix_trees(four, False, 1000)] == [18, 19, 20, 21]
     other = [*four[:2], *group(6, 2, 6)]
-    assert [len(layout.tokens) for layout in layouts(other, True, 1000)] == [19 + 7, 19 + 7]
-    assert packed_sizes(four, SHARED).tolist() == [7, 8, 9, 21]
+    assert [len(tree.tokens) for tree in prefix_trees(other, True, 1000)] == [19 + 7, 19 + 7]
+    assert packed_token_counts(four, SHARED).tolist() == [7, 8, 9, 21]
 
 
 def test_contexts_without_a_common_beginning_stand_apart():
     draws = np.random.default_rng(0)
     tokens = np.concatenate([[1], draws.integers(0, TAIL, 9), [2], draws.integers(0, TAIL, 5)])
     roles = np.array([PROMPT] * 4 + [POLICY] * 6 + [PROMPT] * 2 + [POLICY] * 4)
-    assert [len(layout.tokens) for layout in layouts([made(0, tokens, roles, (0, 10))], True, 99)] == [10, 6]
+    assert [len(tree.tokens) for tree in prefix_trees([made(0, tokens, roles, (0, 10))], True, 99)] == [10, 6]
 
 
 def test_the_same_context_twice_keeps_both_answers():
@@ -159,7 +159,7 @@ def test_the_same_context_twice_keeps_both_answers():
     one = episode(7, 1).tokens[:7]
     other = np.concatenate([one[:4], one[4:] + 1])
     twice = made(0, np.concatenate([one, other]), np.concatenate([roles, roles]), (0, 7))
-    (tree,) = layouts([twice], True, 99)
+    (tree,) = prefix_trees([twice], True, 99)
     assert tree.branches.tolist() == [
         0,
         0,
@@ -210,10 +210,10 @@ def test_a_critic_says_the_same_and_learns_the_same(across):
     for objective in (APART, SHARED):
         model = ValueModel(SHAPE, rngs=nnx.Rngs(0))
         model.score[...] = jnp.ones_like(model.score[...])
-        config = CriticConfig(SGD, trace=0.9, across_contexts=across)
+        config = CriticConfig(SGD, gae_lambda=0.9, across_contexts=across)
         critic, state = make_critic(model, config, objective)
         estimate = critic.estimate(state, EPISODES)
-        found.append((estimate, *critic.learn(state, EPISODES, estimate)))
+        found.append((estimate, *critic.update(state, EPISODES, estimate)))
     (apart, (params, _), metrics), (shared, (moved, _), told) = found
     for name in ("values", "returns", "advantages"):
         for one, other in zip(getattr(apart, name), getattr(shared, name), strict=True):
@@ -225,11 +225,14 @@ def test_a_critic_says_the_same_and_learns_the_same(across):
 
 def test_rows_hold_fewer_tokens_and_a_kernel_that_cannot_share_says_so():
     used = [
-        sum(int((batch.segment_ids > 0).sum()) for batch in bucketed(EPISODES, config).buckets.batches)
+        sum(
+            int((batch.segment_ids > 0).sum())
+            for batch in pack_trajectories(EPISODES, config).buckets.batches
+        )
         for config in (APART, SHARED)
     ]
     assert used == [12 + 38 + 132 + 78, 12 + 32 + 72 + 52]
-    batch = bucketed(EPISODES, SHARED).buckets.batches[0]
+    batch = pack_trajectories(EPISODES, SHARED).buckets.batches[0]
     with use_mesh(None), pytest.raises(UserError, match=r"share_prefixes=False or compute.attention=xla"):
         decoder("splash")(
             batch.tokens,
@@ -241,24 +244,24 @@ def test_rows_hold_fewer_tokens_and_a_kernel_that_cannot_share_says_so():
 
 @pytest.mark.parametrize("config", [APART, SHARED])
 def test_a_trajectory_takes_as_many_tokens_of_the_rows_as_is_said(config):
-    config = dataclasses.replace(config, lengths=(192,))
-    for one, size in zip(EPISODES, packed_sizes(EPISODES, config), strict=True):
-        batches = bucketed([one], config).buckets.batches
+    config = dataclasses.replace(config, row_lengths=(192,))
+    for one, size in zip(EPISODES, packed_token_counts(EPISODES, config), strict=True):
+        batches = pack_trajectories([one], config).buckets.batches
         assert size == sum(int((batch.segment_ids > 0).sum()) for batch in batches)
         assert (size < len(one.tokens)) == (config.share_prefixes and len(one.starts) > 1)
 
 
 def test_the_critics_shares_are_even_in_what_they_take_of_the_rows(monkeypatch):
     """Each group lies in one share, where its prompt stands once."""
-    config = dataclasses.replace(SHARED, lengths=(192,), microbatch_tokens=192)
+    config = dataclasses.replace(SHARED, row_lengths=(192,), microbatch_tokens=192)
     critic, state = make_critic(ValueModel(SHAPE, rngs=nnx.Rngs(0)), CriticConfig(SGD, minibatches=2), config)
-    taken, step = [], critic.descent.step
+    taken, step = [], critic.accumulator.step
 
     def counted(params, opt_state, frozen, batches, total):
         taken.append(sum(int((batch.segment_ids > 0).sum()) for batch in batches))
         return step(params, opt_state, frozen, batches, total)
 
-    monkeypatch.setattr(critic.descent, "step", counted)
+    monkeypatch.setattr(critic.accumulator, "step", counted)
     groups = [group(seed, 4, 6, prompt=30) for seed in (5, 6, 7, 8)]
     mixed = [one for some in zip(*groups) for one in some]
     for batch, sizes in (
@@ -266,5 +269,5 @@ def test_the_critics_shares_are_even_in_what_they_take_of_the_rows(monkeypatch):
         (mixed, [2 * (29 + 4 + 6 + 7 + 8 + 9)] * 2),
     ):
         taken.clear()
-        state, _ = critic.learn(state, batch, critic.estimate(state, batch))
-        assert sorted(taken) == sizes and sum(taken) == packed_sizes(batch, config).sum()
+        state, _ = critic.update(state, batch, critic.estimate(state, batch))
+        assert sorted(taken) == sizes and sum(taken) == packed_token_counts(batch, config).sum()

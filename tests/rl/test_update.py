@@ -108,8 +108,8 @@ def test_an_update_takes_the_memory_of_what_it_replaces_and_leaves_the_reference
 def test_any_split_into_microbatches_and_any_packing_gives_the_same_step(name):
     # Plain steps at rate 0.1: gradients agree to 1e-5.
     objective, advantages = SPLITS[name]
-    whole = dataclasses.replace(objective, lengths=(64,), microbatch_tokens=4096)
-    split = dataclasses.replace(objective, lengths=(16, 32, 64), microbatch_tokens=64)
+    whole = dataclasses.replace(objective, row_lengths=(64,), microbatch_tokens=4096)
+    split = dataclasses.replace(objective, row_lengths=(16, 32, 64), microbatch_tokens=64)
     (one, first), (other, second) = step(whole, advantages=advantages), step(split, advantages=advantages)
     close(one, other)
     for metric, value in first.items():
@@ -139,12 +139,12 @@ def test_the_gradient_is_that_of_whole_logits_of_each_trajectory_by_itself():
         return (mask * (0.1 * kl - surrogate)).sum() / mask.sum()
 
     gradient = jax.jit(jax.grad(loss))(params)
-    found, _ = step(ObjectiveConfig(kl_coef=0.1, clip_high=0.28, lengths=(64,)))
+    found, _ = step(ObjectiveConfig(kl_coef=0.1, clip_high=0.28, row_lengths=(64,)))
     close(jax.tree.map(lambda new, start: (start - new) / 0.1, found, params), gradient, 1e-5)
 
 
 def test_a_number_a_token_is_one_a_trajectory_where_they_agree_and_is_read_on_policy_tokens_only():
-    objective = ObjectiveConfig(kl_coef=0.0, lengths=(64,))
+    objective = ObjectiveConfig(kl_coef=0.0, row_lengths=(64,))
     scalar, _ = step(objective)
     tokens = [np.where(t.roles == POLICY, a, 99.0) for t, a in zip(TRAJECTORIES, ADVANTAGES, strict=True)]
     each, _ = step(objective, advantages=tokens)
@@ -160,7 +160,7 @@ def joined(first: Trajectory, second: Trajectory) -> Trajectory:
 
 def test_each_context_of_an_episode_is_learned_from_as_the_policy_saw_it():
     pairs = [joined(*TRAJECTORIES[at : at + 2]) for at in range(0, 16, 2)]
-    objective = ObjectiveConfig(kl_coef=0.1, lengths=(16, 32, 64), microbatch_tokens=128)
+    objective = ObjectiveConfig(kl_coef=0.1, row_lengths=(16, 32, 64), microbatch_tokens=128)
     apart, _ = step(objective, advantages=np.repeat(ADVANTAGES[:8], 2))
     together, _ = step(objective, pairs, ADVANTAGES[:8])
     close(apart, together)
@@ -171,7 +171,7 @@ def test_each_context_of_an_episode_is_learned_from_as_the_policy_saw_it():
 
 
 def test_every_epoch_is_a_step_from_the_same_log_probabilities_on_the_same_advantages():
-    objective = ObjectiveConfig(kl_coef=0.1, lengths=(64,))
+    objective = ObjectiveConfig(kl_coef=0.1, row_lengths=(64,))
     twice, metrics = step(dataclasses.replace(objective, epochs=2))
     assert metrics["steps"] == 2
     close(twice, step(objective, calls=2)[0], 0)
@@ -180,7 +180,7 @@ def test_every_epoch_is_a_step_from_the_same_log_probabilities_on_the_same_advan
 @functools.cache
 def plain():
     """An updater whose programs several tests share; and its parameters, which calls must copy."""
-    return made(ObjectiveConfig(kl_coef=0.0, lengths=(64,)))
+    return made(ObjectiveConfig(kl_coef=0.0, row_lengths=(64,)))
 
 
 def steps_of(trajectories, advantages, **config):
@@ -220,7 +220,7 @@ def test_a_minibatch_without_a_finite_gradient_leaves_the_metrics_of_the_others(
 
 
 def test_with_truncated_importance_the_ratio_starts_at_one_and_the_sampler_weighs():
-    objective = ObjectiveConfig(kl_coef=0.0, lengths=(64,), importance_cap=1.0)
+    objective = ObjectiveConfig(kl_coef=0.0, row_lengths=(64,), importance_cap=1.0)
     updater, (params, _, fixed), _ = made(objective)
     scores = updater.logps(params, fixed, TRAJECTORIES)["logp"]
     own = [t.roles == POLICY for t in TRAJECTORIES]
@@ -234,11 +234,11 @@ def test_with_truncated_importance_the_ratio_starts_at_one_and_the_sampler_weigh
 
 
 def test_the_kl_in_the_reward_is_paid_from_each_token_on_and_then_whitened():
-    objective = ObjectiveConfig(kl_coef=0.5, kl_estimator="k1", kl_in="reward", lengths=(16, 32, 64))
+    objective = ObjectiveConfig(kl_coef=0.5, kl_estimator="k1", kl_in="reward", row_lengths=(16, 32, 64))
     updater, (_, reference, fixed), _ = made(objective)
     before = updater.logps(reference, fixed, TRAJECTORIES)["logp"]
-    paid = updater.before(reference, fixed, TRAJECTORIES)
-    found = updater.credit(TRAJECTORIES, ADVANTAGES, paid)
+    paid = updater.reference_logprobs(reference, fixed, TRAJECTORIES)
+    found = updater.token_advantages(TRAJECTORIES, ADVANTAGES, paid)
     wanted = []
     for t, advantage, ref in zip(TRAJECTORIES, ADVANTAGES, before, strict=True):
         own = np.flatnonzero(t.roles == POLICY).tolist()
@@ -249,7 +249,7 @@ def test_the_kl_in_the_reward_is_paid_from_each_token_on_and_then_whitened():
     white = made(dataclasses.replace(objective, whiten=True))[0]
     every = np.concatenate(wanted)
     for t, tokens, one in zip(
-        TRAJECTORIES, white.credit(TRAJECTORIES, ADVANTAGES, paid), wanted, strict=True
+        TRAJECTORIES, white.token_advantages(TRAJECTORIES, ADVANTAGES, paid), wanted, strict=True
     ):
         np.testing.assert_allclose(
             tokens[t.roles == POLICY], (one - every.mean()) / every.std(), rtol=1e-3, atol=1e-4
@@ -257,9 +257,11 @@ def test_the_kl_in_the_reward_is_paid_from_each_token_on_and_then_whitened():
 
 
 def test_where_the_reward_pays_for_the_kl_the_update_takes_the_references_word_from_there():
-    objective = ObjectiveConfig(kl_coef=0.5, kl_estimator="k1", kl_in="reward", lengths=(64,), minibatches=2)
+    objective = ObjectiveConfig(
+        kl_coef=0.5, kl_estimator="k1", kl_in="reward", row_lengths=(64,), minibatches=2
+    )
     updater, (params, reference, fixed), optimizer = made(objective)
-    paid = updater.before(reference, fixed, TRAJECTORIES)
+    paid = updater.reference_logprobs(reference, fixed, TRAJECTORIES)
     nothing = jax.tree.map(lambda x: x * np.nan, reference)
     state = optimizer.init(params)
     found, _, metrics = updater(params, state, nothing, fixed, TRAJECTORIES, ADVANTAGES, paid)
@@ -274,14 +276,14 @@ def test_where_the_reward_pays_for_the_kl_the_update_takes_the_references_word_f
 
 
 def test_credit_is_the_recipes_own_where_nothing_else_is_asked_for():
-    updater, (_, reference, fixed), _ = made(ObjectiveConfig(lengths=(64,)))
-    paid = updater.before(reference, fixed, TRAJECTORIES)
-    assert paid is None and updater.credit(TRAJECTORIES, ADVANTAGES, paid) is ADVANTAGES
+    updater, (_, reference, fixed), _ = made(ObjectiveConfig(row_lengths=(64,)))
+    paid = updater.reference_logprobs(reference, fixed, TRAJECTORIES)
+    assert paid is None and updater.token_advantages(TRAJECTORIES, ADVANTAGES, paid) is ADVANTAGES
 
 
 @pytest.mark.parametrize("kl_in", ["loss", "reward"])
 def test_a_sharded_step_is_the_step_of_one_device_and_leaves_parameters_where_they_were(kl_in):
-    objective = ObjectiveConfig(kl_coef=0.1, kl_in=kl_in, lengths=(64,), microbatch_tokens=256)
+    objective = ObjectiveConfig(kl_coef=0.1, kl_in=kl_in, row_lengths=(64,), microbatch_tokens=256)
     one, first = step(objective)
     mesh = make_mesh(1, 4, 2)
     with jax.set_mesh(mesh):
@@ -295,8 +297,12 @@ def test_a_sharded_step_is_the_step_of_one_device_and_leaves_parameters_where_th
 
 def test_microbatches_hold_the_same_number_of_rows_on_each_shard_and_at_least_one():
     objective = ObjectiveConfig(microbatch_tokens=32768)
-    assert (objective.rows(8192), objective.rows(8192, 4), objective.rows(8192, 16)) == (4, 4, 16)
-    assert objective.rows(2048, 3) == 15
+    assert (
+        objective.rows_per_microbatch(8192),
+        objective.rows_per_microbatch(8192, 4),
+        objective.rows_per_microbatch(8192, 16),
+    ) == (4, 4, 16)
+    assert objective.rows_per_microbatch(2048, 3) == 15
 
 
 def test_environment_tokens_change_nothing_but_their_context():
@@ -315,7 +321,7 @@ def test_environment_tokens_change_nothing_but_their_context():
             turns=t.turns[:end],
         )
 
-    objective = ObjectiveConfig(kl_coef=0.1, lengths=(64,))
+    objective = ObjectiveConfig(kl_coef=0.1, row_lengths=(64,))
     plain, _ = step(objective, [cut(t, False) for t in TRAJECTORIES])
     swapped, _ = step(objective, [cut(t, True) for t in TRAJECTORIES])
     close(plain, swapped, 1e-7)
@@ -323,13 +329,13 @@ def test_environment_tokens_change_nothing_but_their_context():
 
 def test_without_advantage_and_kl_nothing_moves():
     _graph, params = nnx.split(fresh())
-    new, metrics = step(ObjectiveConfig(kl_coef=0.0, lengths=(64,)), advantages=np.zeros(16, np.float32))
+    new, metrics = step(ObjectiveConfig(kl_coef=0.0, row_lengths=(64,)), advantages=np.zeros(16, np.float32))
     close(new, params, 0)
     assert metrics["grad_norm"] == 0
 
 
 def test_freezing_some_parameters_leaves_the_step_of_the_others_as_it_was():
-    objective = ObjectiveConfig(kl_coef=0.0, lengths=(64,))
+    objective = ObjectiveConfig(kl_coef=0.0, row_lengths=(64,))
     whole, _ = step(objective)
     part, _ = step(objective, frozen=("^embedding$", "norm"))
     names = {path for path, _ in nnx.to_flat_state(part)}
@@ -343,7 +349,7 @@ def test_adapters_learn_beside_a_policy_that_stays():
     decoder = fresh()
     add_lora(decoder, LoraConfig(rank=2), rngs=nnx.Rngs(1))
     before = jax.tree.map(jnp.copy, nnx.state(decoder, nnx.LoRAParam))
-    new, metrics = step(ObjectiveConfig(kl_coef=0.0, lengths=(64,)), decoder=decoder)
+    new, metrics = step(ObjectiveConfig(kl_coef=0.0, row_lengths=(64,)), decoder=decoder)
     assert jax.tree.structure(new) == jax.tree.structure(before) and metrics["grad_norm"] > 0
     moved = {path[-1]: float(jnp.abs(leaf[...]).max()) for path, leaf in nnx.to_flat_state(new)}
     assert all(size > 0 for name, size in moved.items() if name.endswith("_lora_b"))
@@ -355,7 +361,7 @@ def test_master_weights_in_bfloat16_move_and_stay_in_bfloat16():
     nnx.update(decoder, jax.tree.map(lambda x: x.astype(jnp.bfloat16), nnx.state(decoder)))
     graph, params, fixed = split_trained(decoder, ())
     reference, optimizer = jax.tree.map(jnp.copy, params), make_optimizer(OptimConfig(lr=1e-2, total_steps=9))
-    state, objective = optimizer.init(params), ObjectiveConfig(lengths=(64,))
+    state, objective = optimizer.init(params), ObjectiveConfig(row_lengths=(64,))
     new, state, metrics = Updater(graph, optimizer, objective)(
         params, state, reference, fixed, TRAJECTORIES, ADVANTAGES
     )
@@ -377,7 +383,7 @@ def test_a_step_raises_what_had_advantage_and_lowers_what_had_none():
     for t in pair:  # on policy: the ratio starts at 1
         batch = jax.tree.map(jnp.asarray, pack([t.tokens], [t.roles == POLICY], 64).batch)
         t.logps = np.asarray(token_logprobs(fresh(), batch).logp)[0, : len(t.tokens)]
-    new, _ = step(ObjectiveConfig(kl_coef=0.0, lengths=(64,)), pair, np.array([1.0, -1.0], np.float32))
+    new, _ = step(ObjectiveConfig(kl_coef=0.0, row_lengths=(64,)), pair, np.array([1.0, -1.0], np.float32))
     assert likelihood(new, pair[0]) > likelihood(start, pair[0])
     assert likelihood(new, pair[1]) < likelihood(start, pair[1])
 
@@ -385,17 +391,17 @@ def test_a_step_raises_what_had_advantage_and_lowers_what_had_none():
 @pytest.mark.parametrize(("minibatches", "steps"), [(1, 1), (3, 3), (9, 4)])
 def test_each_minibatch_is_one_optimiser_step_on_a_group_or_more(minibatches, steps):
     # microbatches of one row: their number does not count
-    objective = ObjectiveConfig(kl_coef=0.0, lengths=(64,), microbatch_tokens=64, minibatches=minibatches)
+    objective = ObjectiveConfig(kl_coef=0.0, row_lengths=(64,), microbatch_tokens=64, minibatches=minibatches)
     assert step(objective)[1]["steps"] == steps
 
 
 def test_every_trajectory_is_packed_once_and_only_the_last_length_is_padded():
-    objective = ObjectiveConfig(lengths=(16, 32, 64), microbatch_tokens=64)
+    objective = ObjectiveConfig(row_lengths=(16, 32, 64), microbatch_tokens=64)
     batches, total = microbatches(TRAJECTORIES, ADVANTAGES, objective)
-    assert sum(int(b.loss.sum()) for b in batches) == total == sum(t.policy_tokens for t in TRAJECTORIES)
+    assert sum(int(b.loss_mask.sum()) for b in batches) == total == sum(t.policy_tokens for t in TRAJECTORIES)
     assert {b.tokens.shape for b in batches} <= {(4, 16), (2, 32), (1, 64)}
 
 
 def test_a_trajectory_longer_than_every_length_is_refused():
-    with pytest.raises(UserError, match=r"objective\.lengths"):
-        microbatches(TRAJECTORIES, ADVANTAGES, ObjectiveConfig(lengths=(16,)))
+    with pytest.raises(UserError, match=r"objective\.row_lengths"):
+        microbatches(TRAJECTORIES, ADVANTAGES, ObjectiveConfig(row_lengths=(16,)))

@@ -7,5 +7,5 @@ from rrl.rollout.cpu import shape_probe as sizes
 
 @pytest.fixture(autouse=True)
 def nothing_is_remembered(monkeypatch):
-    monkeypatch.setattr(sizes, "recall", lambda key: None)
-    monkeypatch.setattr(sizes, "remember", lambda key, found: None)
+    monkeypatch.setattr(sizes, "load", lambda key: None)
+    monkeypatch.setattr(sizes, "store", lambda key, found: None)

@@ -20,8 +20,15 @@ def soak(mesh, loops: int = 0) -> int:
     from tests.rollout.world import make_world
 
     decoder, tokenizer, retriever, requests = make_world()
-    sizes = {"rows": 8, "context": 192, "feeds": 1, "feed_tokens": 17, "patience": 1, "top_k": 2}
-    config = EngineConfig(**sizes, loops=loops, stall_seconds=60)
+    sizes = {
+        "rows": 8,
+        "context": 192,
+        "wake_threshold": 1,
+        "prefill_tokens": 17,
+        "max_wait_steps": 1,
+        "top_k": 2,
+    }
+    config = EngineConfig(**sizes, workers=loops, stall_seconds=60)
     params = shard(jax.tree.map(np.asarray, nnx.state(decoder)), mesh)
     engine = Engine(decoder, tokenizer, config, retriever=retriever, mesh=mesh)
     turns = number = 0
@@ -29,7 +36,7 @@ def soak(mesh, loops: int = 0) -> int:
         found = engine.run(params, requests, ENVIRONMENT_, jax.random.key(number))
         assert len(found) == len(requests)
         # Every host of a mesh is asked equally often, another process's too.
-        turns += max(host.exchanges for host in engine._hosts)
+        turns += max(host.exchanges for host in engine._schedulers)
         number += 1
     return turns
 

@@ -12,8 +12,8 @@ from rrl.models.decoder import Decoder
 from rrl.parallel.mesh import make_mesh
 from rrl.parallel.rules import shard
 from rrl.rollout import device
-from rrl.rollout.cpu.shape_probe import narrow
-from rrl.rollout.drafts import Drafts, following, windows
+from rrl.rollout.cpu.shape_probe import configure_shapes
+from rrl.rollout.drafts import NgramDrafts, following, windows
 from rrl.rollout.engine import Engine
 from rrl.rollout.exchange import NO_TOKEN, RECENT
 from rrl.rollout.protocol import SingleTurn
@@ -24,22 +24,22 @@ GUESSING = dataclasses.replace(CONFIG, draft_tokens=2)
 
 
 def learned(*texts, drafts=None):
-    """Drafts that have read these texts."""
-    drafts = drafts or Drafts.create(1)
+    """NgramDrafts that have read these texts."""
+    drafts = drafts or NgramDrafts.create(1)
     for text in texts:
         tokens = jnp.asarray([text])
         before = windows(jnp.full((1, RECENT), NO_TOKEN), tokens)
-        drafts = drafts.learn(before, tokens, jnp.ones(tokens.shape, bool))
+        drafts = drafts.update(before, tokens, jnp.ones(tokens.shape, bool))
     return drafts
 
 
 def guessed(drafts, text, count):
     recent = [NO_TOKEN] * RECENT + list(text)
-    return drafts.guess(jnp.asarray([recent[-RECENT:]]), count)[0].tolist()
+    return drafts.propose(jnp.asarray([recent[-RECENT:]]), count)[0].tolist()
 
 
 def test_what_followed_the_last_tokens_is_guessed_by_the_longest_ngram():
-    assert guessed(Drafts.create(1), [5, 6, 7], 3) == [0, 0, 0]
+    assert guessed(NgramDrafts.create(1), [5, 6, 7], 3) == [0, 0, 0]
     drafts = learned([5, 6, 7, 8, 9, 10])
     assert guessed(drafts, [5, 6], 4) == [7, 8, 9, 10]
     assert guessed(drafts, [3, 5, 6, 7, 8], 2) == [9, 10]
@@ -60,7 +60,7 @@ def test_nothing_is_learned_of_what_is_not_valid_or_not_whole():
         [NO_TOKEN] * 3 + [11],
         [NO_TOKEN] * 2 + [11, 12],
     ]
-    drafts = Drafts.create(1).learn(before, tokens, jnp.asarray([[True, True, False]]))
+    drafts = NgramDrafts.create(1).update(before, tokens, jnp.asarray([[True, True, False]]))
     assert np.count_nonzero(drafts.table) == 1 and guessed(drafts, [11], 2) == [12, 0]
     assert following(before[0, 1], jnp.int32(12)).tolist() == before[0, 2].tolist()
 
@@ -93,7 +93,7 @@ def test_trajectories_are_those_without_in_fewer_steps(runs, across_sizes):  # n
 
 def test_bits_do_not_depend_on_what_was_guessed(world, runs, monkeypatch):  # noqa: F811
     decoder, tokenizer, retriever, requests = world
-    monkeypatch.setattr(Drafts, "guess", blind)
+    monkeypatch.setattr(NgramDrafts, "propose", blind)
     engine = Engine(decoder, tokenizer, GUESSING, retriever=retriever)
     found = engine.run(nnx.state(decoder), requests, ENVIRONMENT_, KEY)
     same(runs["some"][0], found, tolerance=0)
@@ -113,8 +113,8 @@ def test_nor_on_the_batch_the_slot_or_the_loop(world, runs):  # noqa: F811
     "more",
     [
         pytest.param({"draft_tokens": 7}, marks=pytest.mark.slow),
-        {"loops": 2, "rows": 16},
-        pytest.param({"spare_rows": 8}, marks=pytest.mark.slow),
+        {"workers": 2, "rows": 16},
+        pytest.param({"oversubscribed_slots": 8}, marks=pytest.mark.slow),
     ],
 )
 def test_so_many_guesses_loops_or_spare_rows_give_the_same(world, runs, across_sizes, more):  # noqa: F811
@@ -134,7 +134,7 @@ def test_so_many_guesses_loops_or_spare_rows_give_the_same(world, runs, across_s
 def test_eight_devices_guess_too(world, runs, shape):  # noqa: F811
     decoder, tokenizer, retriever, requests = world
     mesh = make_mesh(*shape)
-    config = dataclasses.replace(GUESSING, spare_rows=8)
+    config = dataclasses.replace(GUESSING, oversubscribed_slots=8)
     engine = Engine(decoder, tokenizer, config, retriever=retriever, mesh=mesh)
     same(runs["some"][0], engine.run(shard(nnx.state(decoder), mesh), requests, ENVIRONMENT_, KEY))
     assert engine.stats.tokens_per_step > 1
@@ -160,11 +160,11 @@ def test_a_turn_ends_where_it_would_have_ended(world, context):  # noqa: F811
 
 def test_where_bits_depend_on_guesses_nothing_is_guessed(world, monkeypatch, caplog):  # noqa: F811
     decoder, tokenizer, _, requests = world
-    config = dataclasses.replace(GUESSING, rows=8, loops=1)
+    config = dataclasses.replace(GUESSING, rows=8, workers=1)
     engines = [Engine(decoder, tokenizer, config) for _ in range(2)]
-    narrow(engines[0].programs, nnx.state(decoder))
-    assert engines[0].programs.step_tokens == 24 and "8 rows x 3 tokens" in engines[0].programs.sizes()
-    draw = device.draw
+    configure_shapes(engines[0].programs, nnx.state(decoder))
+    assert engines[0].programs.step_tokens == 24 and "8 rows x 3 tokens" in engines[0].programs.describe()
+    draw = device.sample_tokens
 
     def off(*given):
         drawn = draw(*given)
@@ -174,7 +174,7 @@ def test_where_bits_depend_on_guesses_nothing_is_guessed(world, monkeypatch, cap
             *(one._replace(logps=logps) for one, logps in zip(drawn[2:], lower[2:], strict=True)),
         ]
 
-    monkeypatch.setattr(device, "draw", off)
+    monkeypatch.setattr(device, "sample_tokens", off)
     with caplog.at_level("INFO", "rrl.rollout.engine"):
         engines[1].run(nnx.state(decoder), requests[:1], SingleTurn(turn_tokens=4), KEY)
     assert engines[1].programs.step_tokens == 0 and engines[1].stats.tokens_per_step == 1
@@ -192,8 +192,8 @@ def test_fewer_rows_guess_more(world, monkeypatch):  # noqa: F811
         return extend(model, tokens, **others)
 
     monkeypatch.setattr(Decoder, "extend", seen)
-    engine = Engine(decoder, tokenizer, dataclasses.replace(CONFIG, rows=32, loops=1, draft_tokens=1))
-    narrow(engine.programs, nnx.state(decoder))
+    engine = Engine(decoder, tokenizer, dataclasses.replace(CONFIG, rows=32, workers=1, draft_tokens=1))
+    configure_shapes(engine.programs, nnx.state(decoder))
     assert shapes == {(32, 2), (16, 4), (8, 8)}
 
 

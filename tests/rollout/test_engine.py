@@ -27,21 +27,23 @@ from rrl.retrieval.retriever import Hit
 from rrl.rl.logprobs import token_logprobs
 from rrl.rl.packing import pack
 from rrl.rollout.config import EngineConfig
-from rrl.rollout.engine import KEPT_STOPS, Engine, RolloutStats
+from rrl.rollout.engine import CACHED_STOP_TABLES, Engine, RolloutStats
 from rrl.rollout.episodes import Request
-from rrl.rollout.host import Host
 from rrl.rollout.protocol import Append, Finish, Restart, SearchFor, SingleTurn, Stream
 from rrl.rollout.sampling import truncate
+from rrl.rollout.scheduler import Scheduler
 from tests.rollout.world import make_world
 
 KEY = jax.random.key(3)
 SAMPLING = {"top_p": 0.99, "sample_top_k": 300}
-CONFIG = EngineConfig(rows=8, context=192, feeds=4, feed_tokens=48, patience=8, top_k=2, **SAMPLING)
+CONFIG = EngineConfig(
+    rows=8, context=192, wake_threshold=4, prefill_tokens=48, max_wait_steps=8, top_k=2, **SAMPLING
+)
 TEMPERATURES = (1.0, 0.7, 0.4, 0.1, 0.0)
 
 
 class Scripted(Stream):
-    """Searches after every turn, so that a random policy meets every path of the loop."""
+    """SearchRunner after every turn, so that a random policy meets every path of the loop."""
 
     def react(self, episode, text, stop):
         if episode.turn == 2:
@@ -103,16 +105,16 @@ def test_a_row_does_not_wait_for_others_while_its_query_is_encoded(world, monkey
     decoder, tokenizer, _, requests = world
     passages = generate("train", seed=0, passages=60).passages
     retriever = make_retriever(passages, "exact", load_text_encoder("assets/miniwiki-encoder"))
-    config = dataclasses.replace(CONFIG, feeds=8)
-    engine, packed, runs = Engine(decoder, tokenizer, config, retriever=retriever), Host._packed, []
+    config = dataclasses.replace(CONFIG, wake_threshold=8)
+    engine, packed, runs = Engine(decoder, tokenizer, config, retriever=retriever), Scheduler._packed, []
 
     def patient(host, *parts):
         words = packed(host, *parts)
-        words[-1] = config.patience
+        words[-1] = config.max_wait_steps
         return words
 
     for change in (packed, patient):
-        monkeypatch.setattr(Host, "_packed", change)
+        monkeypatch.setattr(Scheduler, "_packed", change)
         runs.append(engine.run(nnx.state(decoder), requests, ENVIRONMENT_, KEY))
         runs.append(engine.stats.row_steps)
     at_once, steps, later, more = runs
@@ -162,9 +164,11 @@ def test_a_trajectory_has_the_same_bits_in_another_batch_and_slot(world, engine,
 @pytest.mark.parametrize(
     "sizes",
     [
-        {"rows": 3, "feeds": 1, "feed_tokens": 17, "patience": 2},
-        pytest.param({"rows": 1, "feeds": 1}, marks=pytest.mark.slow),
-        pytest.param({"rows": 64, "loops": 2, "spare_rows": 8, "draft_tokens": 1}, marks=pytest.mark.slow),
+        {"rows": 3, "wake_threshold": 1, "prefill_tokens": 17, "max_wait_steps": 2},
+        pytest.param({"rows": 1, "wake_threshold": 1}, marks=pytest.mark.slow),
+        pytest.param(
+            {"rows": 64, "workers": 2, "oversubscribed_slots": 8, "draft_tokens": 1}, marks=pytest.mark.slow
+        ),
     ],
 )
 def test_a_trajectory_does_not_depend_on_slots_loops_chunks_or_guesses(
@@ -179,20 +183,22 @@ def test_a_trajectory_does_not_depend_on_slots_loops_chunks_or_guesses(
 @pytest.mark.parametrize("reference", [False, True])
 def test_loops_share_the_requests_and_give_the_bits_of_one_of_as_many_rows(world, trajectories, reference):
     decoder, tokenizer, retriever, requests = world
-    engine = Engine(decoder, tokenizer, dataclasses.replace(CONFIG, rows=16, loops=2), retriever=retriever)
+    engine = Engine(decoder, tokenizer, dataclasses.replace(CONFIG, rows=16, workers=2), retriever=retriever)
     params, ended = nnx.state(decoder), []
     found = engine.run(
         params, requests, ENVIRONMENT_, KEY, reference=reference, on_finish=lambda i, t: ended.append(i)
     )
     same(trajectories, found, tolerance=0)
     assert sorted(ended) == list(range(20))
-    assert [host.limits.rows for host in engine._hosts] == [8, 8] and all(h.prefilled for h in engine._hosts)
+    assert [host.limits.rows for host in engine._schedulers] == [8, 8] and all(
+        h.prefilled for h in engine._schedulers
+    )
     assert sum(t.policy_tokens for t in found) == engine.stats.policy_tokens <= engine.stats.row_steps
 
 
 def test_loops_are_compiled_once(world, caplog):
     decoder, tokenizer, retriever, requests = world
-    engine = Engine(decoder, tokenizer, dataclasses.replace(CONFIG, loops=2, rows=10), retriever=retriever)
+    engine = Engine(decoder, tokenizer, dataclasses.replace(CONFIG, workers=2, rows=10), retriever=retriever)
     with log_compiles(), caplog.at_level("WARNING"):
         engine.run(nnx.state(decoder), requests, ENVIRONMENT_, KEY)
     assert sum("Finished XLA compilation of jit(episode_loop)" in line for line in caplog.messages) == 1
@@ -203,12 +209,12 @@ def test_loops_divide_the_rows_and_are_for_one_cpu(world):
     cores = len(os.sched_getaffinity(0))
     for loops in (3, 4 * cores):
         with pytest.raises(
-            UserError, match=rf"rollout\.loops={loops} must divide rollout\.rows=8, and be at most"
+            UserError, match=rf"rollout\.workers={loops} must divide rollout\.rows=8, and be at most"
         ):
-            Engine(decoder, tokenizer, dataclasses.replace(CONFIG, loops=loops))
+            Engine(decoder, tokenizer, dataclasses.replace(CONFIG, workers=loops))
     mesh = make_mesh(2, 1, 1, devices=jax.devices()[:2])
-    assert Engine(decoder, tokenizer, dataclasses.replace(CONFIG, loops=3), mesh=mesh).programs.loops == 1
-    assert Engine(decoder, tokenizer, dataclasses.replace(CONFIG, rows=24)).programs.loops == min(3, cores)
+    assert Engine(decoder, tokenizer, dataclasses.replace(CONFIG, workers=3), mesh=mesh).programs.workers == 1
+    assert Engine(decoder, tokenizer, dataclasses.replace(CONFIG, rows=24)).programs.workers == min(3, cores)
 
 
 @pytest.mark.parametrize("shape", [(8, 1, 1), (2, 2, 2), (4, 1, 2)])
@@ -328,7 +334,7 @@ def test_what_the_environment_raises_comes_out_of_run(world, loops):
         def react(self, episode, text, stop):
             raise RuntimeError("no such turn")
 
-    engine = Engine(decoder, tokenizer, dataclasses.replace(CONFIG, loops=loops))
+    engine = Engine(decoder, tokenizer, dataclasses.replace(CONFIG, workers=loops))
     with pytest.raises(RuntimeError, match="no such turn"):
         engine.run(nnx.state(decoder), requests, Faulty(turn_tokens=4), KEY)
     assert len(engine.run(nnx.state(decoder), requests[:3], SingleTurn(turn_tokens=4), KEY)) == 3
@@ -336,7 +342,7 @@ def test_what_the_environment_raises_comes_out_of_run(world, loops):
 
 def test_the_context_ends_an_episode_and_a_long_prompt_is_refused(world):
     decoder, tokenizer, _, requests = world
-    config = EngineConfig(rows=4, context=40, feeds=2, feed_tokens=16)
+    config = EngineConfig(rows=4, context=40, wake_threshold=2, prefill_tokens=16)
     engine = Engine(decoder, tokenizer, config)
     short = Request(requests[0].question, requests[0].prompt[:30], 0)
     (one,) = engine.run(nnx.state(decoder), [short], Stream(turn_tokens=100), KEY)
@@ -386,7 +392,11 @@ def test_a_loop_for_more_stop_strings_is_compiled_for_itself_and_told(world, cap
             engine.run(
                 nnx.state(decoder), [dataclasses.replace(requests[0], stops=stops)], SingleTurn(4), KEY
             )
-    assert len([line for line in caplog.messages if line.startswith("compiling")]) == len(engine._built) == 2
+    assert (
+        len([line for line in caplog.messages if line.startswith("compiling")])
+        == len(engine._compiled_loops)
+        == 2
+    )
 
 
 def test_both_limits_are_told_where_a_turn_fills_the_context(world):
@@ -448,12 +458,12 @@ def test_every_end_of_a_text_that_the_model_knows_ends_a_turn(world):
 
 def test_a_part_of_the_stops_of_another_run_takes_its_table_and_few_are_kept(world):
     engine = Engine(*world[:2], CONFIG)
-    both = engine._compiled([("e",), ("o",), ()])
-    assert engine._compiled([("o",), ("e",)]) is both
-    tables = [engine._compiled([(letter,)]) for letter in "abcdfgh"]
-    assert engine._compiled([()]) is both and all(table is not both for table in tables)
-    engine._compiled([("i",)])
-    assert len(engine._stops) == KEPT_STOPS and engine._compiled([()]) is not both
+    both = engine._stop_table([("e",), ("o",), ()])
+    assert engine._stop_table([("o",), ("e",)]) is both
+    tables = [engine._stop_table([(letter,)]) for letter in "abcdfgh"]
+    assert engine._stop_table([()]) is both and all(table is not both for table in tables)
+    engine._stop_table([("i",)])
+    assert len(engine._stop_tables) == CACHED_STOP_TABLES and engine._stop_table([()]) is not both
 
 
 def test_a_stop_string_with_a_special_token_is_refused_for_it_would_never_be_seen(world):

@@ -58,7 +58,7 @@ VARIANTS = {
     "drafts": {"draft_tokens": 2},
     "reference": {},
     "no kernel": {},
-    "loops": {"loops": 2, "rows": 16},
+    "workers": {"workers": 2, "rows": 16},
     "mesh": {},
 }
 

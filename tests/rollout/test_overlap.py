@@ -18,11 +18,11 @@ from rrl.rollout.config import EngineConfig
 from rrl.rollout.engine import Engine
 from rrl.rollout.episodes import Request
 from rrl.rollout.protocol import Append, Finish, SearchFor, SingleTurn
-from rrl.rollout.searches import Searches
+from rrl.rollout.searches import SearchRunner
 from tests.rollout.world import make_world
 
 KEY = jax.random.key(3)
-CONFIG = EngineConfig(rows=2, context=192, feeds=1, feed_tokens=32, patience=8)
+CONFIG = EngineConfig(rows=2, context=192, wake_threshold=1, prefill_tokens=32, max_wait_steps=8)
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +63,7 @@ def test_a_row_writes_on_while_another_waits_for_its_search(world, sizes, monkey
     decoder, tokenizer, _, requests = world
     mesh = None if sizes is None else make_mesh(*sizes, devices=jax.devices()[:2])
     library = UntilTheOtherIsDone()
-    engine = Engine(decoder, tokenizer, dataclasses.replace(CONFIG, loops=1), retriever=library, mesh=mesh)
+    engine = Engine(decoder, tokenizer, dataclasses.replace(CONFIG, workers=1), retriever=library, mesh=mesh)
     params = nnx.state(decoder) if mesh is None else shard(nnx.state(decoder), mesh)
     asked = [
         dataclasses.replace(
@@ -71,13 +71,13 @@ def test_a_row_writes_on_while_another_waits_for_its_search(world, sizes, monkey
         ),
         dataclasses.replace(requests[1], turn_tokens=100),
     ]
-    waited, done = [], Searches.done
+    waited, done = [], SearchRunner.done
 
     def watched(searches, *, wait=0.0):
         waited.append(0.0 if library.go.is_set() or not len(searches) else wait)
         return done(searches, wait=wait)
 
-    monkeypatch.setattr(Searches, "done", watched)
+    monkeypatch.setattr(SearchRunner, "done", watched)
     first, _ = engine.run(
         params,
         asked,
@@ -113,7 +113,7 @@ def interruptible():
 @pytest.mark.usefixtures("interruptible")
 def test_an_interrupt_ends_all_loops_before_their_episodes_do(world, loops):
     decoder, tokenizer, _, requests = world
-    engine = Engine(decoder, tokenizer, dataclasses.replace(CONFIG, loops=loops))
+    engine = Engine(decoder, tokenizer, dataclasses.replace(CONFIG, workers=loops))
     finished = []
 
     def finish(place, trajectory):
@@ -134,7 +134,7 @@ def test_an_interrupt_ends_all_loops_before_their_episodes_do(world, loops):
 
 def test_an_interrupt_while_the_loops_start_ends_the_one_that_runs(world, monkeypatch):
     decoder, tokenizer, _, requests = world
-    engine = Engine(decoder, tokenizer, dataclasses.replace(CONFIG, loops=2))
+    engine = Engine(decoder, tokenizer, dataclasses.replace(CONFIG, workers=2))
     submit, begun, finished = concurrent.futures.ThreadPoolExecutor.submit, [], []
 
     def interrupted(pool, *arguments):
@@ -164,7 +164,7 @@ def test_a_rollout_that_stands_still_names_the_host_and_its_stage(world, caplog)
             return Finish("done")
 
     decoder, tokenizer, _, requests = world
-    engine = Engine(decoder, tokenizer, dataclasses.replace(CONFIG, loops=1, stall_seconds=0.3))
+    engine = Engine(decoder, tokenizer, dataclasses.replace(CONFIG, workers=1, stall_seconds=0.3))
     engine.run(nnx.state(decoder), requests[:1], Stuck(turn_tokens=4), KEY)
     assert "has not moved for 0.3 s: host 0 reading what the policy wrote, after" in caplog.text
 
@@ -178,7 +178,7 @@ def test_loops_run_side_by_side_the_first_time_too(world):
             return Finish("done")
 
     decoder, tokenizer, _, requests = world
-    engine = Engine(decoder, tokenizer, dataclasses.replace(CONFIG, loops=2))
+    engine = Engine(decoder, tokenizer, dataclasses.replace(CONFIG, workers=2))
     assert len(engine.run(nnx.state(decoder), requests[:2], Meets(turn_tokens=4), KEY)) == 2
 
 
@@ -203,16 +203,16 @@ def test_loops_and_data_shards_that_ask_the_same_share_one_search(world, sizes):
         def search(self, queries, k, vectors=None):
             self.asked.append(list(queries))
             until = time.perf_counter() + 120
-            while sum(host.written for host in engine._hosts) < 8 and time.perf_counter() < until:
+            while sum(host.written for host in engine._schedulers) < 8 and time.perf_counter() < until:
                 time.sleep(0.01)
             time.sleep(0.1)
             return [[] for _ in queries]
 
     decoder, tokenizer, _, requests = world
     mesh = None if sizes is None else make_mesh(*sizes, devices=jax.devices()[:2])
-    config = dataclasses.replace(CONFIG, rows=16, feeds=8, loops=2)
+    config = dataclasses.replace(CONFIG, rows=16, wake_threshold=8, workers=2)
     engine = Engine(decoder, tokenizer, config, retriever=(library := UntilAllHaveAsked()), mesh=mesh)
     params = nnx.state(decoder) if mesh is None else shard(nnx.state(decoder), mesh)
     found = engine.run(params, requests[:8], AllSearch(turn_tokens=1), KEY)
-    assert len(engine._hosts) == 2 and all(host.written for host in engine._hosts)
+    assert len(engine._schedulers) == 2 and all(host.written for host in engine._schedulers)
     assert library.asked == [["the same"]] and all(len(t.searches) == 1 for t in found)

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rrl.rollout.prefixes import Prefixes
+from rrl.rollout.prefixes import PrefixIndex
 
 PROMPT = np.arange(10, dtype=np.int32)
 
@@ -16,11 +16,11 @@ def fed(prefixes, row, tokens):
 
 
 def test_a_prompt_that_nobody_holds_is_prefilled():
-    assert Prefixes(3, 4).find(1, PROMPT) == (1, 0, True)
+    assert PrefixIndex(3, 4).find(1, PROMPT) == (1, 0, True)
 
 
 def test_a_prompt_that_another_row_is_being_fed_is_waited_for_and_then_copied():
-    prefixes = Prefixes(3, 4)
+    prefixes = PrefixIndex(3, 4)
     prefixes.opens(0, PROMPT)
     prefixes.filled(0, 4)
     assert prefixes.find(1, PROMPT) == (0, 10, False)
@@ -35,7 +35,7 @@ def test_a_prompt_that_another_row_is_being_fed_is_waited_for_and_then_copied():
 
 
 def test_what_is_copied_last_is_copied_from_who_was_fed_it():
-    prefixes = Prefixes(4, 4)
+    prefixes = PrefixIndex(4, 4)
     prefixes.opens(2, PROMPT)
     prefixes.filled(2, 10)
     prefixes.opens(0, PROMPT)
@@ -46,7 +46,7 @@ def test_what_is_copied_last_is_copied_from_who_was_fed_it():
 
 
 def test_a_row_prefers_what_it_holds_itself():
-    prefixes = Prefixes(3, 4)
+    prefixes = PrefixIndex(3, 4)
     fed(prefixes, 0, PROMPT)
     fed(prefixes, 2, PROMPT)
     assert prefixes.find(2, PROMPT) == (2, 10, True)
@@ -54,7 +54,7 @@ def test_a_row_prefers_what_it_holds_itself():
 
 
 def test_a_common_beginning_counts_where_it_saves_a_chunk():
-    prefixes = Prefixes(2, 4)
+    prefixes = PrefixIndex(2, 4)
     fed(prefixes, 0, PROMPT)
     other = np.concatenate([PROMPT[:6], [99, 98, 97, 96]]).astype(np.int32)
     assert prefixes.find(1, other) == (0, 6, True)  # 1 chunk instead of 3
@@ -69,7 +69,7 @@ def told(prefixes, row, written, answer):
 
 
 def test_who_wrote_and_reads_the_same_copies_what_another_row_has_read():
-    prefixes, answer = Prefixes(3, 4), [*range(20, 30)]
+    prefixes, answer = PrefixIndex(3, 4), [*range(20, 30)]
     for row in range(3):
         fed(prefixes, row, PROMPT)
     texts = [told(prefixes, row, written, answer) for row, written in enumerate([[7, 8], [7, 8], [7, 9]])]
@@ -83,7 +83,7 @@ def test_who_wrote_and_reads_the_same_copies_what_another_row_has_read():
 
 
 def test_what_a_row_decoded_is_not_copied_by_one_that_is_fed_it():
-    prefixes = Prefixes(2, 4)
+    prefixes = PrefixIndex(2, 4)
     fed(prefixes, 0, PROMPT[:6])
     prefixes.wrote(0, PROMPT[6:])
     assert prefixes.find(1, PROMPT) == (0, 6, True)
@@ -91,7 +91,7 @@ def test_what_a_row_decoded_is_not_copied_by_one_that_is_fed_it():
 
 
 def test_what_a_row_wrote_is_there_though_it_was_fed_in_the_same_exchange():
-    prefixes = Prefixes(2, 4)
+    prefixes = PrefixIndex(2, 4)
     prefixes.opens(0, PROMPT, 0)
     prefixes.filled(0, 10)
     prefixes.wrote(0, np.array([3]))
@@ -100,7 +100,7 @@ def test_what_a_row_wrote_is_there_though_it_was_fed_in_the_same_exchange():
 
 
 def test_a_row_that_waits_for_no_one_keeps_its_own():
-    prefixes = Prefixes(2, 4)
+    prefixes = PrefixIndex(2, 4)
     fed(prefixes, 0, PROMPT)
     text = told(prefixes, 0, [3], [5])
     assert prefixes.find(0, text, own=11) == (0, 11, True)
@@ -111,7 +111,7 @@ def test_a_row_that_waits_for_no_one_keeps_its_own():
 
 
 def test_a_single_chunk_behind_its_own_is_copied_but_not_waited_for():
-    prefixes, answer = Prefixes(2, 4), [*range(20, 29)]
+    prefixes, answer = PrefixIndex(2, 4), [*range(20, 29)]
     for row in range(2):
         fed(prefixes, row, PROMPT)
     for size, there in ((4, True), (8, False)):  # 1 chunk, 2 chunks
@@ -129,7 +129,7 @@ def test_a_single_chunk_behind_its_own_is_copied_but_not_waited_for():
 @given(st.lists(st.lists(st.integers(0, 1), max_size=12), min_size=1, max_size=5), st.integers(1, 5))
 def test_what_is_copied_is_the_longest_common_beginning(held, chunk):
     *others, tokens = (np.array(ids, np.int32) for ids in [*held, [0, 1, 0, 0, 1, 0, 1, 1]])
-    prefixes = Prefixes(len(others) + 1, chunk)
+    prefixes = PrefixIndex(len(others) + 1, chunk)
     for row, ids in enumerate(others):
         fed(prefixes, row, ids)
     source, copied, there = prefixes.find(len(others), tokens)
@@ -147,7 +147,7 @@ def test_what_is_copied_is_the_longest_common_beginning(held, chunk):
 
 
 def test_what_is_forgotten_is_copied_by_nobody():
-    prefixes = Prefixes(3, 4)
+    prefixes = PrefixIndex(3, 4)
     fed(prefixes, 0, PROMPT)
     prefixes.opens(1, PROMPT)
     prefixes.filled(1, 10)

@@ -33,7 +33,7 @@ def world():
 def used(world, rows: int, reference: bool = False) -> Engine:
     """An engine that has run, and so has compiled its loop."""
     decoder, tokenizer, requests = world
-    engine = Engine(decoder, tokenizer, EngineConfig(rows=rows, context=64, loops=1))
+    engine = Engine(decoder, tokenizer, EngineConfig(rows=rows, context=64, workers=1))
     engine.run(nnx.state(decoder), requests, SingleTurn(turn_tokens=4), KEY, reference=reference)
     return engine
 
@@ -58,7 +58,7 @@ def test_with_closes_an_engine(world):
 
 def test_an_engine_that_is_closed_during_a_run_ends_the_run_first(world):
     decoder, tokenizer, requests = world
-    engine = Engine(decoder, tokenizer, EngineConfig(rows=1, context=64, loops=1))
+    engine = Engine(decoder, tokenizer, EngineConfig(rows=1, context=64, workers=1))
     seen = []
 
     def close(_, trajectory):
@@ -66,7 +66,7 @@ def test_an_engine_that_is_closed_during_a_run_ends_the_run_first(world):
         seen.append(trajectory)
 
     found = engine.run(nnx.state(decoder), requests, SingleTurn(turn_tokens=4), KEY, on_finish=close)
-    assert found == seen and not engine._built
+    assert found == seen and not engine._compiled_loops
     with pytest.raises(UserError, match="this engine is closed"):
         engine.run(nnx.state(decoder), requests, SingleTurn(turn_tokens=4), KEY)
 

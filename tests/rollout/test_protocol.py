@@ -84,7 +84,7 @@ def test_an_observation_that_does_not_fit_ends_the_episode_or_is_cut_for_a_whole
     episode, message = Episode(Question("q", "q", ("a",))), STREAM.observe(None, None)
     assert STREAM.overflow(episode, message, 900) == Finish("context_limit")
     cut = dataclasses.replace(STREAM, when_full="cut")
-    assert cut.overflow(episode, message, 900) == dataclasses.replace(message, most=400)
+    assert cut.overflow(episode, message, 900) == dataclasses.replace(message, max_tokens=400)
     assert cut.overflow(episode, message, 500) == Finish("context_limit")
     with pytest.raises(UserError, match=r"environment\.when_full='drop' is unknown; choose one of end, cut"):
         dataclasses.replace(STREAM, when_full="drop")

@@ -7,7 +7,7 @@ import pytest
 from scipy import stats
 
 from rrl.models.cpu.layers import can_attend, cpu_draw
-from rrl.rollout.sampling import _inverted, row_keys, sample, truncate, uniform
+from rrl.rollout.sampling import _inverse_cdf, row_keys, sample, truncate, uniform
 
 BASE = jax.random.key(7)
 
@@ -43,7 +43,9 @@ def test_a_draw_inverts_the_cumulative_distribution(vocabulary):
     probabilities = weights / weights.sum(-1, keepdims=True)
     uniform = draws.random(500)
     uniform[:20], uniform[20:40] = 0.0, np.nextafter(np.float32(1), np.float32(0))
-    found = np.asarray(_inverted(jnp.asarray(probabilities, jnp.float32), jnp.asarray(uniform, jnp.float32)))
+    found = np.asarray(
+        _inverse_cdf(jnp.asarray(probabilities, jnp.float32), jnp.asarray(uniform, jnp.float32))
+    )
     ends = np.cumsum(probabilities, axis=-1)
     places = np.arange(500), found
     assert (probabilities[places] > 0).all()

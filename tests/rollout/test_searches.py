@@ -12,7 +12,7 @@ from rrl.data.passages import Passage
 from rrl.errors import UserError
 from rrl.retrieval.index import make_retriever
 from rrl.retrieval.retriever import Hit
-from rrl.rollout.searches import PARTS, Desk, Searches
+from rrl.rollout.searches import MAX_RETRY_BATCHES, InFlightSearches, SearchRunner
 
 
 class Slow:
@@ -51,7 +51,7 @@ def collect(searches, count):
 
 def test_a_slow_search_is_left_alone_and_taken_when_it_has_ended():
     slow = Slow()
-    searches = Searches(slow, 3, 60.0)
+    searches = SearchRunner(slow, 3, 60.0)
     searches.submit(["a", "b"], None)
     assert searches.done() == [] and searches.queries == ["a", "b"]
     slow.go.set()
@@ -63,7 +63,7 @@ def test_once_searches_were_slow_the_next_is_not_waited_for(monkeypatch):
     waits, wait = [], concurrent.futures.wait
     monkeypatch.setattr(concurrent.futures, "wait", lambda *a, **k: (waits.append(a), wait(*a, **k))[1])
     slow = Slow()
-    searches = Searches(slow, 3, 60.0)
+    searches = SearchRunner(slow, 3, 60.0)
     searches.submit(["a"], None)
     time.sleep(0.2)
     slow.go.set()
@@ -78,7 +78,7 @@ def test_once_searches_were_slow_the_next_is_not_waited_for(monkeypatch):
 
 def test_a_search_that_hangs_is_given_up_told_once_and_counted(caplog):
     slow = Slow()
-    searches = Searches(slow, 3, 0.1)
+    searches = SearchRunner(slow, 3, 0.1)
     searches.submit(["a"], None)
     searches.submit(["b"], None)
     assert sorted(collect(searches, 2)) == [("a", None), ("b", None)]
@@ -87,7 +87,7 @@ def test_a_search_that_hangs_is_given_up_told_once_and_counted(caplog):
 
 
 def test_without_a_retriever_every_search_finds_nothing():
-    searches = Searches(None, 3, 60.0)
+    searches = SearchRunner(None, 3, 60.0)
     searches.submit(["a"], None)
     assert collect(searches, 1) == [("a", [])]
 
@@ -99,7 +99,7 @@ def test_what_is_no_exception_comes_out():
         def search(self, *arguments):
             raise KeyboardInterrupt
 
-    searches = Searches(Ended(), 3, 60.0)
+    searches = SearchRunner(Ended(), 3, 60.0)
     searches.submit(["a"], None)
     with pytest.raises(KeyboardInterrupt):
         collect(searches, 1)
@@ -122,7 +122,7 @@ class Refuses:
 
 def test_one_that_fails_takes_nothing_from_those_that_were_searched_with_it(caplog):
     retriever = Refuses("ac", ValueError("no b"))
-    searches = Searches(retriever, 3, 60.0)
+    searches = SearchRunner(retriever, 3, 60.0)
     searches.submit(["a", "b", "c"], np.array([[1.0], [2.0], [3.0]]))
     assert sorted(collect(searches, 3)) == [("a", []), ("b", None), ("c", [])]
     together, *alone = retriever.asked
@@ -140,7 +140,7 @@ def test_searches_one_by_one_end_when_the_first_try_would_have_ended(clock):
         raise ValueError
 
     slow.search = search
-    searches = Searches(slow, 3, 1.0)
+    searches = SearchRunner(slow, 3, 1.0)
     searches.submit(["a", "b"], None)
     clock[0] = 0.7
     failed.set()
@@ -164,7 +164,7 @@ class Hangs(Refuses):
 
 def test_one_that_hangs_takes_nothing_from_those_that_were_searched_with_it(caplog, clock):
     retriever = Hangs("ac", LookupError())
-    searches = Searches(retriever, 3, 1.0)
+    searches = SearchRunner(retriever, 3, 1.0)
     searches.submit(["a", "b", "c"], np.array([[1.0], [2.0], [3.0]]))
     clock[0] = 0.5
     assert sorted(collect(searches, 2)) == [("a", []), ("c", [])]
@@ -176,13 +176,15 @@ def test_one_that_hangs_takes_nothing_from_those_that_were_searched_with_it(capl
     assert sorted(retriever.asked[1:]) == [(["a"], [[1.0]]), (["b"], [[2.0]]), (["c"], [[3.0]])]
 
 
-@pytest.mark.parametrize(("count", "tries"), [(PARTS, 1 + PARTS), (PARTS + 1, 1)])
+@pytest.mark.parametrize(
+    ("count", "tries"), [(MAX_RETRY_BATCHES, 1 + MAX_RETRY_BATCHES), (MAX_RETRY_BATCHES + 1, 1)]
+)
 def test_each_query_of_a_batch_that_hangs_is_tried_alone_unless_it_may_just_have_much_to_do(
     clock, count, tries
 ):
     queries = [str(number) for number in range(count)]
     hangs = Hangs("", LookupError())
-    searches = Searches(hangs, 3, 1.0)
+    searches = SearchRunner(hangs, 3, 1.0)
     searches.submit(queries, np.zeros((count, 1)))
     clock[0] = 0.5
     until(lambda: searches.done() == [] and len(hangs.asked) == tries)
@@ -194,30 +196,30 @@ def test_each_query_of_a_batch_that_hangs_is_tried_alone_unless_it_may_just_have
 def test_a_large_batch_that_fails_is_tried_again_in_a_few_parts_down_to_the_query():
     queries = [str(number) for number in range(100)]
     refuses = Refuses(queries[1:], ValueError())
-    searches = Searches(refuses, 3, 60.0)
+    searches = SearchRunner(refuses, 3, 60.0)
     searches.submit(queries, np.zeros((100, 1)))
     assert dict(collect(searches, 100)) == {query: None if query == "0" else [] for query in queries}
     assert searches.seconds > 0 and searches._typical > 0
-    assert len(refuses.asked) <= 1 + PARTS + 4  # the part of "0" has four
+    assert len(refuses.asked) <= 1 + MAX_RETRY_BATCHES + 4  # the part of "0" has four
 
 
 def test_who_asks_late_what_another_searches_for_gets_a_search_with_time_left(clock):
-    slow, desk = Slow(), Desk()
-    one, other = (Searches(slow, 3, 1.0, desk) for _ in range(2))
+    slow, desk = Slow(), InFlightSearches()
+    one, other = (SearchRunner(slow, 3, 1.0, desk) for _ in range(2))
     one.submit(["a"], None)
     clock[0] = 0.7
     other.submit(["a"], None)
     clock[0] = 1.0
     assert collect(one, 1) == [("a", None)] and other.done() == []
     slow.go.set()
-    assert collect(other, 1) == [("a", [])] and not desk.flying
+    assert collect(other, 1) == [("a", [])] and not desk.by_query
 
 
 def test_what_one_host_searches_for_no_other_of_its_desk_does():
-    slow, desk = Slow(), Desk()
+    slow, desk = Slow(), InFlightSearches()
     slow.asked = []
     slow.search = lambda queries, *_: [slow.asked.append(queries), slow.go.wait(10)] and [[] for _ in queries]
-    one, other = (Searches(slow, 3, 60.0, desk) for _ in range(2))
+    one, other = (SearchRunner(slow, 3, 60.0, desk) for _ in range(2))
     one.submit(["a", "b"], None)
     other.submit(["b", "c"], None)
     other.submit(["a"], None)
@@ -226,7 +228,7 @@ def test_what_one_host_searches_for_no_other_of_its_desk_does():
     assert sorted(collect(other, 3)) == [("a", []), ("b", []), ("c", [])]
     assert sorted(collect(one, 2)) == [("a", []), ("b", [])]
     one.submit(["a"], None)
-    assert collect(one, 1) == [("a", [])] and slow.asked[2:] == [["a"]] and not desk.flying
+    assert collect(one, 1) == [("a", [])] and slow.asked[2:] == [["a"]] and not desk.by_query
 
 
 @pytest.mark.parametrize(
@@ -240,7 +242,7 @@ def test_what_one_host_searches_for_no_other_of_its_desk_does():
     ],
 )
 def test_what_is_no_answer_is_a_failed_search(caplog, hits, told):
-    searches = Searches(Slow(), 3, 60.0)
+    searches = SearchRunner(Slow(), 3, 60.0)
     searches.retriever.search = lambda queries, *_: hits
     searches.submit(["a"], None)
     assert collect(searches, 1) == [("a", None)]
@@ -248,7 +250,7 @@ def test_what_is_no_answer_is_a_failed_search(caplog, hits, told):
 
 
 def test_what_is_wrong_with_the_settings_is_raised_and_no_failed_search():
-    searches = Searches(Refuses("", UserError("k=0")), 0, 60.0)
+    searches = SearchRunner(Refuses("", UserError("k=0")), 0, 60.0)
     searches.submit(["a", "b"], np.zeros((2, 1)))
     with pytest.raises(UserError, match="k=0"):
         collect(searches, 2)
@@ -256,10 +258,10 @@ def test_what_is_wrong_with_the_settings_is_raised_and_no_failed_search():
 
 def test_what_is_remembered_comes_at_once_and_without_a_search():
     retriever = make_retriever([Passage("1", "A", "a word"), Passage("2", "B", "another")], "bm25")
-    searches = Searches(retriever, 1, 60.0)
-    assert not searches.recall("word") and searches.done() == []
+    searches = SearchRunner(retriever, 1, 60.0)
+    assert not searches.take_cached("word") and searches.done() == []
     first = retriever.search(["word"], 1)[0][0].passage
-    assert searches.recall("word") and not len(searches)
+    assert searches.take_cached("word") and not len(searches)
     assert searches.done(wait=9.0) == [("word", [first])] and searches.done() == []
-    assert searches.recall(" ") and searches.done() == [(" ", [])]
+    assert searches.take_cached(" ") and searches.done() == [(" ", [])]
     assert (retriever.stats.queries, retriever.stats.cache_hits, retriever.stats.searched) == (3, 1, 1)

@@ -16,14 +16,14 @@ from rrl.parallel.rules import shard
 from rrl.rl.logprobs import token_logprobs
 from rrl.rl.packing import pack
 from rrl.rollout.config import EngineConfig
-from rrl.rollout.engine import Engine, deal
-from rrl.rollout.prefixes import Prefixes
+from rrl.rollout.engine import Engine, assign_to_shards
+from rrl.rollout.prefixes import PrefixIndex
 from rrl.rollout.protocol import Append, Finish, Restart, SearchFor, SingleTurn, Stream
 from rrl.text.chat import chat_ids
 from tests.rollout.world import make_world
 
 KEY = jax.random.key(3)
-CONFIG = EngineConfig(rows=8, context=192, feeds=4, feed_tokens=16, patience=8, top_k=2)
+CONFIG = EngineConfig(rows=8, context=192, wake_threshold=4, prefill_tokens=16, max_wait_steps=8, top_k=2)
 ONE_TURN = SingleTurn(turn_tokens=12)
 
 
@@ -97,7 +97,7 @@ def test_long_prompts_that_begin_alike_are_shared_to_the_bit(world):
     ]
     found, prefilled = [], []
     for shared in (True, False):
-        config = dataclasses.replace(CONFIG, rows=4, context=256, feed_tokens=32, share_prompts=shared)
+        config = dataclasses.replace(CONFIG, rows=4, context=256, prefill_tokens=32, share_prompts=shared)
         engine = Engine(decoder, tokenizer, config)
         found.append(engine.run(nnx.state(decoder), asked, ONE_TURN, KEY))
         prefilled.append(engine.stats.prefilled_tokens)
@@ -107,20 +107,25 @@ def test_long_prompts_that_begin_alike_are_shared_to_the_bit(world):
 
 def test_samples_of_a_prompt_go_to_one_shard_where_there_are_prompts_enough():
     prompts = [np.array([n // 4]) for n in range(16)]
-    assert deal(prompts, 2) == [[[*range(4)], [*range(8, 12)]], [[*range(4, 8)], [*range(12, 16)]]]
-    assert deal(prompts[:4], 2) == [[[0], [2]], [[1], [3]]]
-    assert deal(prompts, 2, loops=3) == [[[place] for place in range(start, 16, 2)] for start in (0, 1)]
+    assert assign_to_shards(prompts, 2) == [
+        [[*range(4)], [*range(8, 12)]],
+        [[*range(4, 8)], [*range(12, 16)]],
+    ]
+    assert assign_to_shards(prompts[:4], 2) == [[[0], [2]], [[1], [3]]]
+    assert assign_to_shards(prompts, 2, workers=3) == [
+        [[place] for place in range(start, 16, 2)] for start in (0, 1)
+    ]
 
 
 def test_long_prompts_come_first_and_equal_ones_in_their_order():
     prompts = [np.arange(length) for length in (1, 3, 2, 3)] + [np.arange(3)]
-    assert deal(prompts, 1) == [[[1, 3, 4], [2], [0]]]
+    assert assign_to_shards(prompts, 1) == [[[1, 3, 4], [2], [0]]]
     prompts = [np.full(length, place) for place, length in enumerate((1, 3, 2, 3))]
-    assert deal(prompts, 2) == [[[1], [2]], [[3], [0]]]
+    assert assign_to_shards(prompts, 2) == [[[1], [2]], [[3], [0]]]
 
 
 def test_the_samples_of_prompts_that_are_left_over_go_round():
-    shares = deal([np.array([n // 8]) for n in range(9 * 8)], 8)
+    shares = assign_to_shards([np.array([n // 8]) for n in range(9 * 8)], 8)
     assert [sum(map(len, share)) for share in shares] == [9] * 8
     assert all(share == [[*range(8 * n, 8 * n + 8)], [64 + n]] for n, share in enumerate(shares))
 
@@ -137,7 +142,7 @@ class Reads(Stream):
             return Finish("done")
         answer = f" what was read after turn {episode.turn}, of some length: {text}" + 10 * " and so on"
         if episode.turn == 2:
-            return Restart(self.encode(episode.question.text + answer + "".join(episode.said)))
+            return Restart(self.encode(episode.question.text + answer + "".join(episode.policy_texts)))
         return Append(body=answer)
 
 
@@ -156,15 +161,15 @@ def parting(world):
 @pytest.mark.parametrize("rows", [pytest.param(6, marks=pytest.mark.slow), 32])
 def test_who_came_the_same_way_to_the_same_text_shares_it_to_the_bit(world, parting, rows, monkeypatch):
     decoder, tokenizer = world[:2]
-    find, found, prefilled = Prefixes.find, [], []
+    find, found, prefilled = PrefixIndex.find, [], []
     for prompts, answers in ((True, True), (True, False), (False, False)):
-        config = dataclasses.replace(CONFIG, rows=rows, context=400, feed_tokens=32, share_prompts=prompts)
+        config = dataclasses.replace(CONFIG, rows=rows, context=400, prefill_tokens=32, share_prompts=prompts)
         engine = Engine(decoder, tokenizer, config)
 
         def without(self, row, tokens, own=0):
             return (row, own, True) if own else find(self, row, tokens)
 
-        monkeypatch.setattr(Prefixes, "find", find if answers else without)
+        monkeypatch.setattr(PrefixIndex, "find", find if answers else without)
         found.append(engine.run(nnx.state(decoder), parting, Reads(engine.encode), KEY))
         prefilled.append(engine.stats.prefilled_tokens)
     same(found[0], found[1])
@@ -195,7 +200,7 @@ def test_rows_that_wait_leave_their_place_to_others(world, parting):
     reads = Reads(engine.encode)
     found = engine.run(nnx.state(decoder), parting, reads, KEY)
     busy = engine.stats.busy
-    config = dataclasses.replace(config, spare_rows=8)
+    config = dataclasses.replace(config, oversubscribed_slots=8)
     engine = Engine(decoder, tokenizer, config)
     for reference in (False, True):
         same(engine.run(nnx.state(decoder), parting, reads, KEY, reference=reference), found)
@@ -207,22 +212,24 @@ def test_rows_that_wait_leave_their_place_to_others(world, parting):
 
 def test_spare_rows_are_dealt_to_shards_and_loops(world):
     decoder, tokenizer = world[:2]
-    spare = dataclasses.replace(CONFIG, spare_rows=6)
+    spare = dataclasses.replace(CONFIG, oversubscribed_slots=6)
     with pytest.raises(
-        UserError, match=r"rollout\.spare_rows=6 must be a multiple of data x fsdp = 4 shards"
+        UserError, match=r"rollout\.oversubscribed_slots=6 must be a multiple of data x fsdp = 4 shards"
     ):
         Engine(decoder, tokenizer, spare, mesh=make_mesh(2, 2, 2))
-    split = Engine(decoder, tokenizer, dataclasses.replace(CONFIG, spare_rows=5, loops=2)).programs
-    assert (split.loops, split.decode_rows, split.rows) == (2, 4, 7)
-    with pytest.raises(UserError, match=r"spare_rows=-1 must be at least 0"):
-        dataclasses.replace(CONFIG, spare_rows=-1)
+    split = Engine(
+        decoder, tokenizer, dataclasses.replace(CONFIG, oversubscribed_slots=5, workers=2)
+    ).programs
+    assert (split.workers, split.decode_rows, split.rows) == (2, 4, 7)
+    with pytest.raises(UserError, match=r"oversubscribed_slots=-1 must be at least 0"):
+        dataclasses.replace(CONFIG, oversubscribed_slots=-1)
 
 
 class Steps(Stream):
     """Every turn begins a new context, after a search where it wrote an e."""
 
     def react(self, episode, text, stop):
-        assert len(episode.said) == episode.turn + 1 and episode.said[-1] == text
+        assert len(episode.policy_texts) == episode.turn + 1 and episode.policy_texts[-1] == text
         if episode.turn == 3:
             return Finish("done")
         return SearchFor(episode.question.text) if stop == "e" else self.again(episode)
@@ -299,7 +306,9 @@ def test_slow_searches_change_nothing_but_the_time(world, stepped, spare):
             time.sleep(0.03)
             return retriever.search(queries, k)
 
-    engine = Engine(decoder, tokenizer, dataclasses.replace(CONFIG, spare_rows=spare), retriever=Slow())
+    engine = Engine(
+        decoder, tokenizer, dataclasses.replace(CONFIG, oversubscribed_slots=spare), retriever=Slow()
+    )
     same(engine.run(nnx.state(decoder), requests[:10], STEPS, KEY), stepped)
 
 

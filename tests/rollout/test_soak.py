@@ -17,7 +17,7 @@ def test_eight_devices_do_not_stand_still(sizes):
 
 
 def test_two_loops_of_one_device_do_not_stand_still():
-    assert soak(make_mesh(1, 1, 1, devices=jax.devices()[:1]), loops=2) >= TURNS
+    assert soak(make_mesh(1, 1, 1, devices=jax.devices()[:1]), workers=2) >= TURNS
 
 
 def test_two_processes_do_not_stand_still():

@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from rrl.rollout.watchdog import BELIEVED, Watchdog
+from rrl.rollout.watchdog import MAX_COMPUTING_REPORTS, Watchdog
 
 
 class Rollout:
@@ -21,7 +21,7 @@ class Rollout:
     def wait(self, seconds, cores=0.0):
         for _ in range(round(seconds / 30)):
             self.now, self.used = self.now + 30, self.used + 30 * cores
-            self.watchdog.look(self.now, self.used)
+            self.watchdog.check(self.now, self.used)
 
 
 @pytest.fixture
@@ -86,8 +86,11 @@ def test_a_step_that_is_still_computed_is_no_stall(rollout, caplog):
 
 
 def test_a_device_that_computes_for_ever_has_stalled(rollout, caplog):
-    rollout.wait(300 * (BELIEVED + 1), cores=2.0)
-    assert levels(caplog)[: BELIEVED - 1] == ["INFO"] * (BELIEVED - 1) and levels(caplog)[-1] == "ERROR"
+    rollout.wait(300 * (MAX_COMPUTING_REPORTS + 1), cores=2.0)
+    assert (
+        levels(caplog)[: MAX_COMPUTING_REPORTS - 1] == ["INFO"] * (MAX_COMPUTING_REPORTS - 1)
+        and levels(caplog)[-1] == "ERROR"
+    )
 
 
 def test_processor_time_of_a_host_that_is_stuck_is_no_excuse(rollout, caplog):

@@ -11,12 +11,12 @@ from rrl.errors import UserError
 from rrl.rollout.config import EngineConfig
 from rrl.rollout.engine import Engine
 from rrl.rollout.protocol import CONTEXT, EOS, TURN_TOKENS, Episode
-from rrl.rollout.workflow import ENDS, Completion, Generate, PromptTooLong, Retrieve
+from rrl.rollout.workflow import RESERVED_STOPS, Completion, Generate, PromptTooLong, Retrieve
 from rrl.text.chat import Prompt
 from tests.rollout.world import make_world
 
 KEY = jax.random.key(5)
-CONFIG = EngineConfig(rows=4, context=160, feeds=2, feed_tokens=48, patience=4, top_k=2)
+CONFIG = EngineConfig(rows=4, context=160, wake_threshold=2, prefill_tokens=48, max_wait_steps=4, top_k=2)
 ASKS = Completion(stop_sets=(("e",), ("e", "o")), turn_tokens=10)
 
 
@@ -171,7 +171,7 @@ def test_ends_are_what_a_generation_says_that_ended_at_no_stop_string():
         Completion().react(Episode(Question("", "", ())), "", pause).reason
         for pause in (EOS, TURN_TOKENS, CONTEXT)
     }
-    assert ended | {NOT_FINITE} == set(ENDS)  # at which no environment is asked
+    assert ended | {NOT_FINITE} == set(RESERVED_STOPS)  # at which no environment is asked
 
 
 @pytest.mark.parametrize(

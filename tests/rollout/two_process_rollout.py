@@ -36,7 +36,7 @@ if __name__ == "__main__":
     engine = Engine(decoder, tokenizer, CONFIG, retriever=retriever, mesh=mesh)
     found = engine.run(params, requests, ENVIRONMENT_, KEY)
     said = {"tokens": [t.tokens.tolist() for t in found], "logps": [t.logps.tolist() for t in found]}
-    said["exchanges"] = [max(host.exchanges for host in engine._hosts)]
+    said["exchanges"] = [max(host.exchanges for host in engine._schedulers)]
     said["stages"] = engine._stages()
     guesses = dataclasses.replace(CONFIG, draft_tokens=2)
     guessing = Engine(decoder, tokenizer, guesses, retriever=retriever, mesh=mesh)
@@ -47,12 +47,12 @@ if __name__ == "__main__":
         engine.run(params, requests, Faulty(turn_tokens=12, observation_tokens=60), KEY)
     except (LookupError, RuntimeError) as error:
         said["failed"] = repr(error)
-    said["exchanges"].append(max(host.exchanges for host in engine._hosts))
+    said["exchanges"].append(max(host.exchanges for host in engine._schedulers))
     try:
         engine.run(params, requests, ENVIRONMENT_, KEY, reference=True)
     except ValueError as error:
         said["refused"] = str(error)
-    small = dataclasses.replace(CONFIG, rows=4, context=160, feeds=1, patience=4)
+    small = dataclasses.replace(CONFIG, rows=4, context=160, wake_threshold=1, max_wait_steps=4)
     again = Engine(decoder, tokenizer, small, retriever=retriever, mesh=mesh)
     said["begun"] = []
 
@@ -78,7 +78,7 @@ if __name__ == "__main__":
             again.run_workflows(params, [flow(place) for place in range(3)], Completion(turn_tokens=2), KEY)
         except (LookupError, PromptTooLong, RuntimeError) as error:
             said["never begun"].append(type(error).__name__ + " " + str(error))
-    said["never begun"].append(max(host.exchanges for host in again._hosts))
+    said["never begun"].append(max(host.exchanges for host in again._schedulers))
 
     def unpicklable(place):
         yield []

@@ -114,9 +114,9 @@ def test_a_long_argument_has_a_workdir_that_a_file_system_takes(tmp_path):
                 "--config.optim.b1=0.8",
                 "--config.optim.adam_lr=1e-3",
                 "--config.optim.clip_norm=2.5",
-                "--config.rollout.patience=0",  # every override before it was taken
+                "--config.rollout.max_wait_steps=0",  # every override before it was taken
             ],
-            "rollout.patience=0 must be at least 1",
+            "rollout.max_wait_steps=0 must be at least 1",
         ),
     ],
 )

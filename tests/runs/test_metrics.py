@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from rrl.errors import UserError
-from rrl.runs.metrics import MetricsWriter, read_metrics, refuse_damaged
+from rrl.runs.metrics import MetricsWriter, read_metrics, refuse_damaged_metrics
 from tests.runs.event_files import scalars_of
 
 
@@ -148,7 +148,11 @@ def test_a_damaged_line_is_named_and_nothing_written(tmp_path, line, words):
     file = tmp_path / "metrics.jsonl"
     content = b'{"step": 1}\n' + line + b'\n{"step": 3}\n'
     file.write_bytes(content)
-    opened = (lambda: read_metrics(file), lambda: refuse_damaged(tmp_path), lambda: MetricsWriter(tmp_path))
+    opened = (
+        lambda: read_metrics(file),
+        lambda: refuse_damaged_metrics(tmp_path),
+        lambda: MetricsWriter(tmp_path),
+    )
     for use in opened:
         with pytest.raises(
             UserError, match=rf"^{re.escape(str(file))}, line 2: .*({words}).*; remove that line"

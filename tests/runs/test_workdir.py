@@ -9,12 +9,12 @@ import pytest
 
 from rrl.errors import UserError
 from rrl.files import SaveError
-from rrl.runs.workdir import held, read_run, read_settings, refuse_held, refuse_other_config
+from rrl.runs.workdir import lock_workdir, read_config, read_identity, refuse_locked, refuse_other_config
 
 HOLDER = """
 import sys
-from rrl.runs.workdir import held
-with held(sys.argv[1]):
+from rrl.runs.workdir import lock_workdir
+with lock_workdir(sys.argv[1]):
     print("held", flush=True)
     sys.stdin.read()
 """
@@ -37,26 +37,26 @@ def holder(tmp_path):
 
 def test_a_workdir_is_held_by_one_process_until_that_dies(tmp_path, holder):
     workdir = tmp_path / "run"
-    for hold in (refuse_held, lambda folder: held(folder).__enter__()):
+    for hold in (refuse_locked, lambda folder: lock_workdir(folder).__enter__()):
         with pytest.raises(UserError, match=r"run: another process works there\. Wait .*another --workdir"):
             hold(workdir)
-    refuse_held(tmp_path / "other")
+    refuse_locked(tmp_path / "other")
     holder.kill()
     holder.wait()
-    refuse_held(workdir)
-    with held(workdir), held(workdir):
+    refuse_locked(workdir)
+    with lock_workdir(workdir), lock_workdir(workdir):
         pass
 
 
 def test_readers_do_not_hold_the_workdir(tmp_path, holder):
     (tmp_path / "run" / "config.json").write_text('{"run": {}}')
-    assert read_run(tmp_path / "run") == {}
+    assert read_identity(tmp_path / "run") == {}
 
 
 def test_a_process_that_is_not_the_first_of_its_run_holds_nothing(tmp_path, holder, monkeypatch):
     monkeypatch.setattr("jax.process_index", lambda: 1)
-    with held(tmp_path / "run"):
-        refuse_held(tmp_path / "run")
+    with lock_workdir(tmp_path / "run"):
+        refuse_locked(tmp_path / "run")
 
 
 def test_a_file_system_without_locks_is_used_without(tmp_path, monkeypatch):
@@ -64,7 +64,7 @@ def test_a_file_system_without_locks_is_used_without(tmp_path, monkeypatch):
         raise OSError(38, "Function not implemented")
 
     monkeypatch.setattr("fcntl.flock", flock)
-    with held(tmp_path / "run"):
+    with lock_workdir(tmp_path / "run"):
         pass
 
 
@@ -81,7 +81,7 @@ def test_a_file_system_without_locks_is_used_without(tmp_path, monkeypatch):
 )
 def test_a_broken_config_is_named_with_its_line(tmp_path, content, message):
     (tmp_path / "config.json").write_bytes(content)
-    for read in (read_settings, lambda folder: refuse_other_config(folder, {"a": 1}), read_run):
+    for read in (read_config, lambda folder: refuse_other_config(folder, {"a": 1}), read_identity):
         with pytest.raises(UserError, match=r"config\.json.*delete that folder") as error:
             read(tmp_path)
         assert message in str(error.value) and "\n" not in str(error.value)
@@ -94,10 +94,10 @@ def test_a_config_that_is_a_folder_or_says_nothing_of_its_run_is_refused(tmp_pat
     (tmp_path / "config.json").rmdir()
     (tmp_path / "config.json").write_text(json.dumps({"run": {"policy": "x"}}))
     with pytest.raises(UserError, match=r"config\.json lacks reader"):
-        read_run(tmp_path, "policy", "reader")
+        read_identity(tmp_path, "policy", "reader")
     (tmp_path / "config.json").write_text(json.dumps({"run": 3}))
     with pytest.raises(UserError, match=r"config\.json lacks run"):
-        read_run(tmp_path)
+        read_identity(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["checkpoints", "policy", "tensorboard", "metrics.jsonl", "curves.png"])
@@ -107,14 +107,14 @@ def test_a_file_where_a_run_makes_a_folder_is_refused_before_anything_is_loaded(
     else:
         (tmp_path / name).write_text("mine")
     with pytest.raises(UserError, match=rf"{name} is a (file|folder), where the run makes .*; move it away"):
-        refuse_held(tmp_path)
+        refuse_locked(tmp_path)
 
 
 def test_a_workdir_that_cannot_be_made_is_a_failed_save(tmp_path):
     (tmp_path / "file").write_text("mine")
     with (
         pytest.raises(SaveError, match=r"file/run could not be saved: .*file is a file"),
-        held(tmp_path / "file" / "run"),
+        lock_workdir(tmp_path / "file" / "run"),
     ):
         pass
 

@@ -17,14 +17,14 @@ from rrl.models.config import DecoderConfig
 from rrl.models.decoder import Decoder
 from rrl.models.hf import save_decoder
 from rrl.models.tokenizer import train_tokenizer
-from rrl.recipes.card import card_of, read_card, write_card
+from rrl.recipes.card import make_card, read_card, write_card
 from rrl.recipes.rsearch import RSearch
 from rrl.retrieval.build import build_index
 from rrl.retrieval.index import make_retriever
 from rrl.rl.logprobs import token_logprobs
 from rrl.rl.packing import pack
 from rrl.rollout.protocol import Stream
-from rrl.sft.demonstrations import demonstrations
+from rrl.sft.demonstrations import demonstration_examples
 from tests.memory import memory_maps
 
 pytestmark = pytest.mark.slow
@@ -41,7 +41,7 @@ def memorise(decoder, batch, steps):
     def learn(params):
         def loss(params):
             scores = token_logprobs(nnx.merge(graph, params), batch)
-            return -jnp.sum(jnp.where(batch.loss, scores.logp, 0)) / jnp.sum(batch.loss)
+            return -jnp.sum(jnp.where(batch.loss_mask, scores.logp, 0)) / jnp.sum(batch.loss_mask)
 
         def step(carry, _):
             value, gradient = jax.value_and_grad(loss)(carry[0])
@@ -64,7 +64,7 @@ def known(tmp_path_factory):
     items = wiki.questions("two_hop", 2, 0)
     retriever = make_retriever(wiki.passages, "bm25")
     tokenizer = train_tokenizer([p.text for p in wiki.passages] + [i.question.text for i in items], 400)
-    examples = demonstrations(RECIPE, tokenizer, items, retriever, TOP_K)
+    examples = demonstration_examples(RECIPE, tokenizer, items, retriever, TOP_K)
     config = DecoderConfig.from_hf(
         {
             "model_type": "qwen2",
@@ -86,7 +86,7 @@ def known(tmp_path_factory):
     ).batch
     assert memorise(decoder, jax.tree.map(jnp.asarray, batch), 240) < 0.01
     save_decoder(folder / "policy", decoder, tokenizer)
-    write_card(folder / "policy", card_of(RECIPE, 1024, TOP_K))
+    write_card(folder / "policy", make_card(RECIPE, 1024, TOP_K))
     build_index(wiki.passages, folder / "index", "bm25")
     return folder / "policy", folder / "index", [item.question for item in items]
 

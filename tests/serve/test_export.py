@@ -17,9 +17,9 @@ from rrl.errors import UserError
 from rrl.files import SaveError
 from rrl.models.config import DecoderConfig
 from rrl.models.hf import load_decoder, load_language_model, save_decoder
-from rrl.models.lora import LoraConfig, add_lora, merged
+from rrl.models.lora import LoraConfig, add_lora, merge_lora
 from rrl.models.tokenizer import load_tokenizer, train_tokenizer
-from rrl.recipes.card import card_of, read_card
+from rrl.recipes.card import make_card, read_card
 from rrl.recipes.rsearch import RSearch
 from rrl.rl.optim import split_trained
 from rrl.runs.checkpoints import Checkpoints
@@ -41,7 +41,7 @@ SHAPE = DecoderConfig(
 )
 PLAIN = {"optim": {"frozen": []}, "run": {}}
 """Part of a config.json: all parameters are trained."""
-CARD = card_of(RSearch(instruction="Search."), 1024, 2)
+CARD = make_card(RSearch(instruction="Search."), 1024, 2)
 
 
 def parameters(seed):
@@ -142,7 +142,7 @@ def test_frozen_parameters_come_from_the_starting_folder(tmp_path, tokenizer, lo
         checkpoints.save(1, (trained, optimiser(99), None), {})
     export(workdir, tmp_path / "out")
     found, expected = (
-        jax.tree.leaves(nnx.state(m)) for m in (load_decoder(tmp_path / "out"), merged(learned))
+        jax.tree.leaves(nnx.state(m)) for m in (load_decoder(tmp_path / "out"), merge_lora(learned))
     )
     assert all(map(np.array_equal, found, expected))
     start.rename(tmp_path / "moved")

@@ -15,20 +15,20 @@ import numpy as np
 import pytest
 
 from rrl.errors import UserError
-from rrl.files import SaveError, locked
+from rrl.files import SaveError, exclusive_lock
 from rrl.miniwiki import KINDS, generate, mixed_questions
 from rrl.models.tokenizer import load_tokenizer
 from rrl.recipes.card import read_card
 from rrl.recipes.r3rag import R3Rag
-from rrl.recipes.r3rag_steps import Step, Steps
+from rrl.recipes.r3rag_steps import R3RagEnvironment, Step
 from rrl.rewards.endpoint import EndpointConfig
 from rrl.rollout.protocol import Append
 from rrl.runs.workdir import refuse_other_config
 from rrl.sft import cold_start, stages
-from rrl.sft.cold_start import Settings, select
-from rrl.sft.demonstrations import demonstrations
+from rrl.sft.cold_start import ColdStartSettings, select_pairs
+from rrl.sft.demonstrations import demonstration_examples
 from rrl.sft.pairs import PairsConfig, load_pairs
-from rrl.sft.teacher import Service
+from rrl.sft.teacher import EndpointTeacher
 from rrl.text.chat import chat_ids
 from rrl.train import experiment
 from tests.train import made
@@ -62,9 +62,9 @@ class Strong:
         if temperature == 0.7 and number == 2:
             return "I give up."
         if number <= len(hops) or temperature == 1.0:
-            return Step("Go on.", query=hops[min(number, len(hops)) - 1].query).written(number)
+            return Step("Go on.", query=hops[min(number, len(hops)) - 1].query).to_text(number)
         answer = "Nobody" if temperature == 0.4 else item.question.answers[0]
-        return Step("That is it.", answer=answer).written(number)
+        return Step("That is it.", answer=answer).to_text(number)
 
 
 @pytest.fixture
@@ -117,7 +117,7 @@ def test_the_right_and_well_formed_are_kept_and_the_report_says_why_the_rest_fel
     made = settings(strong, tmp_path / "cache", temperatures=(0.1, 0.1, 0.4, 0.7, 1.0), keep=0)
     report = cold_start.run(made, tmp_path / "run")
     steps = sum(len(item.plan.hops) + 1 for item in strong.plans.values())
-    assert report == cold_start.Report(
+    assert report == cold_start.ColdStartReport(
         questions=10,
         trajectories=50,
         kept=10,
@@ -209,7 +209,7 @@ def test_a_workdir_of_other_settings_is_refused(strong, tmp_path):
 def test_a_workdir_that_another_process_holds_is_refused(strong, tmp_path):
     (tmp_path / "run").mkdir()
     with (
-        locked(tmp_path / "run", ""),
+        exclusive_lock(tmp_path / "run", ""),
         pytest.raises(UserError, match=r"run: another process works there\. Wait"),
     ):
         cold_start.run(settings(strong, tmp_path / "cache", questions=1), tmp_path / "run")
@@ -239,11 +239,13 @@ def test_a_damaged_line_of_a_block_is_named(strong, tmp_path, line):
 def test_a_workdir_whose_prompts_were_too_long_takes_a_longer_context(tmp_path):
     made = config("model=assets/miniwiki-policy,retriever=bm25,questions=1")
     made.data.update({"train_worlds": 1, "train_per_kind": 1, "on_error": "stop"})
-    made.rollout.update({"rows": 4, "context": 64, "feeds": 4})
+    made.rollout.update({"rows": 4, "context": 64, "wake_threshold": 4})
     with pytest.raises(UserError, match=r"rollout\.context"):
         cold_start.run(made, tmp_path / "run")
     made.rollout.context = 2048
-    refuse_other_config(tmp_path / "run", json.loads(json.dumps(Settings.of(made).identity())))
+    refuse_other_config(
+        tmp_path / "run", json.loads(json.dumps(ColdStartSettings.from_config(made).identity()))
+    )
 
 
 @pytest.mark.parametrize("name", ["blocks", "report.json", "pairs.jsonl"])
@@ -272,7 +274,7 @@ def test_blocks_without_the_config_that_made_them_are_refused(strong, tmp_path):
 
 def test_a_temperature_that_stands_twice_is_asked_with_another_seed():
     endpoint = EndpointConfig(url="http://127.0.0.1:1", model="m")
-    service = Service(endpoint, R3Rag(), None, 2, (0.5, 1.0, 0.5))
+    service = EndpointTeacher(endpoint, R3Rag(), None, 2, (0.5, 1.0, 0.5))
     assert [(e.config.temperature, e.config.seed) for e in service.endpoints] == [
         (0.5, None),
         (1.0, None),
@@ -284,7 +286,7 @@ def test_a_temperature_that_stands_twice_is_asked_with_another_seed():
 
 def test_no_two_seeds_ask_a_service_for_the_same_sample():
     endpoint, temperatures = EndpointConfig(url="http://127.0.0.1:1", model="m"), (0.7, 0.7, 1.0)
-    made = [Service(endpoint, R3Rag(), None, 2, temperatures, seed).endpoints for seed in range(4)]
+    made = [EndpointTeacher(endpoint, R3Rag(), None, 2, temperatures, seed).endpoints for seed in range(4)]
     asked = [(e.config.temperature, e.config.seed) for endpoints in made for e in endpoints]
     assert len(set(asked)) == len(asked)
 
@@ -301,13 +303,13 @@ def test_a_service_cannot_go_on_within_a_context(strong, tmp_path):
     class Growing:
         """Figure 6's prompt before an environment that appends."""
 
-        prompt = R3Rag(environment=Steps(opening="paper")).prompt
+        prompt = R3Rag(environment=R3RagEnvironment(opening="paper")).prompt
         environment = SimpleNamespace(react=lambda episode, text, stop: Append("more"))
 
     (item, *_) = strong.plans.values()
     endpoint = EndpointConfig(url=strong.url, model="m", cache=str(tmp_path))
     with pytest.raises(UserError, match="cannot go on after Append"):
-        Service(endpoint, Growing(), None, 2, (0.1,)).sample([item.question], 0)
+        EndpointTeacher(endpoint, Growing(), None, 2, (0.1,)).sample([item.question], 0)
 
 
 def record(number, *outputs, fault="", temperature=0.1):
@@ -324,7 +326,7 @@ def test_of_a_question_the_first_are_kept_and_none_twice():
         record(1, fault="incorrect"),
         record(1, "a", "b", temperature=1.0),
     ]
-    pairs, report = select(records, 1, 2)
+    pairs, report = select_pairs(records, 1, 2)
     assert [(p["id"], p["step"], p["output"]) for p in pairs] == [
         ("q0", 1, "a"),
         ("q0", 2, "b"),
@@ -333,7 +335,7 @@ def test_of_a_question_the_first_are_kept_and_none_twice():
     ]
     assert report.fell == {"duplicate": 1, "more than are kept of its question": 1, "incorrect": 1}
     assert (report.kept, report.answered, report.pairs) == (2, 2, 4)
-    _, both = select(records, 0, 2)
+    _, both = select_pairs(records, 0, 2)
     assert both.kept == 3 and both.fell == {"duplicate": 1, "incorrect": 1}
 
 
@@ -366,7 +368,7 @@ def test_wrong_configs_are_refused(change, message):
     made = config("model=assets/miniwiki-policy")
     change(made)
     with pytest.raises(UserError, match=re.escape(message)):
-        Settings.of(made)
+        ColdStartSettings.from_config(made)
 
 
 @pytest.mark.parametrize("arg", ["model=FOLDER,model_name=m", "judge=oracle,judge_model=m", "judge_model=m"])
@@ -430,7 +432,7 @@ def test_pairs_are_tokenised_as_demonstrations_are(tmp_path):
             hit = type("Hit", (), {"passage": wiki.passages[0]})
             return [[hit] for _ in queries]
 
-    shown = demonstrations(recipe, tokenizer, items, Retriever(), 1)
+    shown = demonstration_examples(recipe, tokenizer, items, Retriever(), 1)
     rows = []
     for item in items:
         prompts = [recipe.prompt(item.question)]
@@ -481,7 +483,7 @@ def test_from_the_experts_demonstrations_to_pairs_of_a_policys_own_and_a_step_of
 
     data = config(f"model={tmp_path}/cold/model,retriever=bm25,questions=3")
     data.data.update({"train_worlds": 1, "train_per_kind": 1})
-    data.rollout.update({"rows": 4, "context": 256, "feeds": 4})
+    data.rollout.update({"rows": 4, "context": 256, "wake_threshold": 4})
     data.recipe.environment.turn_tokens = 8
     report = cold_start.run(data, tmp_path / "data")  # it can only babble
     assert report.trajectories == 12 and report.fell == {"malformed": 12}
@@ -499,12 +501,12 @@ def test_from_the_experts_demonstrations_to_pairs_of_a_policys_own_and_a_step_of
     run = config(f"policy={tmp_path}/taught/model,retriever=bm25,steps=1", "r3rag_ppo")
     run.data.update({"train_worlds": 1, "held_out_worlds": 1, "held_out_per_kind": 1, "train_per_kind": 4})
     run.train.update({"questions": 2, "eval_every": 0})
-    run.rollout.update({"rows": 8, "context": 512, "feeds": 4})
-    run.objective.lengths = (512,)
+    run.rollout.update({"rows": 8, "context": 512, "wake_threshold": 4})
+    run.objective.row_lengths = (512,)
     run.critic.layers = 1  # the policy has no more
     run.recipe.environment.turn_tokens = 8
     outcome = experiment.run(run, tmp_path / "run")
-    assert outcome.step == 1 and outcome.after["eval/em"] == 0
+    assert outcome.step == 1 and outcome.final_metrics["eval/em"] == 0
     written = (tmp_path / "run" / "metrics.jsonl").read_text()
     assert "reward/format" in written and "critic/loss" in written
     assert (tmp_path / "run" / "trajectories.html").exists()

@@ -10,7 +10,7 @@ from rrl.recipes.search_r1 import SearchR1
 from rrl.retrieval.bm25 import Bm25Config
 from rrl.retrieval.index import make_retriever
 from rrl.rollout.protocol import Append, Restart
-from rrl.sft.demonstrations import demonstrations
+from rrl.sft.demonstrations import demonstration_examples
 from rrl.text.chat import chat_ids
 
 
@@ -21,7 +21,9 @@ def test_targets_are_the_experts_words_and_the_end(kind):
     recipe = RSearch(instruction="")
     items = wiki.questions(kind, 5, 0)
     retriever = make_retriever(wiki.passages, "bm25", None, Bm25Config(title_weight=3))
-    for item, example in zip(items, demonstrations(recipe, tokenizer, items, retriever, 3), strict=True):
+    for item, example in zip(
+        items, demonstration_examples(recipe, tokenizer, items, retriever, 3), strict=True
+    ):
         prompt = chat_ids(tokenizer, item.question.text)
         np.testing.assert_array_equal(example.tokens[: len(prompt)], prompt)
         assert not example.loss[: len(prompt)].any()
@@ -45,7 +47,7 @@ def test_each_context_of_a_demonstration_is_an_example_that_ends():
 
     items = wiki.questions("one_hop", 2, 0)
     retriever = make_retriever(wiki.passages, "bm25")
-    examples = demonstrations(Expert(instruction=""), tokenizer, items, retriever, 3)
+    examples = demonstration_examples(Expert(instruction=""), tokenizer, items, retriever, 3)
     assert len(examples) == 4
     own = [tokenizer.decode(e.tokens[e.loss], skip_special_tokens=True) for e in examples]
     assert own == ["firstmore", "second"] * 2
@@ -62,8 +64,8 @@ def test_a_demonstration_does_not_open_the_thought_that_the_template_opened():
     plain, opening = (load_tokenizer("assets/miniwiki-tokenizer") for _ in range(2))
     opening.chat_template = plain.chat_template.replace("assistant\n'", "assistant\n<think>\n'")
     for recipe in (SearchR1(instruction=""), RSearch(instruction="")):
-        usual = demonstrations(recipe, plain, items, retriever, 3)
-        opened = demonstrations(recipe, opening, items, retriever, 3)
+        usual = demonstration_examples(recipe, plain, items, retriever, 3)
+        opened = demonstration_examples(recipe, opening, items, retriever, 3)
         for one, other in zip(usual, opened, strict=True):
             text = plain.decode(one.tokens)
             where = text.index("assistant\n") + len("assistant\n")

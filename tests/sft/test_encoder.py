@@ -15,7 +15,7 @@ from rrl.retrieval.encode import TextSettings, load_text_encoder
 from rrl.retrieval.folder import KINDS
 from rrl.retrieval.index import make_retriever
 from rrl.sft.encoder import (
-    EncoderTraining,
+    EncoderTrainingConfig,
     batches,
     contrastive_loss,
     train_and_save,
@@ -25,7 +25,7 @@ from rrl.sft.encoder_pairs import make_pairs
 from rrl.sft.encoder_recall import miniwiki_recall
 
 ASSETS = Path(__file__).resolve().parents[2] / "assets"
-SMALL = EncoderTraining(
+SMALL = EncoderTrainingConfig(
     hidden=32,
     heads=2,
     mlp=32,
@@ -57,15 +57,15 @@ def test_pairs_point_at_the_passages_that_state_the_answer() -> None:
                 assert at in pairs.gold[query]
                 assert pairs.passages[at].title in pairs.queries[query]
     worlds = np.repeat([0, 1], 100)
-    for at, others in enumerate(pairs.misleading):
+    for at, others in enumerate(pairs.hard_negatives):
         assert at not in others
         assert all(worlds[other] == worlds[at] for other in others)
-    assert sum(bool(others) for others in pairs.misleading) > 100
+    assert sum(bool(others) for others in pairs.hard_negatives) > 100
 
 
 def test_no_other_right_passage_counts_as_a_negative() -> None:
     tokenizer = load_tokenizer(ASSETS / "miniwiki-tokenizer")
-    config = EncoderTraining(
+    config = EncoderTrainingConfig(
         worlds=2, passages_per_world=60, groups=2, queries_per_group=50, questions=1.0, names=0.0
     )
     pairs = make_pairs(0, 2, 60)
@@ -89,13 +89,13 @@ def test_the_same_seed_gives_the_same_weights() -> None:
 
 def test_wrong_settings_are_refused_before_anything_is_written(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="queries_per_group=80: a world has only 50"):
-        EncoderTraining(passages_per_world=50, queries_per_group=80)
+        EncoderTrainingConfig(passages_per_world=50, queries_per_group=80)
     for field in ("steps", "worlds", "groups", "layers"):
         with pytest.raises(UserError, match=f"{field}=0 must be at least 1"):
-            EncoderTraining(**{field: 0})
+            EncoderTrainingConfig(**{field: 0})
     for wrong in ({"temperature": 0.0}, {"learning_rate": -1.0}, {"names": 0.6, "questions": 0.6}):
         with pytest.raises(UserError, match=f"{next(iter(wrong))}="):
-            EncoderTraining(**wrong)
+            EncoderTrainingConfig(**wrong)
     (tmp_path / "file").write_text("x")
     with pytest.raises(UserError, match="exists"):
         train_and_save(SMALL, str(ASSETS / "miniwiki-tokenizer"), str(tmp_path))

@@ -6,10 +6,10 @@ import pytest
 from rrl.data.questions import Question
 from rrl.data.trajectory import ENVIRONMENT, POLICY, PROMPT, Search, Trajectory
 from rrl.errors import UserError
-from rrl.rewards.cases import Correctness, Thinking, Told
+from rrl.rewards.judge_prompts import Correctness, Thinking, Transcript
 from rrl.rewards.oracle import Oracle
-from rrl.sft.judge_agreement import agreement, held_out_verdicts, report, verdicts_of
-from rrl.sft.judge_examples import KINDS, Verdict, VerdictConfig
+from rrl.sft.judge_agreement import agreement, agreement_table, held_out_judge_examples, judge_examples_of
+from rrl.sft.judge_examples import PROMPT_KINDS, JudgeExample, JudgeExamplesConfig
 from rrl.text.spans import tag_named
 
 QUESTION = Question("q", "Who?", ("x",), gold=("A",))
@@ -28,8 +28,8 @@ class Says:
 
 def test_the_numbers_of_a_table():
     truths = [1.0, 1.0, 1.0, 0.5, 0.0]
-    verdicts = [Verdict(Thinking(QUESTION, Told(())), truth, "") for truth in truths]
-    verdicts += [Verdict(Correctness(QUESTION, "x"), 1.0, "")]
+    verdicts = [JudgeExample(Thinking(QUESTION, Transcript(())), truth, "") for truth in truths]
+    verdicts += [JudgeExample(Correctness(QUESTION, "x"), 1.0, "")]
     found = agreement(Says([1.0, 0.8, None, 0.5, 0.3, 1.0]), verdicts)
     thinking = found["Thinking"]
     assert (thinking["cases"], thinking["unread"]) == (5, 1)
@@ -38,14 +38,14 @@ def test_the_numbers_of_a_table():
     assert thinking["majority_exact"] == thinking["majority_near"] == pytest.approx(3 / 5)
     assert thinking["majority_balanced"] == pytest.approx(1 / 3)
     assert found["Correctness"]["exact"] == 1
-    line = next(line for line in report(found).splitlines() if line.startswith("thinking"))
+    line = next(line for line in agreement_table(found).splitlines() if line.startswith("thinking"))
     assert line.split() == ["thinking", "5", "40.0", "60.0", "60.0", "60.0", "44.4", "33.3", "1"]
 
 
 def test_the_oracle_agrees_with_itself_about_every_kind_and_no_constant_does():
-    verdicts = held_out_verdicts(50, VerdictConfig(), "dev", 1)
+    verdicts = held_out_judge_examples(50, JudgeExamplesConfig(), "dev", 1)
     found = agreement(Oracle(), verdicts)
-    assert list(found) == [kind.__name__ for kind in KINDS]
+    assert list(found) == [kind.__name__ for kind in PROMPT_KINDS]
     for scores in found.values():
         assert scores["cases"] == 50 and scores["exact"] == scores["near"] == scores["balanced"] == 1
         assert scores["majority_exact"] < 0.75 and scores["majority_balanced"] <= 0.5
@@ -53,7 +53,7 @@ def test_the_oracle_agrees_with_itself_about_every_kind_and_no_constant_does():
 
 def test_a_number_of_questions_that_the_kinds_cannot_share_is_refused():
     with pytest.raises(UserError, match=r"questions=7 must be a multiple of 5"):
-        held_out_verdicts(7, VerdictConfig())
+        held_out_judge_examples(7, JudgeExamplesConfig())
 
 
 def test_what_a_policy_did_is_judged_as_the_oracle_sees_it():
@@ -71,7 +71,7 @@ def test_what_a_policy_did_is_judged_as_the_oracle_sees_it():
             (segments[:2], [], ""),
         )
     ]
-    found = [(type(v.case).__name__, v.score) for v in verdicts_of(done)]
+    found = [(type(v.prompt).__name__, v.score) for v in judge_examples_of(done)]
     assert found == [
         ("Sufficiency", 1.0),
         ("Thinking", 1.0),
@@ -79,6 +79,9 @@ def test_what_a_policy_did_is_judged_as_the_oracle_sees_it():
         ("Sufficiency", 0.0),
         ("Thinking", 0.0),
     ]
-    assert "<answer>" not in verdicts_of(done)[0].case.told.text
+    assert "<answer>" not in judge_examples_of(done)[0].prompt.transcript.text
     done[0].segments = [(PROMPT, "Who?"), (POLICY, "The problem analysis: so\nThe final answer: x")]  # R3-RAG
-    assert verdicts_of(done, tag_named("The final answer:"))[0].case.told.text == "The problem analysis: so"
+    assert (
+        judge_examples_of(done, tag_named("The final answer:"))[0].prompt.transcript.text
+        == "The problem analysis: so"
+    )

@@ -12,33 +12,38 @@ import pytest
 from rrl.errors import UserError
 from rrl.miniwiki import generate
 from rrl.models.tokenizer import load_tokenizer
-from rrl.rewards.cases import Correctness, Relevance, Sufficiency, Thinking, gold
 from rrl.rewards.judge_card import read_judge_card
+from rrl.rewards.judge_prompts import Correctness, Relevance, Sufficiency, Thinking, gold_text
 from rrl.rewards.oracle import Oracle
 from rrl.rl.optim import OptimConfig
 from rrl.runs.metrics import read_metrics
 from rrl.sft import stages
-from rrl.sft.judge_agreement import held_out_verdicts
-from rrl.sft.judge_examples import KINDS, VerdictConfig, verdict_examples, verdicts
+from rrl.sft.judge_agreement import held_out_judge_examples
+from rrl.sft.judge_examples import (
+    PROMPT_KINDS,
+    JudgeExamplesConfig,
+    make_judge_examples,
+    tokenize_judge_examples,
+)
 from rrl.sft.loop import SFTConfig
 from rrl.text.chat import fitting_ids
 from rrl.train import experiment
 from tests.train.made import ROOT, config, save_random_policy, shrink_run
 
 WIKI = generate("train", 3, 200)
-OPTIONS = VerdictConfig()
-FOUND = list(verdicts(WIKI, 0, 12, OPTIONS))
+OPTIONS = JudgeExamplesConfig()
+FOUND = list(make_judge_examples(WIKI, 0, 12, OPTIONS))
 
 
 def test_an_answer_reads_as_the_oracles_verdict():
-    scores = Oracle().grade([verdict.case for verdict in FOUND])
+    scores = Oracle().grade([verdict.prompt for verdict in FOUND])
     assert [verdict.score for verdict in FOUND] == scores
-    assert [verdict.case.read(verdict.answer) for verdict in FOUND] == scores
+    assert [verdict.prompt.parse(verdict.answer) for verdict in FOUND] == scores
 
 
 def test_every_kind_of_case_comes_about_every_question_with_verdicts_that_differ():
-    for kind in KINDS:
-        scores = [verdict.score for verdict in FOUND if type(verdict.case) is kind]
+    for kind in PROMPT_KINDS:
+        scores = [verdict.score for verdict in FOUND if type(verdict.prompt) is kind]
         assert len(scores) == 60
         assert len(set(scores)) >= (2 if kind in (Sufficiency, Correctness) else 5)
         _, counts = np.unique(scores, return_counts=True)
@@ -47,11 +52,11 @@ def test_every_kind_of_case_comes_about_every_question_with_verdicts_that_differ
 
 def test_reasons_are_what_the_verdict_follows_from():
     for verdict in FOUND:
-        case, answer = verdict.case, verdict.answer
+        case, answer = verdict.prompt, verdict.answer
         if isinstance(case, Sufficiency):
             assert ("unknown" in answer) == (verdict.score == 0)
             stated = re.findall(r"The [\w ]+? of (.+?) is (?!unknown)", answer)
-            assert set(stated) <= set(case.told.titles)
+            assert set(stated) <= set(case.transcript.titles)
         elif isinstance(case, Relevance):
             assert ("nothing" in answer) == (verdict.score == 0)
             shown = {passage.title for passage in case.passages}
@@ -65,25 +70,29 @@ def test_reasons_are_what_the_verdict_follows_from():
                 verdict.score < 1
             ) or verdict.score == 1
         elif isinstance(case, Correctness):
-            assert f"{gold(case.question)} : {case.predicted}" in answer
+            assert f"{gold_text(case.question)} : {case.predicted}" in answer
 
 
 def test_an_example_is_the_judges_prompt_and_its_answer():
     tokenizer = load_tokenizer("assets/miniwiki-tokenizer")
-    for verdict, example in zip(FOUND, verdict_examples(iter(FOUND), tokenizer, OPTIONS.card), strict=True):
-        prompt = fitting_ids(tokenizer, OPTIONS.card.asked(verdict.case), 10_000)  # nothing is cut
+    for verdict, example in zip(
+        FOUND, tokenize_judge_examples(iter(FOUND), tokenizer, OPTIONS.card), strict=True
+    ):
+        prompt = fitting_ids(tokenizer, OPTIONS.card.prompt_for(verdict.prompt), 10_000)  # nothing is cut
         assert len(example) <= OPTIONS.context
         np.testing.assert_array_equal(example.tokens[~example.loss], prompt)
         said = example.tokens[example.loss]
         assert len(said) <= OPTIONS.answer_tokens and said[-1] == tokenizer.eos_token_id
         text = tokenizer.decode(said, skip_special_tokens=True)
-        assert verdict.case.read(text.strip()) == verdict.score
+        assert verdict.prompt.parse(text.strip()) == verdict.score
 
 
 def test_the_same_arguments_give_the_same_cases_and_others_give_others():
-    again = list(verdicts(WIKI, 0, 12, OPTIONS))
+    again = list(make_judge_examples(WIKI, 0, 12, OPTIONS))
     assert again == FOUND
-    assert [verdict.answer for verdict in verdicts(WIKI, 1, 12, OPTIONS)] != [v.answer for v in FOUND]
+    assert [verdict.answer for verdict in make_judge_examples(WIKI, 1, 12, OPTIONS)] != [
+        v.answer for v in FOUND
+    ]
 
 
 def test_held_out_cases_share_no_name_with_training(monkeypatch):
@@ -99,16 +108,16 @@ def test_held_out_cases_share_no_name_with_training(monkeypatch):
     tokenizer = load_tokenizer("assets/miniwiki-tokenizer")
     source, probes = stages.STAGES["verdicts"](data, settings, tokenizer, pathlib.Path("unused"))
     assert {split for split, _ in made} == {"dev"}
-    assert set(probes) == {kind.__name__.lower() for kind in KINDS} and all(probes.values())
+    assert set(probes) == {kind.__name__.lower() for kind in PROMPT_KINDS} and all(probes.values())
     made.clear()
     text = tokenizer.decode(source.batch(0).tokens.reshape(-1))
     ((split, seed),) = made
     assert split == "train" and seed >= 1000
     held_out = {
         passage.title
-        for verdict in held_out_verdicts(10, OPTIONS)
-        if isinstance(verdict.case, Relevance)
-        for passage in verdict.case.passages
+        for verdict in held_out_judge_examples(10, OPTIONS)
+        if isinstance(verdict.prompt, Relevance)
+        for passage in verdict.prompt.passages
     }
     trained = set(re.findall(r"\(Title: ([^)]*)\)", text))
     assert trained and held_out and not trained & held_out
@@ -125,12 +134,12 @@ def test_held_out_cases_share_no_name_with_training(monkeypatch):
 )
 def test_a_wrong_field_is_named(fields, message):
     with pytest.raises(UserError, match=message):
-        VerdictConfig(**fields)
+        JudgeExamplesConfig(**fields)
 
 
 def test_the_config_holds_every_option():
     filled = config("miniwiki_judge")
-    assert VerdictConfig(**filled.data.options) == OPTIONS and len(filled.data.options) == 5
+    assert JudgeExamplesConfig(**filled.data.options) == OPTIONS and len(filled.data.options) == 5
     assert OPTIONS.card.cases == ("Relevance", "Sufficiency", "Thinking", "Correctness")
 
 
@@ -156,7 +165,7 @@ def trained(tmp_path_factory):
 @pytest.mark.slow
 def test_the_command_writes_a_judge_and_tells_its_agreement(trained):
     path, said = trained
-    card = VerdictConfig(context=1024, answer_tokens=16).card
+    card = JudgeExamplesConfig(context=1024, answer_tokens=16).card
     assert read_judge_card(path / "run" / "model") == card
     assert read_judge_card(path / "run" / "model_files") == card  # an export has it too
     rows = [line.split()[:2] for line in said.splitlines() if line.split()[0] in ("relevance", "thinking")]

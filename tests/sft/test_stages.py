@@ -15,9 +15,9 @@ from rrl.models.decoder import Decoder
 from rrl.models.hf import load_decoder, save_decoder
 from rrl.models.tokenizer import load_tokenizer
 from rrl.rl.optim import OptimConfig
-from rrl.runs.tasks import RetrieverConfig
+from rrl.runs.datasets import RetrieverConfig
 from rrl.sft.loop import SFTConfig
-from rrl.sft.sources import Alternating, StreamSource
+from rrl.sft.sources import AlternatingSource, StreamSource
 from rrl.sft.stages import (
     HARDWARE,
     DemonstrationConfig,
@@ -153,7 +153,7 @@ def test_sources_take_turns():
         def batch(self, step):
             return self.value
 
-    turns = Alternating([Constant("short"), Constant("short"), Constant("long")], steps=2)
+    turns = AlternatingSource([Constant("short"), Constant("short"), Constant("long")], steps=2)
     assert np.all([turns.batch(s) == ("long" if s % 6 >= 4 else "short") for s in range(12)])
 
 

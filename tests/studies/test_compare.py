@@ -11,7 +11,7 @@ import pytest
 
 from rrl.errors import UserError
 from rrl.files import SaveError
-from rrl.stopping import Stopped
+from rrl.stopping import RunStopped
 from rrl.studies.compare import ArmRun, arm_runs, commands, compare, table_rows, wait_for, with_arguments
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -159,7 +159,7 @@ def test_the_x_axis_of_the_plot_is_minutes_or_updates(comparison, monkeypatch):
 @pytest.mark.parametrize("code", [143, -9])
 def test_a_run_stopped_by_a_signal_is_continued_by_the_same_command(comparison, code):
     comparison.code = code
-    with pytest.raises(Stopped, match=r"GRPO-0 was stopped by a signal.*the same command continues"):
+    with pytest.raises(RunStopped, match=r"GRPO-0 was stopped by a signal.*the same command continues"):
         comparison()
     comparison.code = 0
     assert "+10.0" in comparison()

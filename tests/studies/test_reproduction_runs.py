@@ -11,7 +11,7 @@ import time
 import pytest
 
 from rrl.errors import UserError
-from rrl.parallel.runtime import cores_here
+from rrl.parallel.runtime import available_cores
 from rrl.runs.launcher import load_config
 from rrl.studies.reproduction import queue
 from rrl.studies.reproduction.claims import CLAIMS
@@ -168,7 +168,7 @@ def test_with_another_command_a_field_added_since_counts_as_its_default(monkeypa
     assert "was made by" in manifest_mismatch(nameless, whole)
 
 
-@pytest.mark.skipif(cores_here() < 2, reason="two runs side by side need two cores")
+@pytest.mark.skipif(available_cores() < 2, reason="two runs side by side need two cores")
 def test_two_runs_execute_at_the_same_time_on_separate_cores(tmp_path, monkeypatch):
     assert sorted(core for share in core_shares(2) for core in share) == sorted(os.sched_getaffinity(0))
     with pytest.raises(UserError, match="jobs=0 must be 1 to"):

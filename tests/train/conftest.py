@@ -19,7 +19,7 @@ def parts():
     tokenizer = train_tokenizer([p.text for p in wiki.passages] + [q.text for q in questions], 400)
     retriever = make_retriever(wiki.passages, "bm25")
     recipe = RSearch(instruction="", environment=Stream(max_searches=1, turn_tokens=8, observation_tokens=30))
-    sizes = EngineConfig(rows=8, context=128, feeds=4, feed_tokens=32)
+    sizes = EngineConfig(rows=8, context=128, wake_threshold=4, prefill_tokens=32)
     return questions, Engine(fresh(), tokenizer, sizes, retriever=retriever), recipe
 
 

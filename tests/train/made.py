@@ -42,7 +42,7 @@ def shrink_run(filled):
     """A step of training that a test has time for."""
     filled.data.update({"train_worlds": 1, "held_out_worlds": 1, "held_out_per_kind": 1, "train_per_kind": 4})
     filled.train.update({"questions": 4, "samples": 2})
-    filled.rollout.update({"rows": 8, "context": 512, "feeds": 4})
-    filled.objective.lengths = (512,)
+    filled.rollout.update({"rows": 8, "context": 512, "wake_threshold": 4})
+    filled.objective.row_lengths = (512,)
     filled.recipe.environment.turn_tokens = 16
     return filled

@@ -10,14 +10,14 @@ from rrl.recipes.search_r1 import SearchR1
 from rrl.runs.metrics import read_metrics
 from rrl.sft import stages
 from rrl.train import experiment
-from rrl.train.experiment import CRITIC, Settings
+from rrl.train.experiment import CRITIC_SECTIONS, TrainSettings
 from tests.train.made import ROOT, config, save_random_policy, shrink_cold_start, shrink_run
 
 NAMES = ("search_r1", "r1_searcher", "research_grpo")
 
 
 def settings(name, arg=""):
-    return Settings.parse(config(name, arg))
+    return TrainSettings.parse(config(name, arg))
 
 
 def paper(name, size="7b", more=""):
@@ -41,7 +41,7 @@ def test_search_r1_with_grpo_holds_the_published_settings(size):
 def test_search_r1_with_ppo_has_a_critic_and_the_kl_in_the_reward():
     run, tiny = paper("search_r1", more=",algorithm=ppo"), settings("search_r1", "algorithm=ppo")
     objective = run.train.objective
-    assert (run.train.critic.optim.lr, run.train.critic.discount, run.train.critic.trace) == (1e-5, 1, 1)
+    assert (run.train.critic.optim.lr, run.train.critic.discount, run.train.critic.gae_lambda) == (1e-5, 1, 1)
     assert (run.train.optim.warmup_ratio, run.train.critic.optim.warmup_ratio) == (0.285, 0.015)
     assert (objective.kl_coef, objective.kl_estimator, objective.kl_in) == (0.001, "k1", "reward")
     assert objective.whiten and run.train.samples == 1
@@ -49,7 +49,7 @@ def test_search_r1_with_ppo_has_a_critic_and_the_kl_in_the_reward():
     assert tiny.train.critic.warmup_steps == 2 and tiny.train.objective.drop_spread is None
     assert (tiny.train.steps, tiny.train.questions, tiny.train.samples) == (54, 128, 1)
     assert tiny.train.critic.optim == settings("rsearch_ppo").train.critic.optim
-    assert not any(name in config("search_r1") for name in CRITIC)
+    assert not any(name in config("search_r1") for name in CRITIC_SECTIONS)
 
 
 def test_search_r1_takes_exact_match_alone_by_one_argument():
@@ -108,7 +108,7 @@ def test_every_field_can_be_overridden_and_wrong_ones_are_named(name):
     filled = config(name, "steps=2")
     assert filled.recipe.environment.when_full == "end" and filled.data.held_out_per_kind == 8
     filled.recipe.environment.search = ("<|a|>", "<|b|>")
-    assert Settings.parse(filled).recipe.environment.stops[0] == "<|b|>"
+    assert TrainSettings.parse(filled).recipe.environment.stops[0] == "<|b|>"
     with pytest.raises(UserError, match="config argument steps=-1 must be at least 0"):
         config(name, "steps=-1")
     with pytest.raises(UserError, match="unknown config argument 'stages'"):
@@ -145,4 +145,4 @@ def test_a_cold_start_and_a_step_of_training_on_the_built_in_world(tmp_path, mon
     assert trained["train/well_formed"] == 0 and trained["train/left_out"] == 0
     evaluated = [row for row in rows if "eval/em" in row]
     assert {"eval/em", "eval/f1", "eval/cem", "eval/searches"} <= set(evaluated[-1])
-    assert read_card(tmp_path / "run" / "policy").make() == Settings.parse(run).recipe
+    assert read_card(tmp_path / "run" / "policy").make() == TrainSettings.parse(run).recipe

@@ -5,7 +5,7 @@ import json
 import jax
 import numpy as np
 
-from rrl.train.dump import MOST, dump_batch
+from rrl.train.dump import MAX_FILES, dump_batch
 from tests.eval.fakes import many
 
 
@@ -24,9 +24,9 @@ def test_a_batch_holds_all_tokens_and_what_they_were_learned_from(tmp_path):
 
 
 def test_a_folder_keeps_a_bounded_number(tmp_path):
-    files = [dump_batch(tmp_path, step, many(1), [0.0]) for step in range(MOST + 2)]
-    assert [file is None for file in files] == [False] * MOST + [True] * 2
-    assert len(list(tmp_path.iterdir())) == MOST
+    files = [dump_batch(tmp_path, step, many(1), [0.0]) for step in range(MAX_FILES + 2)]
+    assert [file is None for file in files] == [False] * MAX_FILES + [True] * 2
+    assert len(list(tmp_path.iterdir())) == MAX_FILES
 
 
 def test_of_several_processes_the_first_one_writes(tmp_path, monkeypatch):

@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 from ml_collections import ConfigDict
 
-from rrl.config.sections import DERIVED, fill
+from rrl.config.sections import DERIVED, fill_defaults
 from rrl.errors import UserError
-from rrl.recipes.card import card_of, write_card
+from rrl.recipes.card import make_card, write_card
 from rrl.recipes.rsearch import RSearch
 from rrl.report.article import HELD_OUT, TRAINING, UNUSED
 from rrl.rl.advantages import ESTIMATORS
 from rrl.rl.optim import OptimConfig
-from rrl.train.experiment import SECTIONS, Settings, identity_of, run, shown_with_sources
+from rrl.train.experiment import SECTIONS, TrainSettings, identity_of, page_trajectories, run
 from tests.eval.fakes import many
 from tests.train import made
 
@@ -38,12 +38,12 @@ def folders(tmp_path, monkeypatch):
     for name in (*shipped, "models/Qwen2.5-7B-Instruct"):
         (tmp_path / name).mkdir(parents=True)
         (tmp_path / name / "config.json").write_text("{}")
-    write_card(tmp_path / "assets" / "miniwiki-policy", card_of(RSearch(instruction=""), 1024, 2))
+    write_card(tmp_path / "assets" / "miniwiki-policy", make_card(RSearch(instruction=""), 1024, 2))
     return tmp_path
 
 
 def test_the_default_is_the_built_in_world_with_the_shipped_policy(folders):
-    settings = Settings.of(config())
+    settings = TrainSettings.from_config(config())
     assert settings.data.path == "miniwiki"
     assert settings.policy == "assets/miniwiki-policy"
     assert settings.retriever.kind == "scann"
@@ -51,7 +51,7 @@ def test_the_default_is_the_built_in_world_with_the_shipped_policy(folders):
 
 
 def test_the_large_sizes_hold_the_papers_settings(folders):
-    settings = Settings.of(config("size=7b,data=.,reader=assets/miniwiki-reader"))
+    settings = TrainSettings.from_config(config("size=7b,data=.,reader=assets/miniwiki-reader"))
     train = settings.train
     assert (train.steps, train.questions, train.samples) == (195, 256, 5)
     assert (train.optim.lr, train.optim.warmup_ratio) == (1e-6, 0.95)
@@ -69,9 +69,16 @@ def test_the_large_sizes_hold_the_papers_settings(folders):
 
 def test_ppo_has_a_critic_and_the_kl_in_the_reward_and_is_else_grpo(folders):
     paper = "size=7b,data=.,reader=assets/miniwiki-reader"
-    settings, grpo = (Settings.of(config(paper, name)) for name in ("rsearch_ppo", "rsearch_grpo"))
+    settings, grpo = (
+        TrainSettings.from_config(config(paper, name)) for name in ("rsearch_ppo", "rsearch_grpo")
+    )
     critic, objective = settings.train.critic, settings.train.objective
-    assert (critic.optim.lr, critic.discount, critic.trace, critic.optim.total_steps) == (1e-5, 1, 1, 195)
+    assert (critic.optim.lr, critic.discount, critic.gae_lambda, critic.optim.total_steps) == (
+        1e-5,
+        1,
+        1,
+        195,
+    )
     assert (objective.kl_coef, objective.kl_estimator, objective.kl_in) == (0.001, "k1", "reward")
     assert objective.whiten and grpo.train.critic is None
     same = dataclasses.replace(settings.train, critic=None, objective=grpo.train.objective)
@@ -82,9 +89,9 @@ def test_advantages_within_groups_of_one_are_refused(folders):
     single = config()
     single.objective.drop_spread, single.train.samples = None, 1
     with pytest.raises(UserError, match=r"recipe\.advantage='grpo' .*train\.samples=1"):
-        Settings.of(single)
+        TrainSettings.from_config(single)
     single.recipe.advantage = "reinforce_plus_plus"
-    assert Settings.of(single).train.samples == 1
+    assert TrainSettings.from_config(single).train.samples == 1
 
 
 def test_a_filter_of_groups_of_one_is_refused():
@@ -95,22 +102,22 @@ def test_a_filter_of_groups_of_one_is_refused():
         None,
     )
     with pytest.raises(UserError, match=r"recipe\.use_filter.*train\.samples=1"):
-        Settings.parse(single)
+        TrainSettings.parse(single)
     single.recipe.use_filter = False
-    assert Settings.parse(single).train.samples == 1
+    assert TrainSettings.parse(single).train.samples == 1
 
 
 def test_schedules_count_the_optimisers_steps(folders):
     changed = config("steps=20", "rsearch_ppo")
     changed.objective.epochs, changed.critic.minibatches, changed.critic.warmup_steps = 3, 2, 4
-    train = Settings.of(changed).train
+    train = TrainSettings.from_config(changed).train
     assert (train.optim.total_steps, train.critic.optim.total_steps) == (16 * 3, 20 * 2)
-    changed.critic.trace = 2.0
-    with pytest.raises(UserError, match=r"^critic\.trace=2.0 must lie in 0\.\.1"):
-        Settings.of(changed)
-    changed.critic.trace, changed.critic_optim.lr = 1.0, -1.0
+    changed.critic.gae_lambda = 2.0
+    with pytest.raises(UserError, match=r"^critic\.gae_lambda=2.0 must lie in 0\.\.1"):
+        TrainSettings.from_config(changed)
+    changed.critic.gae_lambda, changed.critic_optim.lr = 1.0, -1.0
     with pytest.raises(UserError, match=r"^critic_optim\.lr=-1.0 must be at least 0"):
-        Settings.of(changed)
+        TrainSettings.from_config(changed)
 
 
 # Rewards 0 0 3 of one question and 1 2 6 of another, by hand: group means 1 and 3, squared distances 6 and 14; mean 2,
@@ -137,7 +144,7 @@ def test_a_config_chooses_how_rewards_become_advantages(folders, name):
     trajectories = many(6)
     for t, group, total in zip(trajectories, (4, 4, 4, 9, 9, 9), (0.0, 0.0, 3.0, 1.0, 2.0, 6.0), strict=True):
         t.group, t.rewards = group, {"total": total}
-    found = Settings.of(changed).recipe.advantages(trajectories)
+    found = TrainSettings.from_config(changed).recipe.advantages(trajectories)
     np.testing.assert_allclose(found, ADVANTAGES[name or "grpo"], rtol=1e-5, atol=1e-6)
 
 
@@ -148,29 +155,29 @@ def test_an_unknown_advantage_is_refused_with_what_there_is(folders):
         "grpo, grpo_population, dr_grpo, rloo, reinforce_plus_plus, reinforce_plus_plus_baseline, reward"
     )
     with pytest.raises(UserError, match=rf"^recipe\.advantage='gae' is unknown; choose one of {allowed}$"):
-        Settings.of(changed)
+        TrainSettings.from_config(changed)
 
 
 def test_an_advantage_that_a_critic_would_replace_is_refused(folders):
     changed = config("", "rsearch_ppo")
     changed.recipe.advantage = "rloo"
     with pytest.raises(UserError, match=r"^recipe\.advantage='rloo' has no part .* leave it at 'grpo'"):
-        Settings.of(changed)
+        TrainSettings.from_config(changed)
 
 
 def test_groups_that_only_format_and_reader_tell_apart_are_left_out_of_the_default_run(folders):
-    settings = Settings.of(config())
+    settings = TrainSettings.from_config(config())
     recipe, spread = settings.recipe, settings.train.objective.drop_spread
     assert spread == pytest.approx(recipe.answer_weight + recipe.evidence_weight + recipe.reader_weight)
     assert (recipe.environment.correction, settings.train.objective.clip_high) == ("", 0.28)
 
 
 def test_a_policy_without_our_card_is_trained_as_in_the_paper(folders):
-    settings = Settings.of(config("policy=models/Qwen2.5-7B-Instruct"))
+    settings = TrainSettings.from_config(config("policy=models/Qwen2.5-7B-Instruct"))
     optim, objective, rollout = settings.train.optim, settings.train.objective, settings.rollout
     assert (optim.lr, optim.warmup_ratio, optim.schedule, optim.frozen) == (1e-6, 0.95, "constant", ())
     assert (objective.kl_coef, objective.clip_high, objective.drop_spread) == (0.001, 0.2, None)
-    assert (rollout.rows, rollout.context, rollout.feed_tokens, objective.lengths[-1]) == (
+    assert (rollout.rows, rollout.context, rollout.prefill_tokens, objective.row_lengths[-1]) == (
         16,
         4096,
         1024,
@@ -183,10 +190,10 @@ def test_a_policy_without_our_card_is_trained_as_in_the_paper(folders):
 
 def test_a_policy_with_our_card_keeps_the_tiny_settings_and_its_own_instruction(folders):
     folder = folders / "models" / "Qwen2.5-7B-Instruct"
-    write_card(folder, card_of(RSearch(instruction="Search."), 1024, 2))
-    shipped = Settings.of(config())
+    write_card(folder, make_card(RSearch(instruction="Search."), 1024, 2))
+    shipped = TrainSettings.from_config(config())
     for arg, instruction in (("", "Search."), (",prompt=bare", ""), (",prompt=paper", RSearch().instruction)):
-        settings = Settings.of(config(f"policy={folder}{arg}"))
+        settings = TrainSettings.from_config(config(f"policy={folder}{arg}"))
         assert settings.recipe.instruction == instruction
         assert (settings.train, settings.rollout) == (shipped.train, shipped.rollout)
 
@@ -197,7 +204,7 @@ def test_how_long_a_run_waits_is_no_part_of_what_it_is(folders, monkeypatch):
     for name, value in (("stall_seconds", 300.0), ("stall_seconds", 1.0), ("rows", 32)):
         changed = config()
         changed.rollout[name] = value
-        identities.append(identity_of(Settings.of(changed)))
+        identities.append(identity_of(TrainSettings.from_config(changed)))
     assert identities[0] == identities[1] != identities[2]
 
 
@@ -214,7 +221,7 @@ def test_a_config_holds_every_field_with_its_default():
     assert (filled.train.checkpoint_every, filled.objective.minibatches, filled.optim.b1) == (20, 1, 0.9)
     ordinary = config("policy=models/Qwen2.5-7B-Instruct").objective
     given = ConfigDict({"clip_norm": None})
-    fill(given, OptimConfig)
+    fill_defaults(given, OptimConfig)
     assert filled.optim.adam_lr is ordinary.drop_spread is given.clip_norm is None
     for section, field in ((filled.optim, "clip_norm"), (ordinary, "drop_spread"), (given, "clip_norm")):
         assert section.get_type(field) is object  # any literal, None among them
@@ -228,11 +235,11 @@ def test_listing_the_defaults_changes_no_setting(folders):
             if field.default is not dataclasses.MISSING and short[name].get(field.name, ...) == field.default:
                 del short[name][field.name]
     whole = config().to_dict()
-    assert Settings.of(whole | short) == Settings.of(whole)
+    assert TrainSettings.from_config(whole | short) == TrainSettings.from_config(whole)
 
 
 def test_the_default_run_is_printed_beside_clean_demonstrations_and_no_other(folders):
-    name, em = Settings.of(config()).reference
+    name, em = TrainSettings.from_config(config()).reference
     assert "4,000 clean demonstrations" in name and em == 0.733
     for arg in ("steps=2", "control=permuted", "policy=assets/miniwiki-policy", "data=folder"):
         assert "reference" not in config(arg)
@@ -242,7 +249,7 @@ def test_an_unknown_section_is_refused(folders):
     wrong = config()
     wrong.roolout = ConfigDict({"rows": 3})
     with pytest.raises(UserError, match=r"config\.roolout is unknown; the fields of config are compute"):
-        Settings.of(wrong)
+        TrainSettings.from_config(wrong)
 
 
 @pytest.mark.parametrize(
@@ -251,17 +258,17 @@ def test_an_unknown_section_is_refused(folders):
         ("rollout", "rows", 0, r"^rollout\.rows=0 must be at least 1"),
         ("rollout", "context", -5, r"rollout\.context=-5"),
         ("rollout", "top_k", 0, r"rollout\.top_k=0"),
-        ("rollout", "feeds", 0, r"rollout\.feeds=0"),
-        ("rollout", "feed_tokens", 0, r"rollout\.feed_tokens=0"),
+        ("rollout", "wake_threshold", 0, r"rollout\.wake_threshold=0"),
+        ("rollout", "prefill_tokens", 0, r"rollout\.prefill_tokens=0"),
         ("rollout", "top_p", 0.0, r"rollout\.top_p=0\.0 must lie"),
         ("rollout", "top_p", 1.5, r"rollout\.top_p=1\.5 must lie"),
         ("rollout", "sample_top_k", -1, r"rollout\.sample_top_k=-1"),
-        ("reader_rollout", "patience", 0, r"^reader_rollout\.patience=0"),
+        ("reader_rollout", "max_wait_steps", 0, r"^reader_rollout\.max_wait_steps=0"),
         ("objective", "clip_low", -0.1, r"^objective\.clip_low=-0\.1 must be at least 0"),
         ("objective", "clip_high", -0.1, r"objective\.clip_high"),
         ("objective", "kl_coef", float("nan"), r"objective\.kl_coef=nan"),
         ("objective", "aggregation", "sum", r"aggregation='sum' is unknown; choose one of token_mean"),
-        ("objective", "lengths", (0, 1024), r"objective\.lengths"),
+        ("objective", "row_lengths", (0, 1024), r"objective\.row_lengths"),
         ("data", "held_out", -1, r"^data\.held_out=-1"),
         ("data", "world_size", 0, r"data\.world_size=0"),
         ("data", "train_worlds", 0, r"data\.train_worlds=0"),
@@ -283,7 +290,7 @@ def test_an_unknown_section_is_refused(folders):
         ("retriever", "title_weight", -1, r"retriever\.title_weight=-1"),
         ("rollout", "slots", 3, r"rollout\.slots is unknown; the fields of rollout are"),
         ("objective", "microbatch_tokens", 0, r"objective\.microbatch_tokens=0"),
-        ("objective", "lengths", (64,), r"rollout\.context"),
+        ("objective", "row_lengths", (64,), r"rollout\.context"),
         ("train", "questions", 0, r"train\.questions=0"),
         ("recipe", "gamma", 1.0, r"recipe\.gamma is no field of rsearch"),
         ("recipe", "name", "r4", r"recipe\.name='r4' is unknown; there are .*rsearch"),
@@ -291,7 +298,12 @@ def test_an_unknown_section_is_refused(folders):
         ("retriever", "encoder", "nowhere", r"^retriever\.encoder='nowhere' is no Hugging Face folder"),
         ("objective", "drop_spread", "x", r"^objective\.drop_spread='x' must be float or None"),
         ("objective", "drop_spread", True, r"^objective\.drop_spread=True must be float or None"),
-        ("objective", "lengths", (384, "x"), r"^objective\.lengths=\(384, 'x'\) must be a tuple.* int"),
+        (
+            "objective",
+            "row_lengths",
+            (384, "x"),
+            r"^objective\.row_lengths=\(384, 'x'\) must be a tuple.* int",
+        ),
         ("optim", "frozen", ("[",), r"^optim\.frozen=\('\[',\): '\[' is no regular expression"),
         ("data", "held_out_split", "train", r"^data\.held_out_split='train' .*dev, test"),
         ("data", "path", "", r"^data='' is no folder"),
@@ -305,14 +317,14 @@ def test_a_wrong_field_is_named(folders, section, field, value, message):
     wrong[section].unlock()
     wrong[section][field] = value
     with pytest.raises(UserError, match=message):
-        Settings.of(wrong)
+        TrainSettings.from_config(wrong)
 
 
 def test_a_wrong_field_of_the_environment_is_named_with_its_section(folders):
     wrong = config()
     wrong.recipe.environment.max_searches = -1
     with pytest.raises(UserError, match=r"^recipe\.environment\.max_searches=-1 must be at least 0"):
-        Settings.of(wrong)
+        TrainSettings.from_config(wrong)
 
 
 @pytest.mark.parametrize("field", ["policy", "name"])
@@ -320,13 +332,13 @@ def test_an_empty_text_is_no_policy_and_no_name(folders, field):
     wrong = config()
     wrong[field] = ""
     with pytest.raises(UserError, match=f"^{field}=''"):
-        Settings.of(wrong)
+        TrainSettings.from_config(wrong)
 
 
 def test_a_missing_policy_is_named_and_nothing_is_written(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match=r"policy='assets/miniwiki-policy'.*config\.json"):
-        Settings.of(config())
+        TrainSettings.from_config(config())
     assert list(tmp_path.iterdir()) == []
 
 
@@ -344,14 +356,14 @@ def test_a_wrong_argument_is_named(arg):
 def test_the_page_tells_held_out_from_training_and_from_what_was_left_out():
     held_out, sampled = many(2), many(8)
     outcome = types.SimpleNamespace(sampled=sampled, left_out=np.arange(8) < 4, evaluated=held_out)
-    shown = shown_with_sources(outcome)
+    shown = page_trajectories(outcome)
     assert [found for found, _ in shown] == held_out + sampled
     assert [found for _, found in shown] == [HELD_OUT] * 2 + [UNUSED] * 4 + [TRAINING] * 4
 
 
 def test_a_run_without_training_or_evaluation_shows_nothing():
     outcome = types.SimpleNamespace(sampled=[], left_out=np.zeros(0, bool), evaluated=[])
-    assert shown_with_sources(outcome) == []
+    assert page_trajectories(outcome) == []
 
 
 def test_what_is_found_wrong_after_loading_leaves_nothing_behind(tmp_path, monkeypatch):
@@ -368,7 +380,7 @@ def test_what_is_found_wrong_after_loading_leaves_nothing_behind(tmp_path, monke
     "name", ["rsearch_grpo", "rsearch_ppo", "tiresrag_grpo", "r3rag_ppo", "r2ag", "search_r1"]
 )
 def test_runs_in_the_built_in_world_compile_one_update(name):
-    assert len(made.config(name).objective.lengths) == 1
+    assert len(made.config(name).objective.row_lengths) == 1
 
 
 def test_a_smoke_run_compiles_one_update_and_a_longer_run_has_its_rows_of_every_length(tmp_path):
@@ -376,5 +388,5 @@ def test_a_smoke_run_compiles_one_update_and_a_longer_run_has_its_rows_of_every_
     for steps, lengths in ((2, 1), (6, 3)):
         arg = f"steps={steps},policy={tmp_path / 'policy'}"
         config = made.config("rsearch_grpo", arg)
-        assert len(config.objective.lengths) == lengths
+        assert len(config.objective.row_lengths) == lengths
         assert ("smoke run (steps=2" in config.get("note", "")) == (steps == 2)

@@ -31,26 +31,26 @@ WELL = {
 )
 def test_a_sign_that_lasts_is_named_once(sick, sign):
     guard = Guard(GuardConfig(steps=3))
-    assert [guard.look(step, WELL) for step in (1, 2)] == ["", ""] and not guard.suspects
-    found = [guard.look(step, WELL | sick) for step in range(3, 8)]
-    assert found == ["", "", sign, "", ""] and guard.suspects
+    assert [guard.check(step, WELL) for step in (1, 2)] == ["", ""] and not guard.sees_collapse
+    found = [guard.check(step, WELL | sick) for step in range(3, 8)]
+    assert found == ["", "", sign, "", ""] and guard.sees_collapse
 
 
 def test_a_step_without_the_sign_ends_it_and_one_without_the_metric_does_not():
     guard, poor = Guard(GuardConfig(steps=2)), {"train/entropy": 0.0}
-    assert guard.look(1, poor) == "" and guard.look(2, {}) == ""
-    assert guard.look(3, poor) == "the entropy is at most 0.001 in each step from 1 to 3"
-    assert guard.look(4, WELL) == "" and guard.look(5, poor) == ""
+    assert guard.check(1, poor) == "" and guard.check(2, {}) == ""
+    assert guard.check(3, poor) == "the entropy is at most 0.001 in each step from 1 to 3"
+    assert guard.check(4, WELL) == "" and guard.check(5, poor) == ""
 
 
 def test_signs_that_come_together_are_named_together():
     guard = Guard(GuardConfig(steps=1))
-    assert guard.look(1, {"reward/total": -1.0, "train/kl": 11.0}).count(";") == 1
+    assert guard.check(1, {"reward/total": -1.0, "train/kl": 11.0}).count(";") == 1
 
 
 def test_off_does_not_look():
     guard = Guard(GuardConfig("off", steps=1))
-    assert guard.look(1, {"reward/total": 0.0}) == "" and not guard.suspects
+    assert guard.check(1, {"reward/total": 0.0}) == "" and not guard.sees_collapse
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,8 @@ from rrl.errors import UserError
 from rrl.models.lora import LoraConfig, add_lora
 from rrl.parallel.mesh import make_mesh
 from rrl.parallel.rules import shard
-from rrl.recipes.base import Scoring
-from rrl.recipes.episodes import too_long
+from rrl.recipes.base import ScoringContext
+from rrl.recipes.episodes import find_long_prompts
 from rrl.recipes.rsearch import RSearch
 from rrl.rl.critic import CriticConfig
 from rrl.rl.optim import OptimConfig
@@ -41,7 +41,7 @@ def test_the_mean_of_the_last_parameters_is_what_a_run_learned(parts, whole, tmp
 
     sampled = [line["reward/total"] for line in lines(tmp_path / "mean") if "reward/total" in line]
     assert sampled == [line["reward/total"] for line in lines(whole[0]) if "reward/total" in line]
-    assert outcome.after["eval/f1"] == lines(tmp_path / "mean")[-1]["eval/f1"]
+    assert outcome.final_metrics["eval/f1"] == lines(tmp_path / "mean")[-1]["eval/f1"]
 
 
 def test_a_critic_without_a_value_model_is_refused(parts, tmp_path):
@@ -90,7 +90,7 @@ def test_parameters_move_and_are_held_against_the_frozen_start(whole):
     assert all(0 < line["rollout/busy"] <= 1 <= line["rollout/tokens_per_step"] for line in lines)
     tokens = [line["rollout/tokens_per_second"] * line["time/rollout"] for line in lines]
     assert tokens == pytest.approx([12 * line["tokens/policy"] for line in lines])
-    assert set(outcome.after) >= {"eval/em", "eval/f1", "eval/searches"}
+    assert set(outcome.final_metrics) >= {"eval/em", "eval/f1", "eval/searches"}
 
 
 def test_the_start_is_what_is_evaluated_first(parts, tmp_path, monkeypatch):
@@ -149,7 +149,7 @@ def test_zero_steps_only_evaluate(parts, tmp_path):
     config = dataclasses.replace(CONFIG, steps=0, optim=OptimConfig(total_steps=1))
     outcome, params = run(parts, tmp_path, config)
     jax.tree.map(np.testing.assert_array_equal, params, nnx.state(fresh()))
-    assert outcome.before == outcome.after
+    assert outcome.start_metrics == outcome.final_metrics
 
 
 def test_an_epoch_asks_each_question_once():
@@ -164,7 +164,7 @@ def test_dynamic_sampling_asks_again_and_ends_where_nothing_tells(parts, tmp_pat
     outcome, params = run(
         parts, tmp_path, dataclasses.replace(CONFIG, steps=1, objective=objective, rounds=3)
     )
-    assert len(outcome.sampled) == len(outcome.left_out) == 36 and outcome.left_out.all()
+    assert len(outcome.last_trajectories) == len(outcome.left_out) == 36 and outcome.left_out.all()
     (line,) = (line for line in lines(tmp_path) if "train/groups" in line)
     assert (line["train/groups"], line["train/left_out"]) == (12, 1)  # three rounds of four questions
     jax.tree.map(np.testing.assert_array_equal, params, nnx.state(fresh()))
@@ -184,16 +184,18 @@ def test_advantages_over_the_batch_are_over_what_is_learned_from(parts, tmp_path
 def test_a_question_too_long_for_the_context_is_named_before_a_run_comes_to_it(parts):
     questions, engine, recipe = parts
     said = []
-    assert too_long(engine, recipe, questions, "refuse", said.append) == set() and not said
+    assert find_long_prompts(engine, recipe, questions, "refuse", said.append) == set() and not said
     spaces = dataclasses.replace(questions[0], id="many bytes, few tokens", text=questions[0].text * 2)
-    assert too_long(engine, recipe, [spaces], "stop", said.append) == set()
+    assert find_long_prompts(engine, recipe, [spaces], "stop", said.append) == set()
     long = dataclasses.replace(questions[0], id="endless", text=questions[0].text * 40)
     for on_error in ("refuse", "skip"):
-        assert too_long(engine, recipe, [*questions, long], on_error, said.append) == {len(questions)}
+        assert find_long_prompts(engine, recipe, [*questions, long], on_error, said.append) == {
+            len(questions)
+        }
     words = f"1 of {len(questions) + 1} questions do not fit the context of 128 tokens and end as context_limit; the first is"
     assert len(said) == 2 and all(f"{words} 'endless', whose prompt has" in text for text in said)
     with pytest.raises(UserError, match=r"question 'endless' has \d+ tokens, the context holds 128"):
-        too_long(engine, recipe, [*questions, long], "stop", said.append)
+        find_long_prompts(engine, recipe, [*questions, long], "stop", said.append)
 
 
 def test_a_critic_that_warms_up_for_longer_than_the_run_is_refused():
@@ -231,12 +233,12 @@ def test_a_recipe_knows_where_the_run_stands_and_what_it_leaves_out_is_not_learn
             for place, t in enumerate(trajectories):
                 t.rewards["total"] = float(place % 2)  # something to learn
 
-        def left_out(self, trajectories):
+        def excluded(self, trajectories):
             return np.array([t.group > 0 or seen[-1][0] == 0 for t in trajectories])
 
     recipe = Seen(instruction="", use_evidence=False, environment=recipe.environment)
     config = dataclasses.replace(CONFIG, steps=2, eval_every=0)
-    scoring = Scoring(reader=lambda prompts: prompts)
+    scoring = ScoringContext(reader=lambda prompts: prompts)
     train(config, recipe, Task(questions[:8], questions[8:]), engine, fresh(), tmp_path, scoring=scoring)
     assert seen == [
         (0, 2, "x"),
@@ -265,7 +267,7 @@ def test_a_policy_of_nan_is_counted_named_and_seen_by_the_guard(parts, tmp_path,
     decoder = fresh()
     nnx.update(decoder, jax.tree.map(lambda x: x * np.nan, nnx.state(decoder)))
     outcome, _ = run(parts, tmp_path, config, decoder=decoder)
-    assert outcome.stopped == "collapse" and "logits of the policy are not finite" in outcome.reason
+    assert outcome.stopped == "collapse" and "logits of the policy are not finite" in outcome.guard_message
     assert "step 1: nothing to learn from: logits were not finite" in capsys.readouterr().err
     trained = [line for line in lines(tmp_path) if "reward/total" in line]
     assert [line["train/not_finite"] for line in trained] == [12, 12]
@@ -277,7 +279,7 @@ def test_a_policy_of_nan_is_counted_named_and_seen_by_the_guard(parts, tmp_path,
 @pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean"])
 def test_what_is_not_finite_brings_no_nan_into_the_update(parts, tmp_path, monkeypatch, aggregation):
     """Of each question one sample breaks off at once, one after three tokens."""
-    draw = device.draw
+    draw = device.sample_tokens
 
     def breaking(model, rows, *rest):
         ends = jnp.where(rows.request % 3 == 2, 99, 3 * (rows.request % 3))
@@ -286,7 +288,7 @@ def test_what_is_not_finite_brings_no_nan_into_the_update(parts, tmp_path, monke
             for d in draw(model, rows, *rest)
         ]
 
-    monkeypatch.setattr(device, "draw", breaking)
+    monkeypatch.setattr(device, "sample_tokens", breaking)
     questions, engine, recipe = parts
     again = Engine(fresh(), engine.tokenizer, engine.config, retriever=engine.retriever)
     objective = dataclasses.replace(
@@ -294,7 +296,7 @@ def test_what_is_not_finite_brings_no_nan_into_the_update(parts, tmp_path, monke
     )
     config = dataclasses.replace(CONFIG, steps=2, eval_every=0, objective=objective)
     outcome, params = run((questions, again, recipe), tmp_path, config)
-    assert {t.policy_tokens for t in outcome.sampled if t.ended == "not_finite"} == {0, 3}
+    assert {t.policy_tokens for t in outcome.last_trajectories if t.ended == "not_finite"} == {0, 3}
     trained = [line for line in read_metrics(tmp_path / "metrics.jsonl") if "reward/total" in line]
     assert all(line["train/not_finite"] == 8 and line["train/skipped"] == 0 for line in trained)
     assert all(value is not None for line in trained for value in line.values())

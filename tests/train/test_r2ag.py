@@ -9,13 +9,13 @@ import pytest
 
 from rrl.errors import UserError
 from rrl.recipes.card import read_card
-from rrl.recipes.r2ag import R2AG, Expanding
+from rrl.recipes.r2ag import R2AG, R2AGEnvironment
 from rrl.runs.checkpoints import saved_metadata
 from rrl.runs.metrics import read_metrics
 from rrl.sft import stages
 from rrl.train import experiment
 from rrl.train import loop as rl
-from rrl.train.experiment import Settings
+from rrl.train.experiment import TrainSettings
 from tests.train import made
 from tests.train.made import ROOT, save_random_policy, shrink_cold_start
 
@@ -27,7 +27,7 @@ def config(arg="", name="r2ag"):
 @pytest.mark.parametrize("size", ["3b", "7b"])
 def test_the_large_sizes_hold_the_papers_settings(size):
     # SPEC.md 4; appendix B.2 and C.2
-    settings = Settings.parse(config(f"size={size},data=FOLDER,encoder=FOLDER"))
+    settings = TrainSettings.parse(config(f"size={size},data=FOLDER,encoder=FOLDER"))
     train, objective = settings.train, settings.train.objective
     assert (train.questions, train.samples, train.temperature, train.steps) == (128, 12, 1.0, 80)
     assert (train.optim.name, train.optim.lr, train.eval_temperature) == ("adamw", 1e-6, 0.6)
@@ -39,9 +39,9 @@ def test_the_large_sizes_hold_the_papers_settings(size):
 
 
 def test_the_outputs_for_a_prompt_share_it_in_the_update():
-    settings = Settings.parse(config())
+    settings = TrainSettings.parse(config())
     objective = settings.train.objective
-    assert objective.share_prefixes and objective.lengths[-1] >= 2 * settings.rollout.context
+    assert objective.share_prefixes and objective.row_lengths[-1] >= 2 * settings.rollout.context
 
 
 @pytest.mark.parametrize(
@@ -55,8 +55,8 @@ def test_the_outputs_for_a_prompt_share_it_in_the_update():
 )
 def test_inference_is_set_by_arguments(arg, base, predicted, k):
     # SPEC.md 4: base-only or with anticipatory predictions; top-k 1 or 2; t = M or M/2
-    settings = Settings.parse(config(f"size=7b,data=FOLDER,{arg}".rstrip(",")))
-    expected = Expanding(base_queries=base, predicted_queries=predicted)
+    settings = TrainSettings.parse(config(f"size=7b,data=FOLDER,{arg}".rstrip(",")))
+    expected = R2AGEnvironment(base_queries=base, predicted_queries=predicted)
     assert settings.recipe.environment == expected and settings.rollout.top_k == k
 
 
@@ -83,8 +83,8 @@ def test_a_run_from_cold_start_to_trees_that_died_grows_the_same_forest(tmp_path
             {"train_worlds": 1, "held_out_worlds": 1, "held_out_per_kind": 1, "train_per_kind": 4}
         )
         run.train.update({"questions": 2, "samples": 2, "checkpoint_every": 2, "eval_every": 0})
-        run.rollout.update({"rows": 4, "context": 256, "feeds": 4})
-        run.objective.lengths = (256,)
+        run.rollout.update({"rows": 4, "context": 256, "wake_threshold": 4})
+        run.objective.row_lengths = (256,)
         run.recipe.trees = 3
         run.recipe.environment.turn_tokens = 8
         steps, sample = 0, rl.sample_step
@@ -120,7 +120,7 @@ def test_a_run_from_cold_start_to_trees_that_died_grows_the_same_forest(tmp_path
         "eval/iterations",
     } <= set(last)
     assert "eval/full_recall/three_hop" in last
-    assert read_card(tmp_path / "whole" / "policy").make() == Settings.parse(settings).recipe
+    assert read_card(tmp_path / "whole" / "policy").make() == TrainSettings.parse(settings).recipe
     assert "Passages found" in (tmp_path / "whole" / "summary.txt").read_text()
 
     flags = [

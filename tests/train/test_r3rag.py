@@ -7,8 +7,8 @@ import pytest
 
 from rrl.errors import UserError
 from rrl.recipes.r3rag import R3Rag
-from rrl.recipes.r3rag_steps import Steps
-from rrl.train.experiment import Settings
+from rrl.recipes.r3rag_steps import R3RagEnvironment
+from rrl.train.experiment import TrainSettings
 
 ROOT = pathlib.Path(__file__).parents[2]
 BIG = "size=7b,data=FOLDER,encoder=FOLDER"
@@ -23,17 +23,17 @@ def config(arg=""):
 
 def test_the_large_size_holds_the_papers_settings():
     # SPEC.md 2 and 6; section 4.3 and appendix C
-    settings = Settings.parse(config(BIG))
+    settings = TrainSettings.parse(config(BIG))
     train, objective, critic = settings.train, settings.train.objective, settings.train.critic
     assert train.questions * train.samples == 64
     assert train.temperatures == (0.1, 0.4, 0.7, 1.0)
     assert train.steps * train.questions == 8192
     assert (train.optim.lr, critic.optim.lr) == (5e-7, 9e-6)
-    assert (critic.discount, critic.trace, objective.whiten) == (1.0, 1.0, True)
+    assert (critic.discount, critic.gae_lambda, objective.whiten) == (1.0, 1.0, True)
     assert (objective.kl_in, objective.kl_estimator) == ("loss", "k3") and objective.kl_coef > 0
     assert settings.rollout.top_k == 5
     assert settings.recipe == R3Rag()
-    assert settings.recipe.environment == Steps(
+    assert settings.recipe.environment == R3RagEnvironment(
         max_steps=5, document_characters=512, cut="document", drop_seen=True
     )
     scales = (R3Rag.correct_scale, R3Rag.incorrect_scale, R3Rag.unanswered_scale)
@@ -48,32 +48,32 @@ def test_the_large_size_holds_the_papers_settings():
         ("ablation=outcome", {"use_outcome": False}),
         ("last_step=equation", {"last_step": "equation"}),
         ("malformed=released", {"malformed_reward": -0.9}),
-        ("cut=block", {"environment": Steps(cut="block")}),
+        ("cut=block", {"environment": R3RagEnvironment(cut="block")}),
     ],
 )
 def test_the_ablations_and_the_other_readings_are_arguments(arg, changed):
-    assert Settings.parse(config(f"{BIG},{arg}")).recipe == R3Rag(**changed)
+    assert TrainSettings.parse(config(f"{BIG},{arg}")).recipe == R3Rag(**changed)
 
 
 def test_the_built_in_world_is_judged_by_its_oracle_and_pays_exact_answers():
-    settings = Settings.parse(config())
+    settings = TrainSettings.parse(config())
     assert settings.judge.judge.kind == "oracle" and settings.recipe.match == "exact"
     assert settings.train.temperatures == (1.0,) and settings.train.critic.across_contexts
     assert settings.train.objective.share_prefixes
     for void in ("ablation=outcome,last_step=equation", "ablation=process,judge=some/folder"):
         with pytest.raises(UserError, match="has no meaning with ablation="):
             config(void)
-    without = Settings.parse(config("ablation=process"))
-    assert not without.recipe.judged
+    without = TrainSettings.parse(config("ablation=process"))
+    assert not without.recipe.needs_judge
 
 
 @pytest.mark.parametrize("kind", ["bm25", "exact", "scann"])
 def test_a_policy_is_held_against_any_retriever(kind):
     # Tables 3 and 5
-    by_argument = Settings.parse(config(f"steps=0,policy=assets/miniwiki-policy,retriever={kind}"))
+    by_argument = TrainSettings.parse(config(f"steps=0,policy=assets/miniwiki-policy,retriever={kind}"))
     override = config("steps=0,policy=assets/miniwiki-policy")
     override.retriever.kind = kind
-    assert by_argument.retriever == Settings.parse(override).retriever
+    assert by_argument.retriever == TrainSettings.parse(override).retriever
     assert by_argument.retriever.kind == kind and by_argument.train.steps == 0
 
 

@@ -14,8 +14,8 @@ from rrl.rl.critic import CriticConfig
 from rrl.rl.optim import OptimConfig
 from rrl.runs.checkpoints import saved_steps
 from rrl.runs.metrics import MetricsWriter
-from rrl.runs.shown_trajectories import as_json
-from rrl.stopping import StopSignal, Unavailable
+from rrl.runs.saved_trajectories import as_json
+from rrl.stopping import ServiceUnavailable, StopSignal
 from rrl.train import loop as rl
 from rrl.train.guard import GuardConfig
 from tests.train.small_run import CONFIG, EVERY_LINE, STEPS, fresh, lines, run, steps_of
@@ -28,7 +28,7 @@ def test_a_run_that_died_continues_to_the_same_numbers(parts, whole, tmp_path):
     again, other = run(parts, tmp_path, CONFIG)
     jax.tree.map(np.testing.assert_array_equal, params, other)
     assert again.step == STEPS
-    assert outcome.before["eval/f1"] == again.before["eval/f1"]
+    assert outcome.start_metrics["eval/f1"] == again.start_metrics["eval/f1"]
 
     assert lines(workdir) == lines(tmp_path)
     assert steps_of(workdir) == EVERY_LINE
@@ -71,7 +71,7 @@ def test_a_run_that_died_before_its_first_checkpoint_keeps_its_evaluation(parts,
         run(parts, tmp_path, CONFIG, die_at=2)
     outcome, _ = run(parts, tmp_path, CONFIG)
     assert steps_of(tmp_path) == EVERY_LINE
-    assert outcome.before["eval/em"] == lines(tmp_path)[1]["eval/em"]
+    assert outcome.start_metrics["eval/em"] == lines(tmp_path)[1]["eval/em"]
 
 
 def test_wherever_a_run_dies_its_lines_and_the_trajectories_of_its_report_are_those_of_an_unbroken_run(
@@ -110,7 +110,7 @@ def test_a_guard_that_warned_says_so_after_the_run_died(parts, tmp_path):
     with pytest.raises(ConnectionError):
         run(parts, tmp_path, config, poor_from=1, die_at=5)  # steps 1 to 3 earn nothing
     outcome, _ = run(parts, tmp_path, config)
-    assert outcome.reason == "the reward is at most 0 in each step from 1 to 2"
+    assert outcome.guard_message == "the reward is at most 0 in each step from 1 to 2"
 
 
 @pytest.mark.parametrize("after", [1, 2])
@@ -160,13 +160,13 @@ def test_where_a_judge_falls_silent_what_was_learned_is_kept(parts, whole, tmp_p
             sample_step(config, step, *others)  # what it did to the curriculum is undone
             if asked:
                 stop.set()
-            raise Unavailable("no answer")
+            raise ServiceUnavailable("no answer")
         return sample_step(config, step, *others)
 
     with monkeypatch.context() as patch:
         patch.setattr(rl, "sample_step", silent)
         patch.setattr(rl, "stop_requested", lambda: contextlib.nullcontext(stop))
-        with contextlib.nullcontext() if asked else pytest.raises(Unavailable):
+        with contextlib.nullcontext() if asked else pytest.raises(ServiceUnavailable):
             stopped, _ = run(parts, tmp_path, CONFIG)
             assert (stopped.step, stopped.stopped) == (1, "signal")
     assert saved_steps(tmp_path)[-1] == 1
@@ -179,11 +179,11 @@ def test_where_a_judge_falls_silent_in_the_first_evaluation_the_update_before_it
     parts, whole, tmp_path, monkeypatch
 ):
     def silent(*args, **kwargs):
-        raise Unavailable("no answer")
+        raise ServiceUnavailable("no answer")
 
     with monkeypatch.context() as patch:
         patch.setattr(rl, "evaluate", silent)
-        with pytest.raises(Unavailable):
+        with pytest.raises(ServiceUnavailable):
             run(parts, tmp_path, CONFIG)
     assert saved_steps(tmp_path)[-1] == 1
     _, params = run(parts, tmp_path, CONFIG)
@@ -198,8 +198,8 @@ def test_a_finished_run_only_reports_again(parts, whole):
     jax.tree.map(np.testing.assert_array_equal, params, restored)
     assert (workdir / "metrics.jsonl").read_text() == written
     assert (
-        again.before["eval/em"] == first.before["eval/em"]
-        and again.after["eval/f1"] == first.after["eval/f1"]
+        again.start_metrics["eval/em"] == first.start_metrics["eval/em"]
+        and again.final_metrics["eval/f1"] == first.final_metrics["eval/f1"]
     )
     assert again.seconds == first.seconds
 
@@ -227,16 +227,19 @@ def test_a_run_that_collapsed_ends_at_its_last_good_checkpoint(parts, tmp_path):
     guarded = dataclasses.replace(CONFIG, guard=GuardConfig("stop", steps=2), checkpoint_every=1)
     outcome, params = run(parts, tmp_path / "poor", guarded, poor_from=5)  # steps 3 and 4
     assert (outcome.stopped, outcome.step) == ("collapse", 2)
-    assert outcome.reason == "the reward is at most 0 in each step from 3 to 4"
+    assert outcome.guard_message == "the reward is at most 0 in each step from 3 to 4"
     _, second = run(parts, tmp_path / "two", dataclasses.replace(CONFIG, steps=2))
     jax.tree.map(np.testing.assert_array_equal, params, second)
     assert (
         steps_of(tmp_path / "poor") == EVERY_LINE[:-1]
     )  # what happened is still there, step 2 evaluated once
-    assert outcome.after["eval/f1"] == lines(tmp_path / "poor")[3]["eval/f1"]
+    assert outcome.final_metrics["eval/f1"] == lines(tmp_path / "poor")[3]["eval/f1"]
     warned = dataclasses.replace(guarded, guard=GuardConfig("warn", steps=1))
     outcome, _ = run(parts, tmp_path / "warned", warned, poor_from=5)
-    assert (outcome.stopped, outcome.reason) == ("done", "the reward is at most 0 in each step from 3 to 3")
+    assert (outcome.stopped, outcome.guard_message) == (
+        "done",
+        "the reward is at most 0 in each step from 3 to 3",
+    )
 
 
 def test_a_run_that_collapsed_before_its_first_checkpoint_ends_at_its_start(parts, tmp_path):
@@ -244,7 +247,11 @@ def test_a_run_that_collapsed_before_its_first_checkpoint_ends_at_its_start(part
     outcome, params = run(parts, tmp_path, guarded, poor_from=1)
     assert (outcome.stopped, outcome.step) == ("collapse", 0)
     jax.tree.map(np.testing.assert_array_equal, params, nnx.state(fresh()))
-    assert outcome.after == outcome.before and steps_of(tmp_path) == ["train 1", "eval 0", "train 2"]
+    assert outcome.final_metrics == outcome.start_metrics and steps_of(tmp_path) == [
+        "train 1",
+        "eval 0",
+        "train 2",
+    ]
 
 
 def test_a_signal_keeps_no_checkpoint_of_what_may_be_a_collapse(parts, tmp_path, monkeypatch):

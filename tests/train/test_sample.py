@@ -14,19 +14,19 @@ from rrl.data.trajectory import Trajectory
 from rrl.errors import UserError
 from rrl.models.decoder import Decoder
 from rrl.models.tokenizer import load_tokenizer
-from rrl.recipes.base import Scoring
+from rrl.recipes.base import ScoringContext
 from rrl.recipes.catalogue import RECIPES, make_recipe
 from rrl.recipes.episodes import run_questions
-from rrl.recipes.r2ag import R2AG, Expanding
-from rrl.recipes.r2ag_forest import Node
+from rrl.recipes.r2ag import R2AG, R2AGEnvironment
+from rrl.recipes.r2ag_forest import RetrievalTree
 from rrl.recipes.rsearch import RSearch
-from rrl.rl.dynamic_sampling import Refill
+from rrl.rl.dynamic_sampling import DynamicSampling
 from rrl.rl.objective import ObjectiveConfig
 from rrl.rl.optim import OptimConfig
 from rrl.rollout.config import EngineConfig
-from rrl.rollout.curriculum import Shuffled
+from rrl.rollout.curriculum import ShuffledQuestions
 from rrl.rollout.engine import Engine, RolloutStats
-from rrl.rollout.episodes import Live, Request
+from rrl.rollout.episodes import EpisodeState, Request
 from rrl.train import sample as rollouts
 from rrl.train.rl_config import RLConfig
 from rrl.train.sample import evaluate, sample_rounds, sample_step
@@ -68,7 +68,7 @@ def sample(monkeypatch):
             key=key,
             samples=2,
             temperature=1.0,
-            scoring=Scoring(),
+            scoring=ScoringContext(),
             **options,
         )
         return found, asked, key
@@ -77,15 +77,15 @@ def sample(monkeypatch):
 
 
 def test_one_round_is_what_was_asked_with_the_steps_own_key(sample):
-    found, asked, key = sample(Refill(4, 1))
+    found, asked, key = sample(DynamicSampling(4, 1))
     assert asked == [([0, 1, 2, 3], jax.random.key_data(key).tolist())]
-    assert [t.group for t in found.trajectories] == [0, 0, 1, 1, 2, 2, 3, 3] and found.kept == {1, 3}
+    assert [t.group for t in found.trajectories] == [0, 0, 1, 1, 2, 2, 3, 3] and found.used_groups == {1, 3}
     assert found.left_out.tolist() == [True, True, False, False] * 2
 
 
 def test_a_round_that_drops_nothing_keeps_every_group(sample):
-    found, _, _ = sample(Refill(4, 1, spread=None))
-    assert found.kept == {0, 1, 2, 3} and not found.left_out.any()
+    found, _, _ = sample(DynamicSampling(4, 1, drop_spread=None))
+    assert found.used_groups == {0, 1, 2, 3} and not found.left_out.any()
 
 
 def test_the_control_chooses_its_groups_by_the_rewards_that_were_dealt_out(sample):
@@ -96,10 +96,10 @@ def test_the_control_chooses_its_groups_by_the_rewards_that_were_dealt_out(sampl
             return np.array(values[::-1])
 
     rounds = []
-    found, _, _ = sample(Refill(2, 2), shuffle=lambda number: rounds.append(number) or Backwards())
+    found, _, _ = sample(DynamicSampling(2, 2), shuffle=lambda number: rounds.append(number) or Backwards())
     assert rounds == list(range(len(rounds))) and rounds
-    assert {t.question for t in found.trajectories if t.group in found.kept} <= {0, 2, 10, 12}
-    assert found.kept
+    assert {t.question for t in found.trajectories if t.group in found.used_groups} <= {0, 2, 10, 12}
+    assert found.used_groups
 
 
 def test_long_episodes_lose_reward_before_groups_are_chosen(sample, monkeypatch):
@@ -114,8 +114,8 @@ def test_long_episodes_lose_reward_before_groups_are_chosen(sample, monkeypatch)
         return found
 
     monkeypatch.setattr(rollouts, "run_questions", run)
-    found, _, _ = sample(Refill(4, 1), overlong=(100, 20))
-    assert found.kept == {0, 1, 2, 3}
+    found, _, _ = sample(DynamicSampling(4, 1), overlong=(100, 20))
+    assert found.used_groups == {0, 1, 2, 3}
     assert [t.rewards["overlong"] for t in found.trajectories] == [0, -0.75] * 4  # DAPO, Eq. 13
     assert [t.rewards["total"] for t in found.trajectories] == [0, -0.75, 0, 0.25] * 2
     assert [t.turn_rewards for t in found.trajectories[2:4]] == [{0: 0.5, 1: 0}, {0: 0.5, 1: 0.25}]
@@ -125,7 +125,7 @@ def test_a_step_asks_for_the_rule_for_long_outputs(monkeypatch):
     found = []
     monkeypatch.setattr(rollouts, "sample_rounds", lambda *_, overlong, **__: found.append(overlong))
     config = RLConfig(2, OptimConfig(), ObjectiveConfig(), overlong=(400, 100))
-    sample_step(config, 0, None, None, None, Shuffled([], 1, 0), Scoring())
+    sample_step(config, 0, None, None, None, ShuffledQuestions([], 1, 0), ScoringContext())
     assert found == [(400, 100)]
 
 
@@ -150,17 +150,23 @@ def test_the_controls_rewards_are_dealt_out_anew_in_each_step_and_round(monkeypa
     )
     config = RLConfig(2, OptimConfig(), ObjectiveConfig(), permute_rewards=True, rounds=2, seed=3)
     for step in (0, 1):
-        sample_step(config, step, None, None, None, Shuffled([], 1, 0), Scoring())
+        sample_step(config, step, None, None, None, ShuffledQuestions([], 1, 0), ScoringContext())
     draws = [shuffle(number).permutation(100).tolist() for shuffle, _ in found for number in (0, 1)]
     assert len({tuple(draw) for draw in draws}) == 4
     sample_step(
-        dataclasses.replace(config, permute_rewards=False), 0, None, None, None, Shuffled([], 1, 0), Scoring()
+        dataclasses.replace(config, permute_rewards=False),
+        0,
+        None,
+        None,
+        None,
+        ShuffledQuestions([], 1, 0),
+        ScoringContext(),
     )
     assert found[-1][0] is None
 
 
 def test_further_rounds_ask_for_what_is_missing_under_other_keys_and_groups_of_their_own(sample):
-    found, asked, _ = sample(Refill(4, 5))
+    found, asked, _ = sample(DynamicSampling(4, 5))
     questions = [batch for batch, _ in asked]
     assert questions == [
         [0, 1, 2, 3],
@@ -168,23 +174,23 @@ def test_further_rounds_ask_for_what_is_missing_under_other_keys_and_groups_of_t
     ]  # two of four had spread: two are missing, four are asked
     assert len({tuple(key) for _, key in asked}) == 2
     assert [t.group for t in found.trajectories[::2]] == list(range(8))
-    kept = [t.question for t in found.trajectories[::2] if t.group in found.kept]
+    kept = [t.question for t in found.trajectories[::2] if t.group in found.used_groups]
     assert kept == [1, 3, 11, 13]
     assert dataclasses.asdict(found.stats) == dataclasses.asdict(RolloutStats(seconds=2.0, policy_tokens=8))
 
 
 def test_groups_that_the_recipe_leaves_out_are_asked_for_again_though_they_have_spread(sample):
-    recipe = SimpleNamespace(left_out=lambda some: np.array([t.question == 3 for t in some]))
-    found, asked, _ = sample(Refill(2, 4), recipe)
+    recipe = SimpleNamespace(excluded=lambda some: np.array([t.question == 3 for t in some]))
+    found, asked, _ = sample(DynamicSampling(2, 4), recipe)
     assert [batch for batch, _ in asked] == [[0, 1], [10, 11]]
-    found, asked, _ = sample(Refill(4, 2), recipe)
-    kept = [t.question for t in found.trajectories[::2] if t.group in found.kept]
+    found, asked, _ = sample(DynamicSampling(4, 2), recipe)
+    kept = [t.question for t in found.trajectories[::2] if t.group in found.used_groups]
     assert kept == [1, 11, 13]
 
 
 def test_what_never_has_spread_ends_after_the_rounds_allowed(sample):
-    found, asked, _ = sample(Refill(1, 3))  # question 0, 10, 20
-    assert len(asked) == 3 and not found.kept and len(found.trajectories) == 6
+    found, asked, _ = sample(DynamicSampling(1, 3))  # question 0, 10, 20
+    assert len(asked) == 3 and not found.used_groups and len(found.trajectories) == 6
     assert np.all([t.rewards["total"] == 0 for t in found.trajectories])
 
 
@@ -223,7 +229,7 @@ def test_an_evaluation_counts_failed_searches_and_logits_that_are_not_finite():
             return [Trajectory(r.question, 0, 0, *(none,) * 5, [], [], "no_action") for r in requests]
 
     questions = [Question("a", "Who?", ("x",), "bridge"), Question("b", "What?", ("x",), "bridge")]
-    found, _ = evaluate(Stub(), None, RSearch(), questions, scoring=Scoring())
+    found, _ = evaluate(Stub(), None, RSearch(), questions, scoring=ScoringContext())
     assert found["eval/searches_failed"] == 3 and found["eval/not_finite"] == 2
     assert found["eval/em"] == found["eval/em/bridge"] == 0
 
@@ -238,9 +244,9 @@ def test_documents_that_leave_no_room_for_a_turn_give_way():
             self.prompts = [request.prompt for request in requests]
             return []
 
-    engine, recipe = Stub(), R2AG(environment=Expanding(opening="bare", turn_tokens=40))
+    engine, recipe = Stub(), R2AG(environment=R2AGEnvironment(opening="bare", turn_tokens=40))
     documents = [Passage(name, name, "far too long " * 20) for name in ("A", "B")]
-    short, long = (Node.of(Question("q", "Who?", ("x",)), 0, some) for some in ([], documents))
+    short, long = (RetrievalTree.of(Question("q", "Who?", ("x",)), 0, some) for some in ([], documents))
     run_questions(engine, None, recipe, [short, long], key=jax.random.key(0))
     assert (
         len(engine.prompts[0]) < 20 and len(engine.prompts[1]) == 59
@@ -253,9 +259,9 @@ def test_a_step_samples_at_its_temperatures(monkeypatch):
     found = []
     monkeypatch.setattr(rollouts, "sample_rounds", lambda *_, temperature, **__: found.append(temperature))
     config = RLConfig(2, OptimConfig(), ObjectiveConfig(), samples=2, temperature=0.5)
-    sample_step(config, 0, None, None, None, Shuffled([], 1, 0), Scoring())
+    sample_step(config, 0, None, None, None, ShuffledQuestions([], 1, 0), ScoringContext())
     varied = dataclasses.replace(config, temperatures=(0.1, 0.4))
-    sample_step(varied, 0, None, None, None, Shuffled([], 1, 0), Scoring())
+    sample_step(varied, 0, None, None, None, ShuffledQuestions([], 1, 0), ScoringContext())
     assert found == [0.5, (0.1, 0.4)]
 
 
@@ -269,7 +275,7 @@ def test_temperatures_that_do_not_fit_the_samples_are_refused(temperatures):
 def small():
     tokenizer = load_tokenizer("assets/miniwiki-tokenizer")
     decoder = Decoder(tiny_shape(len(tokenizer), 128, eos_token_id=tokenizer.eos_token_id), rngs=nnx.Rngs(0))
-    config = EngineConfig(rows=4, context=96, feeds=2, feed_tokens=16)
+    config = EngineConfig(rows=4, context=96, wake_threshold=2, prefill_tokens=16)
     return Engine(decoder, tokenizer, config), nnx.state(decoder)
 
 
@@ -302,9 +308,9 @@ def test_a_question_too_long_for_the_context_ends_alone_and_counts_as_wrong(smal
 @pytest.mark.parametrize("name", RECIPES)
 def test_every_recipe_scores_an_episode_that_ended_before_a_turn(name):
     question = Question("q", "Who?", ("A",), gold=("T",))
-    for asked in (question, Node.of(question)):
-        live = Live(Request(asked, np.arange(5, dtype=np.int32), 0), "prompt")
-        live.met("room")
-        trajectory = live.trajectory("context_limit")
-        make_recipe(name).score([trajectory], Scoring(reader=lambda prompts: [""] * len(prompts)))
+    for asked in (question, RetrievalTree.of(question)):
+        state = EpisodeState(Request(asked, np.arange(5, dtype=np.int32), 0), "prompt")
+        state.hit_limit("room")
+        trajectory = state.trajectory("context_limit")
+        make_recipe(name).score([trajectory], ScoringContext(reader=lambda prompts: [""] * len(prompts)))
         assert not trajectory.token_rewards.any() and trajectory.metrics.get("em", 0) == 0

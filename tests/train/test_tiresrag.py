@@ -13,7 +13,7 @@ from rrl.rewards.judge_settings import SECTIONS as JUDGE
 from rrl.runs.metrics import read_metrics
 from rrl.sft import stages
 from rrl.train import experiment
-from rrl.train.experiment import CRITIC, Settings
+from rrl.train.experiment import CRITIC_SECTIONS, TrainSettings
 from tests.train import made
 from tests.train.made import ROOT, save_random_policy, shrink_cold_start, shrink_run
 
@@ -23,13 +23,13 @@ def config(arg="", name="tiresrag_grpo"):
 
 
 def recipe_of(arg):
-    return Settings.parse(config(arg)).recipe
+    return TrainSettings.parse(config(arg)).recipe
 
 
 @pytest.mark.parametrize("size", ["3b", "7b"])
 def test_the_large_sizes_hold_the_papers_settings(size):
     # Appendix C.1; SPEC.md 3 and 6
-    settings = Settings.parse(config(f"size={size},data=FOLDER,encoder=FOLDER"))
+    settings = TrainSettings.parse(config(f"size={size},data=FOLDER,encoder=FOLDER"))
     train, objective = settings.train, settings.train.objective
     assert (train.questions, train.samples, train.temperature) == (108, 5, 1.0)
     assert (train.optim.lr, train.optim.schedule) == (2e-6, "cosine")
@@ -65,7 +65,7 @@ def test_naive_grpo_is_all_of_table_7_at_once_and_needs_no_judge():
     naive = recipe_of("size=3b,data=FOLDER,ablation=naive")
     weights = {f"{name}_weight": 0.0 for name in ("penalty", "reflect", "sufficient", "thinking")}
     assert naive == TiresRag(use_filter=False, use_difficulty=False, **weights)
-    assert not naive.judged
+    assert not naive.needs_judge
 
 
 @pytest.mark.parametrize(
@@ -98,26 +98,26 @@ def test_an_argument_of_what_an_ablation_leaves_out_is_refused(arg):
 
 
 def test_the_judge_is_an_oracle_a_folder_or_a_service():
-    assert Settings.parse(config()).judge.judge.kind == "oracle"
-    assert Settings.parse(config("judge=some/folder")).judge.judge.folder == "some/folder"
-    judge = Settings.parse(config("judge=http://127.0.0.1:8000/v1,judge_model=m")).judge
+    assert TrainSettings.parse(config()).judge.judge.kind == "oracle"
+    assert TrainSettings.parse(config("judge=some/folder")).judge.judge.folder == "some/folder"
+    judge = TrainSettings.parse(config("judge=http://127.0.0.1:8000/v1,judge_model=m")).judge
     assert (judge.endpoint.url, judge.endpoint.model) == ("http://127.0.0.1:8000/v1", "m")
 
 
 def test_a_run_that_asks_a_judge_and_has_none_is_refused():
     values = {name: section for name, section in config().to_dict().items() if name not in JUDGE}
     with pytest.raises(UserError, match=r"recipe\.name='tiresrag' asks a judge.*give the section judge"):
-        Settings.parse(values)
+        TrainSettings.parse(values)
     values["recipe"] |= {"thinking_weight": 0.0, "sufficient_weight": 0.0, "penalty_weight": 0.0}
     values["recipe"]["use_difficulty"] = False
-    assert Settings.parse(values).judge is None
+    assert TrainSettings.parse(values).judge is None
 
 
 def test_every_field_can_be_overridden():
     filled = config()
     assert filled.judge_endpoint.retries == 6 and filled.judge.answer_tokens == 1024
     assert filled.recipe.penalty_weight == 0.1 and filled.recipe.environment.observation == "information"
-    assert not any(name in filled for name in CRITIC)
+    assert not any(name in filled for name in CRITIC_SECTIONS)
 
 
 @pytest.mark.slow
@@ -138,7 +138,7 @@ def test_a_cold_start_and_a_step_of_training_on_the_built_in_world(tmp_path, mon
     assert {"reward/sufficient", "reward/thinking", "reward/reflect", "train/judge_unread"} <= set(trained)
     assert trained["train/auxiliary_weight"] == pytest.approx(1 / (1 + 2.718281828 ** (-0.09)))
     assert trained["train/left_out"] == 0 and trained["reward/thinking"] >= 0
-    assert read_card(tmp_path / "run" / "policy").make() == Settings.parse(run).recipe
+    assert read_card(tmp_path / "run" / "policy").make() == TrainSettings.parse(run).recipe
 
     command = [sys.executable, "launch/diagnose.py", f"--trajectories={tmp_path}/run/trajectories.jsonl"]
     done = subprocess.run(
@@ -152,4 +152,6 @@ def test_a_cold_start_and_a_step_of_training_on_the_built_in_world(tmp_path, mon
         text=True,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )
-    assert refused.returncode == 2 and "is asked for Finding" in refused.stderr  # before it judged anything
+    assert (
+        refused.returncode == 2 and "is asked for ErrorAnalysis" in refused.stderr
+    )  # before it judged anything

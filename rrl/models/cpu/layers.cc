@@ -1,5 +1,5 @@
 // The layers of a decoder, for new tokens whose past is in a cache of keys and values, and the draw of what follows, on a
-// processor (see cpu_layers.py).
+// processor (see layers.py).
 //
 // Weights and the cache are read where they lie. A block's keys and values are read once by all queries of a key head, whose
 // scores stay in the nearest caches. A token's numbers are summed in an order that nothing but its own position decides.
@@ -13,7 +13,7 @@
 #include <utility>
 #include <vector>
 
-#include "cpu_products.h"
+#include "products.h"
 
 namespace {
 

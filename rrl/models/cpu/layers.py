@@ -1,4 +1,4 @@
-"""A decoder's layers, and its draws, on a processor: `cpu_layers.cc`, compiled for the machine at hand when it is first needed.
+"""A decoder's layers, and its draws, on a processor: `layers.cc`, compiled for the machine at hand when it is first needed.
 
 XLA on CPU copies each layer's weights out of the stack and each block of the cache before it multiplies, computes rows that
 are not there, and takes some microseconds to begin each of the thirty operations of a layer. The kernel reads weights and cache
@@ -33,7 +33,7 @@ from rrl.parallel.runtime import cache_folder
 
 log = logging.getLogger(__name__)
 SOURCE = Path(__file__).with_suffix(".cc")
-HEADER = SOURCE.with_name("cpu_products.h")
+HEADER = SOURCE.with_name("products.h")
 TARGETS = "rrl_cache_attention", "rrl_layers", "rrl_copy_rows", "rrl_draw"
 ATTENTION, LAYERS, COPY, DRAW = TARGETS
 WEIGHTS = (

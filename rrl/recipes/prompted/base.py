@@ -8,13 +8,13 @@ from typing import Any
 from rrl.data.passages import Passage, render
 from rrl.data.trajectory import NOT_FINITE
 from rrl.errors import at_least
-from rrl.rollout.workflow import Ask, Generate, Generated, PromptTooLong, Retrieve
+from rrl.rollout.workflow import Generate, Generated, PromptTooLong, Retrieve, WorkflowRequest
 from rrl.text.short_answers import FINAL_ANSWER, final_answer
 
-Flow = Generator[Ask | Sequence[Ask], Any, str]
+PromptedWorkflow = Generator[WorkflowRequest | Sequence[WorkflowRequest], Any, str]
 """A method at work on one question; it returns the answer."""
 
-FINISH = (
+ANSWER_INSTRUCTION = (
     f'End with one line that begins with "{FINAL_ANSWER}" and gives the answer alone, as short as possible: a name, a date, a '
     "number, a few words, yes or no."
 )
@@ -22,7 +22,7 @@ FINISH = (
 
 
 @dataclasses.dataclass(frozen=True)
-class Settings:
+class PromptedSettings:
     """What is the same for all methods of one comparison."""
 
     tokens: int = 256
@@ -39,11 +39,11 @@ class Settings:
         at_least(1, self, "tokens", "most_passages")
         at_least(0, self, "temperature", "passage_chars")
 
-    def write(self, prompt: str, *stops: str) -> Generate:
+    def generate(self, prompt: str, *stops: str) -> Generate:
         """Asks the model to answer a prompt, up to one of the stop strings."""
         return Generate(prompt, stops, self.tokens, self.temperature)
 
-    def show(self, passages: Sequence[Passage]) -> str:
+    def format_passages(self, passages: Sequence[Passage]) -> str:
         """The passages as text, cut as the settings say; "(nothing found)" for none."""
         shown = [
             dataclasses.replace(passage, text=passage.text[: self.passage_chars or None])
@@ -52,13 +52,13 @@ class Settings:
         return render(shown) or "(nothing found)"
 
 
-def collected(kept: Sequence[Passage], found: Sequence[Passage] | None) -> list[Passage]:
+def merge_passages(kept: Sequence[Passage], found: Sequence[Passage] | None) -> list[Passage]:
     """Passages in the order in which they came, each once; a failed search (None) adds nothing."""
     return list({(p.title, p.text): p for p in (*kept, *(found or ()))}.values())
 
 
-def answer_of(said: Generated) -> str:
-    """What stands behind the last "The final answer:" of a text, to the end of its line, as `FINISH` asks for."""
+def extract_answer(said: Generated) -> str:
+    """What stands behind the last "The final answer:" of a text, to the end of its line, as `ANSWER_INSTRUCTION` asks for."""
     return first_line(final_answer(said.text)) if FINAL_ANSWER in said.text else final_answer(said.text)
 
 
@@ -67,7 +67,7 @@ def first_line(text: str) -> str:
     return next(iter(text.splitlines()), "").strip()
 
 
-def listed(text: str) -> list[str]:
+def parse_list(text: str) -> list[str]:
     """The lines of a list without bullets and numbers, each once; empty ones and a preface ("Here are two:") left out."""
     text = re.sub(r"\A\s*[^\n]*:[ \t]*\n", "", text)
     lines = (re.sub(r"^\s*(?:[-*•]|\(?\d{1,2}[.):])\s+", "", line).strip() for line in text.splitlines())
@@ -75,11 +75,11 @@ def listed(text: str) -> list[str]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Outcome:
+class PromptedResult:
     """What came of one question."""
 
     answer: str
-    written: tuple[Generated, ...]
+    generations: tuple[Generated, ...]
     """Everything that the model wrote, in the order in which it was asked for."""
     searches: tuple[tuple[str, tuple[Passage, ...] | None], ...]
     """Each query with what it found; None where the search failed."""
@@ -92,18 +92,20 @@ class Outcome:
         return [passage.title for _, found in self.searches for passage in found or ()]
 
     @property
-    def tokens(self) -> int:
+    def sampled_tokens(self) -> int:
         """Sampled tokens."""
-        return sum(said.trajectory.policy_tokens for said in self.written)
+        return sum(said.trajectory.policy_tokens for said in self.generations)
 
     @property
-    def tokens_read(self) -> int:
+    def prompt_tokens(self) -> int:
         """Tokens of all prompts."""
-        return sum(len(said.trajectory.tokens) for said in self.written) - self.tokens
+        return sum(len(said.trajectory.tokens) for said in self.generations) - self.sampled_tokens
 
 
-def recorded(flow: Flow) -> Generator[Ask | Sequence[Ask], Any, Outcome]:
-    """The same flow, which returns an `Outcome`: the answer and all that was written and found on the way."""
+def with_record(
+    flow: PromptedWorkflow,
+) -> Generator[WorkflowRequest | Sequence[WorkflowRequest], Any, PromptedResult]:
+    """The same flow, which returns an `PromptedResult`: the answer and all that was written and found on the way."""
     written: list[Generated] = []
     searches: list[tuple[str, tuple[Passage, ...] | None]] = []
     reply: Any = None
@@ -111,13 +113,13 @@ def recorded(flow: Flow) -> Generator[Ask | Sequence[Ask], Any, Outcome]:
         try:
             wanted = flow.send(reply)
         except StopIteration as end:
-            return Outcome(str(end.value).strip(), tuple(written), tuple(searches))
+            return PromptedResult(str(end.value).strip(), tuple(written), tuple(searches))
         try:
             reply = yield wanted
         except PromptTooLong:
             flow.close()
-            return Outcome("", tuple(written), tuple(searches), "context_limit")
-        single = isinstance(wanted, Ask)
+            return PromptedResult("", tuple(written), tuple(searches), "context_limit")
+        single = isinstance(wanted, WorkflowRequest)
         for ask, result in _pairs([wanted] if single else wanted, [reply] if single else reply):
             if isinstance(ask, Retrieve):
                 searches.append((ask.query, None if result is None else tuple(result)))
@@ -125,7 +127,7 @@ def recorded(flow: Flow) -> Generator[Ask | Sequence[Ask], Any, Outcome]:
                 written.append(result)
         if any(said.stop == NOT_FINITE for said in written):
             flow.close()
-            return Outcome("", tuple(written), tuple(searches), NOT_FINITE)
+            return PromptedResult("", tuple(written), tuple(searches), NOT_FINITE)
         reply = _heard(reply) if single else [_heard(result) for result in reply]
 
 
@@ -136,5 +138,5 @@ def _heard(result: Any) -> Any:
     return result
 
 
-def _pairs(asks: Any, results: Any) -> Iterable[tuple[Ask, Any]]:
+def _pairs(asks: Any, results: Any) -> Iterable[tuple[WorkflowRequest, Any]]:
     return zip(asks, results, strict=True)

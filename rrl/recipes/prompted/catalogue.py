@@ -8,15 +8,15 @@ from typing import Any
 from rrl.data.questions import Question
 from rrl.errors import UserError
 from rrl.recipes.prompted import iterative, single
-from rrl.recipes.prompted.base import Flow, Outcome, Settings, recorded
-from rrl.rollout.workflow import Ask, Completion
+from rrl.recipes.prompted.base import PromptedResult, PromptedSettings, PromptedWorkflow, with_record
+from rrl.rollout.workflow import Completion, WorkflowRequest
 
 
 @dataclasses.dataclass(frozen=True)
-class Method:
+class PromptedMethod:
     """One prompted method."""
 
-    run: Callable[..., Flow]
+    run: Callable[..., PromptedWorkflow]
     source: str
     searches: bool = True
     """False where nothing is ever searched, so that no retriever is needed."""
@@ -25,11 +25,13 @@ class Method:
     options: Mapping[str, int | float] = dataclasses.field(default_factory=dict)
     """What differs from the defaults of `run`."""
 
-    def flow(self, question: Question, settings: Settings) -> Generator[Ask | Sequence[Ask], Any, Outcome]:
+    def workflow(
+        self, question: Question, settings: PromptedSettings
+    ) -> Generator[WorkflowRequest | Sequence[WorkflowRequest], Any, PromptedResult]:
         """The method at work on one question, for `Engine.run_workflows`."""
-        return recorded(self.run(question, settings, **self.options))
+        return with_record(self.run(question, settings, **self.options))
 
-    def completion(self, settings: Settings) -> Completion:
+    def completion(self, settings: PromptedSettings) -> Completion:
         """What the engine must be told before it runs this method."""
         return Completion(stop_sets=self.stops, turn_tokens=settings.tokens)
 
@@ -44,25 +46,25 @@ class Method:
         return found | dict(self.options)
 
 
-METHODS: Mapping[str, Method] = {
-    "direct": Method(single.direct, "prompting", searches=False),
-    "cot": Method(single.cot, "Kojima et al., 2022", searches=False),
-    "naive_rag": Method(single.naive_rag, "Lewis et al., 2020"),
-    "rag_cot": Method(single.rag_cot, "R3-RAG, 2025, section 4.2"),
-    "sure": Method(single.sure, "Kim et al., 2024"),
-    "react": Method(iterative.react, "Yao et al., 2023", stops=((iterative.OBSERVATION,),)),
-    "self_ask": Method(iterative.self_ask, "Press et al., 2023", stops=((iterative.INTERMEDIATE,),)),
-    "ircot": Method(iterative.ircot, "Trivedi et al., 2023"),
-    "iter_retgen": Method(iterative.iter_retgen, "Shao et al., 2023"),
-    "flare": Method(iterative.flare, "Jiang et al., 2023"),
-    "adaptive_rag": Method(iterative.adaptive_rag, "Jeong et al., 2024"),
-    "search_o1": Method(iterative.search_o1, "Li et al., 2025", stops=((iterative.END_QUERY,),)),
-    "decomposition": Method(iterative.decomposition, "after RQ-RAG, Chan et al., 2024"),
+METHODS: Mapping[str, PromptedMethod] = {
+    "direct": PromptedMethod(single.direct, "prompting", searches=False),
+    "cot": PromptedMethod(single.cot, "Kojima et al., 2022", searches=False),
+    "naive_rag": PromptedMethod(single.naive_rag, "Lewis et al., 2020"),
+    "rag_cot": PromptedMethod(single.rag_cot, "R3-RAG, 2025, section 4.2"),
+    "sure": PromptedMethod(single.sure, "Kim et al., 2024"),
+    "react": PromptedMethod(iterative.react, "Yao et al., 2023", stops=((iterative.OBSERVATION,),)),
+    "self_ask": PromptedMethod(iterative.self_ask, "Press et al., 2023", stops=((iterative.INTERMEDIATE,),)),
+    "ircot": PromptedMethod(iterative.ircot, "Trivedi et al., 2023"),
+    "iter_retgen": PromptedMethod(iterative.iter_retgen, "Shao et al., 2023"),
+    "flare": PromptedMethod(iterative.flare, "Jiang et al., 2023"),
+    "adaptive_rag": PromptedMethod(iterative.adaptive_rag, "Jeong et al., 2024"),
+    "search_o1": PromptedMethod(iterative.search_o1, "Li et al., 2025", stops=((iterative.END_QUERY,),)),
+    "decomposition": PromptedMethod(iterative.decomposition, "after RQ-RAG, Chan et al., 2024"),
 }
 """By the name a config or command gives them."""
 
 
-def make_method(name: str, options: Mapping[str, int | float] | None = None) -> Method:
+def make_prompted_method(name: str, options: Mapping[str, int | float] | None = None) -> PromptedMethod:
     """A method with some of its options changed.
 
     Raises UserError for an unknown method or option, with what there is, and for a value that is not positive or of another type.

@@ -21,10 +21,10 @@ from jaxtyping import PyTree
 
 import rrl.models
 import rrl.rollout
-from rrl.files import write_whole
+from rrl.files import write_atomically
 from rrl.models.cpu.layers import processor
-from rrl.parallel.runtime import cache_folder, cores_here
-from rrl.rollout.loop import Programs
+from rrl.parallel.runtime import available_cores, cache_folder
+from rrl.rollout.loop import RolloutPrograms
 
 log = logging.getLogger(__name__)
 
@@ -32,11 +32,11 @@ LIBRARIES = ("jax", "jaxlib", "flax", "numpy")
 SOURCES = (".py", ".cc", ".h")
 VARIABLES = ("XLA_FLAGS", "NPROC")
 """Of the environment, on which it depends how XLA compiles for a CPU."""
-OPTIONS = ("jax_enable_x64", "jax_default_matmul_precision")
+JAX_OPTIONS = ("jax_enable_x64", "jax_default_matmul_precision")
 """Of JAX, on which the bits of a product depend."""
 
 
-def key_of(programs: Programs, params: PyTree) -> str:
+def cache_key(programs: RolloutPrograms, params: PyTree) -> str:
     """Names all that the bits of these programs depend on, but for the numbers in the parameters: shapes and settings, this code,
     the libraries, and the machine."""
     dtype = nnx.merge(programs.graph, params).dtype
@@ -46,15 +46,22 @@ def key_of(programs: Programs, params: PyTree) -> str:
         programs.decoder_config,
         str(dtype),
         shapes,
-        programs.in_kernel(dtype),
-        programs.reads_compiled(dtype),
+        programs.uses_cpu_layers(dtype),
+        programs.uses_cpu_attention(dtype),
     )
-    engine = config, programs.limits, programs.loops, programs.shards, programs.step_tokens, len(programs.eos)
-    compiler = programs.options, [(name, getattr(jax.config, name)) for name in OPTIONS]
+    engine = (
+        config,
+        programs.limits,
+        programs.workers,
+        programs.shards,
+        programs.step_tokens,
+        len(programs.eos),
+    )
+    compiler = programs.compiler_options, [(name, getattr(jax.config, name)) for name in JAX_OPTIONS]
     return _short(model, engine, compiler, _code(), _machine())
 
 
-def recall(key: str) -> Mapping[str, Any] | None:
+def load(key: str) -> Mapping[str, Any] | None:
     """What was remembered under the key; None where that is nothing, or nothing that can be read."""
     try:
         found = json.loads(_file(key).read_text())
@@ -63,12 +70,12 @@ def recall(key: str) -> Mapping[str, Any] | None:
     return found if isinstance(found, dict) else None
 
 
-def remember(key: str, found: Mapping[str, Any]) -> None:
+def store(key: str, found: Mapping[str, Any]) -> None:
     """Writes it, whole or not at all; where it can't, it is left out."""
     file = _file(key)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(file, json.dumps(found))
+        write_atomically(file, json.dumps(found))
     except OSError as error:
         log.debug("%s could not be written: %s", file, error)
 
@@ -91,4 +98,6 @@ def _code() -> str:
 
 
 def _machine() -> str:
-    return _short(processor(), cores_here(), os.cpu_count(), [os.environ.get(name) for name in VARIABLES])
+    return _short(
+        processor(), available_cores(), os.cpu_count(), [os.environ.get(name) for name in VARIABLES]
+    )

@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from rrl.errors import UserError
-from rrl.eval.evaluate import Settings
-from rrl.files import replaced, saving
-from rrl.parallel.runtime import cores_here
+from rrl.eval.evaluate import EvaluationSettings
+from rrl.files import atomic_stream, saving
+from rrl.parallel.runtime import available_cores
 from rrl.runs.launcher import load_config
 from rrl.runs.metrics import read_metrics
 from rrl.studies.analyses.catalogue import analysis_named, evaluation_points, training_points
@@ -77,10 +77,10 @@ def analyze(
         points, known = evaluation_points(analysis, policies, values, arguments, fields, smoke)
         root = out
         for each in known.values():
-            Settings.of(
+            EvaluationSettings.of(
                 load_config(each.config, [f"{field}={value}" for field, value in each.fields.items()])
             )
-    jobs = jobs if jobs is not None else min(2, cores_here())
+    jobs = jobs if jobs is not None else min(2, available_cores())
     names = [name for point in points for name in point.runs]
     store = None if keep is None else MeasurementStore(keep, known)
     todo = with_dependencies(names, known) if store is None else store.missing_runs(names, root)
@@ -114,7 +114,7 @@ def analyze(
     for name, content in (("table.md", text), ("table.csv", csv_of(rows))):
         with saving(out / name):
             out.mkdir(parents=True, exist_ok=True)
-            with replaced(out / name) as stream:
+            with atomic_stream(out / name) as stream:
                 stream.write(content.encode())
     with saving(out / "plot.png"):
         draw(analysis, rows, curves, out / "plot.png")

@@ -13,7 +13,7 @@ from typing import Any
 from rrl.errors import UserError
 from rrl.recipes.card import read_card
 from rrl.recipes.catalogue import RECIPES, make_recipe
-from rrl.recipes.prompted.catalogue import METHODS, make_method
+from rrl.recipes.prompted.catalogue import METHODS, make_prompted_method
 from rrl.studies.compare import with_arguments
 from rrl.studies.reproduction.plan import (
     ARMS,
@@ -266,7 +266,7 @@ def _step_limit_of(method: str) -> str:
     Raises UserError for an unknown method, and for one without such a field.
     """
     if method in METHODS:
-        where, names = "method", list(make_method(method).defaults)
+        where, names = "method", list(make_prompted_method(method).defaults)
     elif method in RECIPES:
         environment: Any = make_recipe(method).environment
         where, names = "recipe.environment", [field.name for field in dataclasses.fields(environment)]

@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Float
 
 from rrl.errors import UserError
-from rrl.eval.comparison import COSTS, RETRIEVAL, Run, as_csv, common, load_run, records, remarks
+from rrl.eval.comparison import COSTS, RETRIEVAL, EvaluationRun, as_csv, common, load_run, records, remarks
 from rrl.eval.intervals import Interval, bootstrap, student
 from rrl.studies.analyses.catalogue import Analysis, AnalysisPoint
 from rrl.studies.reproduction.page import SMOKE, markdown
@@ -21,7 +21,7 @@ class AnalysisRow:
     """The measurements of one point."""
 
     point: AnalysisPoint
-    runs: Sequence[Run]
+    runs: Sequence[EvaluationRun]
     """One evaluation per seed."""
     metrics: Mapping[str, Interval]
     """em, f1, ... in [0, 1], with intervals."""
@@ -36,7 +36,7 @@ def load_rows(
     points: Sequence[AnalysisPoint],
     out: Path,
     first: AnalysisPoint,
-    stored: Mapping[str, Run] = types.MappingProxyType({}),
+    stored: Mapping[str, EvaluationRun] = types.MappingProxyType({}),
 ) -> list[AnalysisRow]:
     """Return the rows of these points.
 
@@ -85,7 +85,7 @@ def _share(of: Interval) -> Interval:
     return dataclasses.replace(of, low=max(0.0, of.low), high=min(1.0, of.high))
 
 
-def _against(first: Sequence[Run], runs: Sequence[Run]) -> Interval | None:
+def _against(first: Sequence[EvaluationRun], runs: Sequence[EvaluationRun]) -> Interval | None:
     main = first[0].main
     if any(
         run.card.questions_sha256 != first[0].card.questions_sha256 or main not in run.metrics for run in runs
@@ -95,7 +95,7 @@ def _against(first: Sequence[Run], runs: Sequence[Run]) -> Interval | None:
     return interval([run.metrics[main] - base.metrics[main] for base, run in pairs])
 
 
-def _facts(runs: Sequence[Run]) -> dict[str, float]:
+def _facts(runs: Sequence[EvaluationRun]) -> dict[str, float]:
     found = [{**run.found.get("retrieval", {}), **run.found.get("cost", {})} for run in runs]
     names = [name for name in (*COSTS, *RETRIEVAL) if all(name in each for each in found)]
     return {name: float(np.mean([each[name] for each in found])) for name in names}

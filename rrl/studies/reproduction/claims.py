@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from rrl.errors import UserError
-from rrl.retrieval.gold import hits_of
+from rrl.retrieval.gold import gold_hits
 from rrl.studies.reproduction.results import (
     SEED,
     EvaluationResult,
@@ -150,7 +150,7 @@ def higher_recall_at_equal_passages(results: ReproductionResults, runs: Sequence
         hits = steps.hits
         cut = [titles[:count] for titles, count in zip(ranked, hits.found.tolist(), strict=True)]
         left.append(hits.full_recall(most))
-        right.append(hits_of(cut, single.gold).full_recall())
+        right.append(gold_hits(cut, single.gold).full_recall())
     return _evidence(left, right, 1)
 
 

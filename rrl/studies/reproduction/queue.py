@@ -24,9 +24,9 @@ from rrl.config.renamed import new_name, rename_stored
 from rrl.errors import UserError
 from rrl.eval import evaluate
 from rrl.eval.result_card import commit_here
-from rrl.files import locked, replaced
-from rrl.parallel.runtime import cores_here
-from rrl.runs.launcher import TRY_AGAIN, load_config
+from rrl.files import atomic_stream, exclusive_lock
+from rrl.parallel.runtime import available_cores
+from rrl.runs.launcher import EXIT_TRY_AGAIN, load_config
 from rrl.sft import stages
 from rrl.stopping import stop_requested
 from rrl.studies.reproduction.plan import PlannedRun
@@ -55,7 +55,7 @@ class RunManifest:
 
     def save(self, file: Path) -> None:
         """Write the manifest as JSON."""
-        with replaced(file) as stream:
+        with atomic_stream(file) as stream:
             stream.write(json.dumps(dataclasses.asdict(self), indent=2).encode() + b"\n")
 
 
@@ -176,7 +176,7 @@ def run_queue(
     codes: set[int] = set()
     active: dict[int, _RunProcess] = {}
     with (
-        locked(out, f"out {out}: another process is running there. Wait for it, or stop it.") as lock,
+        exclusive_lock(out, f"out {out}: another process is running there. Wait for it, or stop it.") as lock,
         stop_requested() as stop,
     ):
         try:
@@ -213,7 +213,7 @@ def run_queue(
                 running.process.send_signal(signal.SIGTERM)
             for running in active.values():
                 running.end(running.process.wait())
-    return QueueResult(failed, bool(stop), codes == {TRY_AGAIN})
+    return QueueResult(failed, bool(stop), codes == {EXIT_TRY_AGAIN})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -268,8 +268,8 @@ def core_shares(jobs: int) -> list[list[int]]:
     Raises UserError for more runs than cores.
     """
     known = sorted(os.sched_getaffinity(0)) if CAN_PIN_CORES else []
-    if not 1 <= jobs <= cores_here():
-        raise UserError(f"jobs={jobs} must be 1 to {cores_here()}, the number of available cores")
+    if not 1 <= jobs <= available_cores():
+        raise UserError(f"jobs={jobs} must be 1 to {available_cores()}, the number of available cores")
     return [known[place::jobs] for place in range(jobs)]
 
 

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rrl.errors import UserError
-from rrl.files import replaced
-from rrl.parallel.runtime import cores_here
+from rrl.files import atomic_stream
+from rrl.parallel.runtime import available_cores
 from rrl.studies.reproduction.claims import claims_named
 from rrl.studies.reproduction.page import list_of, reproduction_page
 from rrl.studies.reproduction.plan import planned_runs
@@ -49,7 +49,7 @@ def reproduce(
     """
     known = planned_runs(seeds, smoke)
     names = [name for claim in claims_named(only) for name in claim.needs(seeds)]
-    jobs = jobs if jobs is not None else min(2, cores_here())
+    jobs = jobs if jobs is not None else min(2, available_cores())
     store = MeasurementStore(keep or out / "kept", known)
     for name, why in store.outdated.items():
         print(f"{store.folder}: {name} {why}: ignored", file=sys.stderr)
@@ -67,7 +67,7 @@ def reproduce(
         )
     text = reproduction_page(known, out, store, seeds, command, smoke)
     file.parent.mkdir(parents=True, exist_ok=True)
-    with replaced(file) as stream:
+    with atomic_stream(file) as stream:
         stream.write(text.encode())
     print(f"{text}\n{file}")
     return done

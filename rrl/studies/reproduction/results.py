@@ -10,7 +10,7 @@ from jaxtyping import Float
 from rrl.errors import UserError
 from rrl.eval.comparison import load_run
 from rrl.eval.results import read_lines
-from rrl.retrieval.gold import Hits, hits_of
+from rrl.retrieval.gold import GoldHits, gold_hits
 
 SEED = "{seed}"
 """Placeholder in a run's name that stands for each of the seeds."""
@@ -33,9 +33,9 @@ class EvaluationResult:
     """From the result card; "" if nothing was searched."""
 
     @property
-    def hits(self) -> Hits:
+    def hits(self) -> GoldHits:
         """Which of the retrieved passages are gold."""
-        return hits_of(self.titles, self.gold)
+        return gold_hits(self.titles, self.gold)
 
 
 def read_evaluation(folder: Path) -> EvaluationResult:

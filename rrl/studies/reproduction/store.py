@@ -16,11 +16,10 @@ from pathlib import Path
 import numpy as np
 
 from rrl.errors import UserError
-from rrl.eval.comparison import Run as EvaluationRun
-from rrl.eval.comparison import load_run
+from rrl.eval.comparison import EvaluationRun, load_run
 from rrl.eval.result_card import ResultCard, card_of
 from rrl.eval.scoring import CUTS, costs
-from rrl.files import replaced
+from rrl.files import atomic_stream
 from rrl.runs.metrics import read_metrics
 from rrl.studies.reproduction.plan import PlannedRun, with_dependencies
 from rrl.studies.reproduction.queue import RunManifest, load_manifest, manifest_mismatch
@@ -59,7 +58,7 @@ class StoredMeasurement:
         values = {_KEYS.get(name, name): value for name, value in dataclasses.asdict(self).items()}
         if self.evaluation is not None:
             values["evaluation"]["columns"] = {n: v.tolist() for n, v in self.evaluation.columns.items()}
-        with replaced(file) as stream:
+        with atomic_stream(file) as stream:
             stream.write(gzip.compress(json.dumps(values).encode(), mtime=0))
 
     @staticmethod

@@ -22,7 +22,7 @@ from rrl.models.cache import BLOCK, KVCache
 from rrl.models.config import DecoderConfig, Llama3Scaling
 from rrl.models.cpu import layers as kernel
 from rrl.models.cpu.layers import can_attend, can_compute, cpu_attention, cpu_copy, cpu_draw, cpu_layers
-from rrl.models.lora import LoraConfig, add_lora, merged
+from rrl.models.lora import LoraConfig, add_lora, merge_lora
 from rrl.rollout.sampling import sample, truncate, uniform
 from tests.models.small import draw, extend, filled, make, places, run
 
@@ -139,7 +139,7 @@ def test_large_scores_do_not_overflow(compiled, score):
 def caches(config, rows, slots, threads=1):
     """An empty one that the kernel reads, and one that XLA does."""
     how = {"slots_last": True, "threads": threads}
-    return [KVCache.create(config, rows, slots, compiled=compiled, **how) for compiled in (True, False)]
+    return [KVCache.create(config, rows, slots, cpu_kernel=compiled, **how) for compiled in (True, False)]
 
 
 def prefill(decoder, tokens, at, cache, rows=None):
@@ -250,7 +250,7 @@ def test_rows_are_copied_as_they_were(compiled, threads):
     draw = np.random.default_rng(0)
     held = [draw.normal(size=(LAYERS, BLOCKS, ROWS, 2, *last)) for last in ((16, BLOCK), (BLOCK, 16))]
     k, v = (jnp.asarray(part, jnp.float32) for part in held)
-    cache = KVCache(k, v, SLOTS, slots_last=True, compiled=threads > 0, threads=threads)
+    cache = KVCache(k, v, SLOTS, slots_last=True, cpu_kernel=threads > 0, threads=threads)
     source, target = jnp.array([0, 1, 2, 2, 0, 1]), jnp.array([1, 2, 0, 3, ROWS, 4])
     slots, kept = jnp.array([200, 1, 2 * BLOCK, SLOTS, SLOTS, 0]), jnp.array([0, 0, BLOCK + 3, 5, 0, 0])
     found = jax.jit(lambda cache: cache.copy_rows(source, target, slots, kept))(cache)
@@ -396,12 +396,12 @@ def test_models_and_caches_draw_where_their_layers_are(compiled):
     untied = dataclasses.replace(BASE, vocab_size=96, tie_embeddings=False)
     ours, theirs = caches(untied, 2, 20)
     decoder = make(untied)
-    assert decoder.drawn_by(ours) is not None and decoder.drawn_by(theirs) is None
-    assert make(BASE).drawn_by(ours) is None  # 97 tokens
+    assert decoder.sampling_table(ours) is not None and decoder.sampling_table(theirs) is None
+    assert make(BASE).sampling_table(ours) is None  # 97 tokens
     tied = make(dataclasses.replace(BASE, vocab_size=96))
-    assert tied.drawn_by(ours) is None  # until its table is turned
+    assert tied.sampling_table(ours) is None  # until its table is turned
     add_lora(decoder, LoraConfig(rank=2), rngs=nnx.Rngs(0))
-    assert decoder.drawn_by(ours) is None
+    assert decoder.sampling_table(ours) is None
 
 
 def test_adapters_are_left_to_xla_or_added_before(compiled):
@@ -411,9 +411,9 @@ def test_adapters_are_left_to_xla_or_added_before(compiled):
         held = getattr(decoder.layers, name)
         held[...] = jax.random.normal(jax.random.key(1), held.shape) * 0.1
     tokens, (ours, theirs) = draw(BASE, 2, 9), caches(BASE, 2, 20)
-    assert not decoder._in_kernel(ours) and merged(decoder)._in_kernel(ours)
+    assert not decoder._in_kernel(ours) and merge_lora(decoder)._in_kernel(ours)
     wanted, _ = extend(decoder, tokens, places(2, 9), theirs)
-    for model in (decoder, merged(decoder)):
+    for model in (decoder, merge_lora(decoder)):
         found, _ = extend(model, tokens, places(2, 9), ours)
         np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-4)
 
@@ -421,7 +421,7 @@ def test_adapters_are_left_to_xla_or_added_before(compiled):
 def test_a_turned_table_gives_the_same_logits():
     decoder, hidden = make(BASE), jax.random.normal(jax.random.key(0), (2, 3, BASE.hidden))
     turned = nnx.merge(*nnx.split(decoder))
-    turned.turned = decoder.embedding[...].T
+    turned.transposed_embedding = decoder.embedding[...].T
     np.testing.assert_allclose(turned.unembed(hidden), decoder.unembed(hidden), rtol=1e-5, atol=1e-5)
 
 

@@ -8,8 +8,8 @@ import numpy as np
 from rrl.data.passages import Passage
 from rrl.data.questions import Question
 from rrl.data.trajectory import POLICY, PROMPT, Trajectory
-from rrl.recipes.prompted.base import Outcome, Settings
-from rrl.recipes.prompted.catalogue import make_method
+from rrl.recipes.prompted.base import PromptedResult, PromptedSettings
+from rrl.recipes.prompted.catalogue import make_prompted_method
 from rrl.rollout.workflow import Generate, Generated, Retrieve
 
 QUESTION = Question("q", "Where was the director of Silver Harbour born?", ("Oslo",))
@@ -53,15 +53,15 @@ def play(
     replies: Sequence[tuple[str, str] | tuple[str, str, Mapping[str, float]]],
     question: Question = QUESTION,
     found: Mapping[str, list[Passage] | None] = WORLD,
-    settings: Settings | None = None,
+    settings: PromptedSettings | None = None,
     **options: int | float,
-) -> tuple[Outcome, list[str]]:
+) -> tuple[PromptedResult, list[str]]:
     """Runs a method. Each reply is (what the prompt must hold, what is said); a query finds what stands under a name in it.
 
     Returns the outcome and all prompts. Fails where the method asks for more or less than was scripted.
     """
-    method, script, prompts = make_method(name, options), list(replies), list[str]()
-    settings = settings or Settings(token_bytes=VOCABULARY)
+    method, script, prompts = make_prompted_method(name, options), list(replies), list[str]()
+    settings = settings or PromptedSettings(token_bytes=VOCABULARY)
 
     def answer(ask: Any) -> Any:
         if isinstance(ask, Retrieve):
@@ -76,7 +76,7 @@ def play(
         prompts.append(ask.prompt)
         return said(text, ask.stops, *chances)
 
-    flow = method.flow(question, settings)
+    flow = method.workflow(question, settings)
     reply = None
     try:
         while True:
@@ -91,7 +91,7 @@ def play(
 
 def ramble(name: str, text: str, most: int = 100) -> tuple[str, int]:
     """The answer of a method whose model always writes the same and whose searches all fail, and how much it asked for."""
-    flow = make_method(name).flow(QUESTION, Settings(token_bytes=VOCABULARY))
+    flow = make_prompted_method(name).workflow(QUESTION, PromptedSettings(token_bytes=VOCABULARY))
     reply, asks = None, 0
     while asks < most:
         try:

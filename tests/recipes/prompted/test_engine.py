@@ -4,7 +4,7 @@ import jax
 import pytest
 from flax import nnx
 
-from rrl.recipes.prompted.base import Settings
+from rrl.recipes.prompted.base import PromptedSettings
 from rrl.recipes.prompted.catalogue import METHODS
 from rrl.rollout.config import EngineConfig
 from rrl.rollout.engine import Engine
@@ -16,9 +16,11 @@ pytestmark = pytest.mark.slow
 
 def test_all_methods_share_one_batch_and_do_not_depend_on_it() -> None:
     decoder, tokenizer, retriever, requests = make_world()
-    config = EngineConfig(rows=4, context=2048, feeds=2, feed_tokens=256, patience=4, top_k=2)
+    config = EngineConfig(
+        rows=4, context=2048, wake_threshold=2, prefill_tokens=256, max_wait_steps=4, top_k=2
+    )
     engine, params = Engine(decoder, tokenizer, config, retriever=retriever), nnx.state(decoder)
-    settings = Settings(
+    settings = PromptedSettings(
         tokens=12, passage_chars=40, most_passages=2, temperature=1.0, token_bytes=engine.bytes
     )
     stops = tuple(dict.fromkeys(stops for method in METHODS.values() for stops in method.stops))
@@ -26,13 +28,13 @@ def test_all_methods_share_one_batch_and_do_not_depend_on_it() -> None:
     question = requests[0].question
 
     def run(names: list[str]) -> list:
-        flows = [METHODS[name].flow(question, settings) for name in names]
+        flows = [METHODS[name].workflow(question, settings) for name in names]
         return engine.run_workflows(params, flows, environment, jax.random.key(0))
 
     together = run(list(METHODS))
-    assert all(isinstance(outcome.answer, str) and outcome.written for outcome in together)
+    assert all(isinstance(outcome.answer, str) and outcome.generations for outcome in together)
     for (name, method), outcome in zip(METHODS.items(), together, strict=True):
         assert method.searches or not outcome.searches
-        assert all(said.trajectory.policy_tokens <= 12 for said in outcome.written), name
-        assert outcome.tokens > 0 and outcome.tokens_read > 0
-    assert run(list(METHODS)[:3])[2].written[0].text == together[2].written[0].text
+        assert all(said.trajectory.policy_tokens <= 12 for said in outcome.generations), name
+        assert outcome.sampled_tokens > 0 and outcome.prompt_tokens > 0
+    assert run(list(METHODS)[:3])[2].generations[0].text == together[2].generations[0].text

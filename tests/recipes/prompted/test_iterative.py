@@ -3,8 +3,8 @@
 import pytest
 
 from rrl.errors import UserError
-from rrl.recipes.prompted.base import Settings
-from rrl.recipes.prompted.iterative import first_sentence, token_chances
+from rrl.recipes.prompted.base import PromptedSettings
+from rrl.recipes.prompted.iterative import first_sentence, token_probabilities
 from tests.recipes.prompted.scripted import FILM, PERSON, QUESTION, VOCABULARY, play, said
 
 LAST = (
@@ -97,7 +97,7 @@ def test_ircot_searches_with_each_sentence_and_keeps_only_the_first() -> None:
 
 def test_ircot_stops_searching_when_it_has_enough_passages() -> None:
     script = [("", "Ada Berg did. "), ("", "Ada Berg was."), LAST]
-    outcome, _ = play("ircot", script, steps=2, settings=Settings(most_passages=1))
+    outcome, _ = play("ircot", script, steps=2, settings=PromptedSettings(most_passages=1))
     assert len(outcome.searches) == 1
 
 
@@ -147,11 +147,11 @@ def test_flare_thresholds_are_options_and_a_fully_masked_sentence_asks_the_quest
 def test_flare_closes_when_sentences_run_out_and_needs_the_bytes_of_tokens() -> None:
     assert play("flare", [("", "Well then. So"), LAST], sentences=1)[0].answer == "Oslo"
     with pytest.raises(UserError, match="flare needs the bytes of tokens"):
-        play("flare", [], settings=Settings())
+        play("flare", [], settings=PromptedSettings())
 
 
 def test_chances_belong_to_the_tokens_of_the_sentence() -> None:
-    words = token_chances(
+    words = token_probabilities(
         said("Ada Berg made it. Then", chances={"made": 0.25}), VOCABULARY, len("Ada Berg made it.")
     )
     assert [word for word, _ in words] == ["Ada", " Berg", " made", " it."]

@@ -8,8 +8,8 @@ import pytest
 
 from rrl.data.trajectory import NOT_FINITE
 from rrl.errors import UserError
-from rrl.recipes.prompted.base import Settings, collected, listed
-from rrl.recipes.prompted.catalogue import METHODS, make_method
+from rrl.recipes.prompted.base import PromptedSettings, merge_passages, parse_list
+from rrl.recipes.prompted.catalogue import METHODS, make_prompted_method
 from rrl.rollout.workflow import PromptTooLong, Retrieve
 from tests.recipes.prompted.scripted import FILM, PERSON, QUESTION, play, ramble, said
 
@@ -29,7 +29,7 @@ def test_options_are_those_of_the_docs_table() -> None:
 def test_direct_asks_once_and_never_searches() -> None:
     outcome, prompts = play("direct", [(QUESTION.text, " Oslo ")])
     assert outcome.answer == "Oslo" and outcome.searches == () and outcome.titles == []
-    assert len(outcome.written) == 1 and outcome.tokens == 3 and outcome.tokens_read == 1
+    assert len(outcome.generations) == 1 and outcome.sampled_tokens == 3 and outcome.prompt_tokens == 1
     assert "passages" not in prompts[0].lower()
 
 
@@ -60,7 +60,7 @@ def test_a_failed_or_empty_search_is_said_and_survived() -> None:
 def test_thoughts_that_came_to_an_end_are_no_answer() -> None:
     thought = "<think>\nHm, Rome? No.\n</think>\n\n"
     outcome, _ = play("direct", [("", f"{thought}Oslo")])
-    assert outcome.answer == "Oslo" and "Rome" in outcome.written[0].trajectory.segments[0][1]
+    assert outcome.answer == "Oslo" and "Rome" in outcome.generations[0].trajectory.segments[0][1]
     assert (
         play("direct", [("", "<think> Rome")])[0].answer == "<think> Rome"
     )  # cut: no answer it could be taken for
@@ -82,7 +82,7 @@ def test_choices_are_shown_with_letters_and_not_searched_with() -> None:
 
 
 def test_passages_are_cut_and_counted_as_the_settings_say() -> None:
-    settings = Settings(passage_chars=6, most_passages=1)
+    settings = PromptedSettings(passage_chars=6, most_passages=1)
     _, prompts = play(
         "naive_rag",
         [("(Title: Silver Harbour) Silver\n", "x")],
@@ -141,14 +141,14 @@ def test_sure_compares_every_two_of_more_candidates() -> None:
 
 
 def test_lists_lose_their_bullets_and_nothing_else() -> None:
-    assert listed("1. x\n2) y\n- z\n* x\n\n3 May 1990\n(4) w") == ["x", "y", "z", "3 May 1990", "w"]
-    assert collected([FILM], [PERSON, FILM]) == [FILM, PERSON]
-    assert collected([FILM], None) == [FILM]
+    assert parse_list("1. x\n2) y\n- z\n* x\n\n3 May 1990\n(4) w") == ["x", "y", "z", "3 May 1990", "w"]
+    assert merge_passages([FILM], [PERSON, FILM]) == [FILM, PERSON]
+    assert merge_passages([FILM], None) == [FILM]
 
 
 def test_methods_and_options_are_known_by_name() -> None:
     assert len(METHODS) == 13 and all(method.source for method in METHODS.values())
-    assert make_method("ircot", {"steps": 3}).defaults == {"steps": 3}
+    assert make_prompted_method("ircot", {"steps": 3}).defaults == {"steps": 3}
     for name, options, words in (
         ("rag", {}, r"method='rag' is unknown; there are direct, cot"),
         ("ircot", {"rounds": 3}, r"ircot.rounds is no option of the method; its options are steps"),
@@ -158,9 +158,9 @@ def test_methods_and_options_are_known_by_name() -> None:
         ("flare", {"look_below": -1}, r"flare.look_below=-1 must be a number above 0"),
     ):
         with pytest.raises(UserError, match=words):
-            make_method(name, options)
+            make_prompted_method(name, options)
     with pytest.raises(UserError, match="tokens=0 must be at least 1"):
-        Settings(tokens=0)
+        PromptedSettings(tokens=0)
 
 
 RAMBLINGS = (
@@ -184,7 +184,7 @@ def test_every_method_ends_whatever_the_model_writes_and_though_every_search_fai
 
 
 def test_a_prompt_that_outgrows_the_context_leaves_the_question_without_an_answer() -> None:
-    flow = make_method("naive_rag").flow(QUESTION, Settings())
+    flow = make_prompted_method("naive_rag").workflow(QUESTION, PromptedSettings())
     assert isinstance(next(flow), Retrieve)
     flow.send([FILM])
     with pytest.raises(StopIteration) as end:
@@ -195,10 +195,10 @@ def test_a_prompt_that_outgrows_the_context_leaves_the_question_without_an_answe
 
 
 def test_a_text_that_broke_off_as_not_finite_leaves_the_question_without_an_answer() -> None:
-    flow = make_method("direct").flow(QUESTION, Settings())
+    flow = make_prompted_method("direct").workflow(QUESTION, PromptedSettings())
     next(flow)
     broken = dataclasses.replace(said("Os"), stop=NOT_FINITE)
     with pytest.raises(StopIteration) as end:
         flow.send(broken)
     outcome = end.value.value
-    assert (outcome.answer, outcome.ended, outcome.written) == ("", NOT_FINITE, (broken,))
+    assert (outcome.answer, outcome.ended, outcome.generations) == ("", NOT_FINITE, (broken,))

@@ -13,12 +13,12 @@ from rrl.rollout import loop
 from rrl.rollout.config import EngineConfig
 from rrl.rollout.cpu import probe_cache as remembered
 from rrl.rollout.cpu import shape_probe as sizes
-from rrl.rollout.cpu.probe_cache import key_of, recall, remember
-from rrl.rollout.cpu.shape_probe import Found, _checked, same_bits
+from rrl.rollout.cpu.probe_cache import cache_key, load, store
+from rrl.rollout.cpu.shape_probe import ProbeResult, _validated, probe_shapes
 from rrl.rollout.engine import Engine
 from tests.rollout.world import make_world
 
-CONFIG = EngineConfig(rows=32, context=192, feeds=8, feed_tokens=128, loops=1, draft_tokens=1)
+CONFIG = EngineConfig(rows=32, context=192, wake_threshold=8, prefill_tokens=128, workers=1, draft_tokens=1)
 FOUND = {"widths": [32, 8], "readers": [], "together": [4], "step_tokens": 64}
 KEY = "0" * 32
 
@@ -37,14 +37,14 @@ def folder(tmp_path, monkeypatch):
 
 def key(world, decoder=None, config=CONFIG):
     decoder = decoder or world[0]
-    return key_of(Engine(decoder, world[1], config).programs, nnx.state(decoder))
+    return cache_key(Engine(decoder, world[1], config).programs, nnx.state(decoder))
 
 
 def test_what_is_remembered_is_recalled_and_overwritten(folder):
-    assert recall(KEY) is None
+    assert load(KEY) is None
     for found in ({"widths": [1]}, FOUND):
-        remember(KEY, found)
-        assert recall(KEY) == found
+        store(KEY, found)
+        assert load(KEY) == found
     assert [file.name for file in folder.iterdir()] == [f"{KEY}.json"]
 
 
@@ -52,27 +52,27 @@ def test_what_is_remembered_is_recalled_and_overwritten(folder):
 def test_a_file_that_cannot_be_read_is_as_good_as_none(folder, content):
     folder.mkdir()
     (folder / f"{KEY}.json").write_bytes(content)
-    assert recall(KEY) is None
-    remember(KEY, FOUND)
-    assert recall(KEY) == FOUND
+    assert load(KEY) is None
+    store(KEY, FOUND)
+    assert load(KEY) == FOUND
 
 
 def test_a_folder_that_cannot_be_written_does_no_harm(folder, caplog):
     caplog.set_level(logging.WARNING)
     folder.write_text("a file")
-    remember(KEY, FOUND)
-    assert recall(KEY) is None and not caplog.records
+    store(KEY, FOUND)
+    assert load(KEY) is None and not caplog.records
 
 
 @pytest.mark.parametrize(
     "more",
     [
         {"rows": 64},
-        {"spare_rows": 8},
+        {"oversubscribed_slots": 8},
         {"context": 256},
         {"draft_tokens": 2},
-        {"feed_tokens": 64},
-        {"loops": 2, "rows": 64},
+        {"prefill_tokens": 64},
+        {"workers": 2, "rows": 64},
         {"top_p": 0.9},
         {"sample_top_k": 5},
     ],
@@ -112,7 +112,7 @@ def test_other_machines_and_libraries_try_for_themselves(world, monkeypatch):
 
     monkeypatch.setattr(remembered, "processor", lambda: "another")
     also()
-    monkeypatch.setattr(remembered, "cores_here", lambda: 3)
+    monkeypatch.setattr(remembered, "available_cores", lambda: 3)
     also()
     monkeypatch.setattr(loop, "can_attend", lambda *_: False)
     also()
@@ -144,22 +144,22 @@ def test_other_machines_and_libraries_try_for_themselves(world, monkeypatch):
 )
 def test_what_cannot_have_been_found_is_not_believed(changed):
     known = [32, 16, 8], [4], 64
-    assert _checked(FOUND, *known) == Found((32, 8), (), (4,), 64)
-    assert _checked(FOUND | {"step_tokens": 0}, *known) == Found((32, 8), (), (4,), 0)
-    assert _checked(FOUND | changed, *known) is None and _checked(None, *known) is None
+    assert _validated(FOUND, *known) == ProbeResult((32, 8), (), (4,), 64)
+    assert _validated(FOUND | {"step_tokens": 0}, *known) == ProbeResult((32, 8), (), (4,), 0)
+    assert _validated(FOUND | changed, *known) is None and _validated(None, *known) is None
 
 
 def test_a_second_engine_tries_nothing(world, folder, monkeypatch):
     decoder, tokenizer = world
-    monkeypatch.setattr(sizes, "recall", recall)
-    monkeypatch.setattr(sizes, "remember", remember)
-    trials = [Found((32, 16), (), (4,), 64), Found((32,), (), (4,), 0)]
-    monkeypatch.setattr(sizes, "_tried", lambda *_: trials.pop(0))
+    monkeypatch.setattr(sizes, "load", load)
+    monkeypatch.setattr(sizes, "store", store)
+    trials = [ProbeResult((32, 16), (), (4,), 64), ProbeResult((32,), (), (4,), 0)]
+    monkeypatch.setattr(sizes, "_probe", lambda *_: trials.pop(0))
 
     def found():
-        return same_bits(Engine(decoder, tokenizer, CONFIG).programs, nnx.state(decoder))
+        return probe_shapes(Engine(decoder, tokenizer, CONFIG).programs, nnx.state(decoder))
 
-    assert found() == found() == Found((32, 16), (), (4,), 64)
+    assert found() == found() == ProbeResult((32, 16), (), (4,), 64)
     (file,) = folder.iterdir()
     file.write_text('{"widths": [32, 31]}')
-    assert found() == found() == Found((32,), (), (4,), 0)
+    assert found() == found() == ProbeResult((32,), (), (4,), 0)

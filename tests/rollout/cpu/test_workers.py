@@ -29,18 +29,18 @@ def test_the_weights_that_a_step_reads_are_all_matrices():
 
 @pytest.mark.parametrize("cores", [1, 2, 16])
 def test_a_model_whose_weights_dominate_has_one_worker(monkeypatch, cores):
-    monkeypatch.setattr(workers, "cores_here", lambda: cores)
+    monkeypatch.setattr(workers, "available_cores", lambda: cores)
     assert workers.weight_bytes(QWEN) == 4 * (24 * 14_909_440 + 896 * 151936)
     for rows in (16, 256):
-        assert workers.workers_of(EngineConfig(rows=rows), QWEN) == 1
-    assert workers.workers_of(EngineConfig(rows=16, loops=2), QWEN) == 2
+        assert workers.worker_count(EngineConfig(rows=rows), QWEN) == 1
+    assert workers.worker_count(EngineConfig(rows=16, workers=2), QWEN) == 2
 
 
 @pytest.mark.parametrize("name", ["miniwiki-policy", "miniwiki-reader", "miniwiki-judge"])
 def test_the_shipped_models_have_a_worker_a_core(monkeypatch, name):
-    monkeypatch.setattr(workers, "cores_here", lambda: 4)
+    monkeypatch.setattr(workers, "available_cores", lambda: 4)
     shape = DecoderConfig.from_hf(read_config(ASSETS / name))
-    found = [workers.workers_of(EngineConfig(rows=rows), shape) for rows in (8, 16, 24, 32, 64)]
+    found = [workers.worker_count(EngineConfig(rows=rows), shape) for rows in (8, 16, 24, 32, 64)]
     assert found == [1, 2, 3, 4, 4] and not workers.weights_dominate(shape)
 
 

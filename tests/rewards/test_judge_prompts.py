@@ -7,7 +7,7 @@ import pytest
 from rrl.data.passages import Passage
 from rrl.data.questions import Question
 from rrl.data.trajectory import ENVIRONMENT, POLICY
-from rrl.rewards.cases import (
+from rrl.rewards.judge_prompts import (
     CORRECTNESS_TEMPLATE,
     SUFFICIENCY_SYSTEM,
     THINKING_SYSTEM,
@@ -17,16 +17,16 @@ from rrl.rewards.cases import (
     ShortAnswer,
     Sufficiency,
     Thinking,
-    Told,
+    Transcript,
     Validation,
-    read_tenths,
-    read_verdict,
+    parse_tenths,
+    parse_verdict,
 )
 
 QUESTION = Question(
     "q", "Who directed Silver Harbour?", ("Marta Velikov", "M. Velikov"), gold=("Silver Harbour",)
 )
-TOLD = Told(
+TOLD = Transcript(
     (
         (POLICY, "<think> Search the film. </think> <search>Silver Harbour</search>"),
         (ENVIRONMENT, "\n<information>\nIt was directed by Marta Velikov.\n</information>\n"),
@@ -116,7 +116,7 @@ def test_relevance_shows_question_and_documents():
     ],
 )
 def test_sufficiency_is_read_from_its_json(text, score):
-    assert Sufficiency(QUESTION, TOLD).read(text) == score
+    assert Sufficiency(QUESTION, TOLD).parse(text) == score
 
 
 @pytest.mark.parametrize(
@@ -174,8 +174,8 @@ def test_sufficiency_is_read_from_its_json(text, score):
     ],
 )
 def test_scores_are_read_in_tenths(text, score):
-    assert read_tenths(text) == score
-    assert Thinking(QUESTION, TOLD).read(text) == Relevance(QUESTION, ()).read(text) == score
+    assert parse_tenths(text) == score
+    assert Thinking(QUESTION, TOLD).parse(text) == Relevance(QUESTION, ()).parse(text) == score
 
 
 @pytest.mark.parametrize(
@@ -203,7 +203,7 @@ def test_scores_are_read_in_tenths(text, score):
     ],
 )
 def test_correctness_is_true_or_false(text, score):
-    assert Correctness(QUESTION, "x").read(text) == score
+    assert Correctness(QUESTION, "x").parse(text) == score
 
 
 @pytest.mark.parametrize(
@@ -216,7 +216,7 @@ def test_correctness_is_true_or_false(text, score):
     ],
 )
 def test_validation_is_read_in_its_form(text, score):
-    assert Validation(QUESTION, "x").read(text) == score
+    assert Validation(QUESTION, "x").parse(text) == score
 
 
 @pytest.mark.parametrize(
@@ -235,7 +235,7 @@ def test_short_answers_are_scored_by_the_forms_that_were_listed(reply, em, f1):
     cases = [ShortAnswer(QUESTION, long, name) for name in ("em", "f1")]
     assert cases[0].prompt == cases[1].prompt  # asked once
     assert QUESTION.text in cases[0].prompt.said and long in cases[0].prompt.said
-    assert [case.read(reply) for case in cases] == [em, f1]
+    assert [case.parse(reply) for case in cases] == [em, f1]
 
 
 @pytest.mark.parametrize(
@@ -249,7 +249,7 @@ def test_short_answers_are_scored_by_the_forms_that_were_listed(reply, em, f1):
     ],
 )
 def test_a_refusal_is_no_verdict_and_no_score(text):
-    assert read_verdict(text) is read_tenths(text) is None
+    assert parse_verdict(text) is parse_tenths(text) is None
 
 
 @pytest.mark.parametrize(
@@ -262,4 +262,4 @@ def test_a_refusal_is_no_verdict_and_no_score(text):
     ],
 )
 def test_a_verdict_in_words_that_refusals_use_is_one(text, verdict):
-    assert read_verdict(text) == verdict
+    assert parse_verdict(text) == verdict

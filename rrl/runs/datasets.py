@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from rrl.data.folder import DataFolder, load_folder
-from rrl.miniwiki import KINDS, generate, mixed_questions
-from rrl.miniwiki.names import SPLITS
 from rrl.data.passages import Passage
 from rrl.data.questions import Question
 from rrl.data.records import OnFault, on_broken
 from rrl.errors import UserError, at_least, one_of
+from rrl.miniwiki import KINDS, generate, mixed_questions
+from rrl.miniwiki.names import SPLITS
 from rrl.models.weights import require_folder
 from rrl.retrieval.bm25 import Bm25Config
 from rrl.retrieval.encode import TextEncoder, load_text_encoder
@@ -20,13 +20,13 @@ from rrl.retrieval.folder import KINDS as INDEXES
 from rrl.retrieval.folder import index_identity, stamp
 from rrl.retrieval.index import make_retriever, open_index, stored_retriever
 from rrl.retrieval.remote import open_remote
-from rrl.retrieval.retriever import Patience, Retriever, SearchFailed
+from rrl.retrieval.retriever import Retriever, RetryPolicy, SearchFailed
 from rrl.retrieval.wire import FORMS
 
 HELD_OUT_SPLITS = tuple(split for split in SPLITS if split != "train")
 """Splits of the built-in world whose names training never shows."""
 
-ATTEMPTS = 3
+SEARCH_ATTEMPTS = 3
 """At a search that a service does not answer."""
 
 INDEXES_FOLDER = "indexes"
@@ -120,7 +120,7 @@ class DataConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class Corpus:
+class SearchDataset:
     """Questions and the retriever over the passages that answer them."""
 
     questions: list[Question]
@@ -137,16 +137,16 @@ def load_retriever(
 ) -> Retriever | None:
     """The retriever of a config: over passages in memory unless it names an index; None when it is off.
 
-    After `seconds` a search is given up by who asks; a search service is tried `ATTEMPTS` times within them. With a `workdir`,
-    an index that would come out otherwise when built again is stored there, so that a resumed run finds the same passages.
-    Raises UserError for a service that does not answer.
+    After `seconds` a search is given up by who asks; a search service is tried `SEARCH_ATTEMPTS` times within them. With a
+    `workdir`, an index that would come out otherwise when built again is stored there, so that a resumed run finds the same
+    passages. Raises UserError for a service that does not answer.
     """
     if config.kind == "off":
         return None
     if config.index.startswith("http"):
-        patience = Patience(time_out=seconds / ATTEMPTS or None, retries=ATTEMPTS - 1)
-        _require_service(config, patience)
-        return open_remote(config.index, config.form, patience)
+        retry_policy = RetryPolicy(time_out=seconds / SEARCH_ATTEMPTS or None, retries=SEARCH_ATTEMPTS - 1)
+        _require_service(config, retry_policy)
+        return open_remote(config.index, config.form, retry_policy)
     if config.index:
         return open_index(config.index, encoder)
     if workdir is None:
@@ -154,10 +154,10 @@ def load_retriever(
     return stored_retriever(passages, config.kind, encoder, workdir / INDEXES_FOLDER, config.bm25())
 
 
-def _require_service(config: RetrieverConfig, patience: Patience) -> None:
+def _require_service(config: RetrieverConfig, retry_policy: RetryPolicy) -> None:
     """Raises UserError for a search service that does not answer: a run over it would find nothing, and score that."""
     try:
-        open_remote(config.index, config.form, patience).search(["search"], 1)
+        open_remote(config.index, config.form, retry_policy).search(["search"], 1)
     except SearchFailed as error:
         raise UserError(
             f"retriever.index={config.index}: {error}. Start the service, or give its address and retriever.form "
@@ -181,13 +181,13 @@ def encoder_folder(config: RetrieverConfig, where: str = "retriever") -> str:
     return config.encoder
 
 
-def load_encoder_of(config: RetrieverConfig, where: str = "retriever") -> TextEncoder | None:
+def load_retriever_encoder(config: RetrieverConfig, where: str = "retriever") -> TextEncoder | None:
     """The text encoder that a retriever config needs; errors as `encoder_folder`."""
     folder = encoder_folder(config, where)
     return load_text_encoder(folder) if folder else None
 
 
-def data_files(folder: str) -> dict[str, Any]:
+def data_fingerprint(folder: str) -> dict[str, Any]:
     """What is in a data folder, wherever it lies: the size of each file, and a hash of its content."""
     files = [file for file in sorted(Path(folder).iterdir()) if file.is_file()]
     stamps = {file.name: stamp(file) for file in files}
@@ -197,19 +197,19 @@ def data_files(folder: str) -> dict[str, Any]:
     }
 
 
-def load_corpora(
+def load_datasets(
     data: DataConfig,
     retriever: RetrieverConfig,
     say: Callable[[str], None] = lambda text: None,
     search_seconds: float = 60.0,
     workdir: Path | None = None,
-) -> tuple[Corpus, Corpus]:
+) -> tuple[SearchDataset, SearchDataset]:
     """The training corpus and the held-out one.
 
     In the built-in world they share no entity. A folder has one corpus; its test (or dev) questions are held out, and
     with one question file only, every fifth question of it. `search_seconds` and `workdir` as in `load_retriever`.
     """
-    encoder = load_encoder_of(retriever)
+    encoder = load_retriever_encoder(retriever)
     if data.path == "miniwiki":
         if retriever.index:
             raise UserError(
@@ -227,7 +227,7 @@ def load_corpora(
                 f"miniwiki {split}: {worlds} worlds, {len(wiki.passages)} passages, {len(items)} questions; indexing"
             )
             search = load_retriever(wiki.passages, retriever, encoder, workdir=workdir)
-            corpora.append(Corpus([item.question for item in items], search, wiki.passages))
+            corpora.append(SearchDataset([item.question for item in items], search, wiki.passages))
         return corpora[0], corpora[1]
     folder = load_folder(data.path, on_broken(data.on_error), corpus=not retriever.index)
     doing = f"searching {retriever.index}" if retriever.index else f"indexing with {retriever.kind}"
@@ -235,7 +235,9 @@ def load_corpora(
     search = load_retriever(folder.passages, retriever, encoder, search_seconds, workdir)
     train, held_out = split_questions(folder)
     say(f"{data.path}: {len(train)} training questions, {len(held_out[: data.held_out])} held out")
-    return Corpus(train, search, folder.passages), Corpus(held_out[: data.held_out], search, folder.passages)
+    return SearchDataset(train, search, folder.passages), SearchDataset(
+        held_out[: data.held_out], search, folder.passages
+    )
 
 
 def split_questions(folder: DataFolder) -> tuple[list[Question], list[Question]]:

@@ -11,7 +11,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 
 
 def reasons(file):
-    """What a file's code gives to `Finish`, `Host._finish` or an outcome's `ended`: texts, and constants that are texts."""
+    """What a file's code gives to `Finish`, `Scheduler._finish` or an outcome's `ended`: texts, and constants that are texts."""
     found = set()
     for call in ast.walk(ast.parse(file.read_text())):
         if not isinstance(call, ast.Call):

@@ -14,23 +14,23 @@ from rrl.rollout.curriculum import Curriculum
 from rrl.runs.checkpoints import Checkpoints
 from rrl.runs.metrics import MetricsWriter
 from rrl.runs.progress import Progress
-from rrl.runs.shown_trajectories import Shown
+from rrl.runs.saved_trajectories import SavedTrajectories
 from rrl.train.dump import dump_batch
 from rrl.train.guard import Guard
-from rrl.train.learner import Learner, Lesson
+from rrl.train.learner import Learner, LearnResult
 from rrl.train.rl_config import MAY_DIFFER, MAY_GROW, RLConfig
 
 
-class Record:
+class RunRecorder:
     """The workdir of a run, opened where the last life of the run left it, with what the learner had learned by then.
 
     Attributes:
       step: updates that were done when it was opened.
-      before: the held-out metrics of the start, where it has been evaluated.
+      start_metrics: the held-out metrics of the start, where it has been evaluated.
       seconds: training time of all lives, without evaluations.
       writer, progress, guard: of this life; a guard that warns has seen the metrics of the former ones.
-      reason: what the guard saw last in those.
-      shown: trajectories for the closing report.
+      guard_message: what the guard saw last in those.
+      saved: trajectories for the closing report.
     """
 
     def __init__(
@@ -43,11 +43,11 @@ class Record:
     ) -> None:
         """Restores the learner and the curriculum. Raises UserError when the workdir belongs to another config or `identity`."""
         self.config = config
-        self.before: dict[str, float] = {}
+        self.start_metrics: dict[str, float] = {}
         self.seconds = 0.0
         self.step = 0
-        self.guard, self.reason = Guard(config.guard), ""
-        self.shown = Shown(workdir)
+        self.guard, self.guard_message = Guard(config.guard), ""
+        self.saved = SavedTrajectories(workdir)
         self._learner, self._curriculum = learner, curriculum
         settings = dataclasses.asdict(config) | {"run": dict(identity)}
         with contextlib.ExitStack() as stack:
@@ -62,11 +62,11 @@ class Record:
             self._repeated = _evaluations(self.writer.repeated)
             # With "stop" nothing is saved while a sign of collapse shows: the guard begins anew.
             for line in self.writer.past if config.guard.action == "warn" else ():
-                self.reason = self.guard.look(line["step"], _numbers(line)) or self.reason
+                self.guard_message = self.guard.check(line["step"], _with_nan(line)) or self.guard_message
             self.progress = stack.enter_context(Progress(config.steps, self.step, "train"))
             self._open = stack.pop_all()
 
-    def __enter__(self) -> "Record":
+    def __enter__(self) -> "RunRecorder":
         return self
 
     def __exit__(
@@ -80,8 +80,8 @@ class Record:
 
     def save(self, step: int) -> None:
         """Keeps what there is: but not while a collapse shows that would end the run, which then goes back."""
-        if step == self.config.steps or self.config.guard.action != "stop" or not self.guard.suspects:
-            about = {"before": self.before, "seconds": self.seconds, "step": step}
+        if step == self.config.steps or self.config.guard.action != "stop" or not self.guard.sees_collapse:
+            about = {"before": self.start_metrics, "seconds": self.seconds, "step": step}
             about |= {"curriculum": self._curriculum.state, "lines": self.writer.lines}
             self._checkpoints.save(step, self._learner.state, about)
 
@@ -91,11 +91,11 @@ class Record:
         self._learner.state, about = self._checkpoints.restore(
             self._learner.state, fields=("before", "seconds", "curriculum", "step")
         )
-        self.before, self.seconds = about["before"], about["seconds"]
+        self.start_metrics, self.seconds = about["before"], about["seconds"]
         self._curriculum.restore(about["curriculum"])
         return int(about["step"]), about.get("lines")
 
-    def evaluation(self, step: int) -> dict[str, float] | None:
+    def past_evaluation(self, step: int) -> dict[str, float] | None:
         """The held-out metrics of a step that has been evaluated, in whatever life; its line is written if it followed the
         checkpoint that this life started from."""
         if step in self._repeated:
@@ -103,7 +103,7 @@ class Record:
             self.writer.write(step, self._evaluations[step])
         return self._evaluations.get(step)
 
-    def evaluated(self, step: int, metrics: dict[str, float], seconds: float) -> dict[str, float]:
+    def write_evaluation(self, step: int, metrics: dict[str, float], seconds: float) -> dict[str, float]:
         """Writes down the held-out metrics of a step, which took so long to find; returns what is written."""
         metrics = metrics | {"time/eval": seconds, "minutes": self.seconds / 60 if step else 0.0}
         self.writer.write(step, metrics)
@@ -116,11 +116,11 @@ class Record:
         )
         return metrics
 
-    def not_finite(self, step: int, trajectories: list[Trajectory], lesson: Lesson) -> None:
+    def save_non_finite_batch(self, step: int, trajectories: list[Trajectory], result: LearnResult) -> None:
         """Keeps what a gradient that was not finite was to be learned from, for study."""
         folder = self._checkpoints.workdir / "not_finite"
         with saving(folder):
-            file = dump_batch(folder, step, trajectories, lesson.credit)
+            file = dump_batch(folder, step, trajectories, result.advantages)
         kept = f"; the batch is in {file}" if file else ""
         self.progress.note(f"step {step}: a gradient was not finite, its update is left out{kept}")
 
@@ -134,6 +134,6 @@ def _evaluations(lines: Sequence[Mapping[str, Any]]) -> dict[int, dict[str, floa
     }
 
 
-def _numbers(line: Mapping[str, Any]) -> dict[str, float]:
+def _with_nan(line: Mapping[str, Any]) -> dict[str, float]:
     """A line of metrics as the step had it: null was not finite."""
     return {name: math.nan if value is None else value for name, value in line.items()}

@@ -1,6 +1,6 @@
 """The host's side of an episode batch: what happened to each row, what it is fed next, and the finished trajectories.
 
-One `Host` serves the rows of one data shard. `exchange` is called from inside the jitted loop: it is NumPy only, never
+One `Scheduler` serves the rows of one data shard. `exchange` is called from inside the jitted loop: it is NumPy only, never
 calls JAX and never raises (an exception is kept in `error`, the device is told to leave the loop, in all processes, and the
 engine raises it).
 """
@@ -16,25 +16,25 @@ from rrl.data.trajectory import NOT_FINITE, Search, Trajectory
 from rrl.errors import UserError
 from rrl.retrieval.retriever import Retriever
 from rrl.rollout.automaton import StopSets
-from rrl.rollout.episodes import Live, Request, check_tokens
+from rrl.rollout.episodes import EpisodeState, Request, check_tokens
 from rrl.rollout.exchange import (
+    ABORT,
+    BLOCKED,
+    DECODING,
     HEADER,
-    HELD,
-    LEAVE,
     NO_TOKEN,
     OFF,
+    PAUSED,
     RECENT,
-    RUN,
     STOP_CONTEXT,
     STOP_EOS,
     STOP_NOT_FINITE,
     STOP_TURN,
-    WAIT,
-    Feed,
-    Limits,
-    Turns,
+    DeviceReport,
+    ExchangeSizes,
+    PrefillChunk,
 )
-from rrl.rollout.prefixes import Prefixes
+from rrl.rollout.prefixes import PrefixIndex
 from rrl.rollout.protocol import (
     CONTEXT,
     EOS,
@@ -47,21 +47,21 @@ from rrl.rollout.protocol import (
     SearchFor,
     message_ids,
 )
-from rrl.rollout.searches import NAP, Desk, Found, Searches
+from rrl.rollout.searches import IDLE_WAIT_SECONDS, InFlightSearches, SearchOutcome, SearchRunner
 from rrl.text.chat import Prompt
 
-Asker = int | tuple[int, int]
+Requester = int | tuple[int, int]
 """Who asks: a row, or a workflow and the place in what it asked for."""
-LENGTH, COPIED = (Feed._fields.index(name) for name in ("length", "copied"))
+LENGTH, COPIED = (PrefillChunk._fields.index(name) for name in ("length", "copied"))
 SOONER = 4
 """A row whose query is being encoded waits for this part of the steps that others wait."""
-OF_DEVICE = UNASKED, WAITING = "has not been asked yet", "waiting for the device"
+DEVICE_STAGES = NOT_CALLED_YET, WAITING_FOR_DEVICE = "has not been asked yet", "waiting for the device"
 """Stages of a host that waits for the device."""
 _LIMITS = {STOP_TURN: "turn_tokens", STOP_CONTEXT: "context"}
 _STOP_NAMES = {STOP_EOS: EOS, STOP_TURN: TURN_TOKENS, STOP_CONTEXT: CONTEXT}
 
 
-class _Todo:
+class PrefillRequest:
     """What a row is to be fed before its turn begins."""
 
     def __init__(self, tokens: Int[np.ndarray, "T"], start: int) -> None:
@@ -72,7 +72,7 @@ class _Todo:
         """Whether the first of them is sent."""
 
 
-class Host:
+class Scheduler:
     """Answers the device for the rows of one data shard."""
 
     def __init__(
@@ -80,7 +80,7 @@ class Host:
         requests: collections.deque[list[tuple[int, Request]]],
         environment: Environment,
         stops: StopSets,
-        limits: Limits,
+        limits: ExchangeSizes,
         *,
         encode: Callable[[str], np.ndarray],
         encode_body: Callable[[str], np.ndarray] | None = None,
@@ -92,8 +92,8 @@ class Host:
         search_seconds: float = 60.0,
         share_prompts: bool = True,
         on_finish: Callable[[int, Trajectory], None] = lambda index, trajectory: None,
-        desk: Desk | None = None,
-        nap: float = NAP,
+        desk: InFlightSearches | None = None,
+        nap: float = IDLE_WAIT_SECONDS,
     ) -> None:
         """`requests` come in groups of one prompt; several hosts may take theirs from the same. Hosts of one `desk` share their
         searches; `encode_body` is that of `message_ids`; `nap` is how many seconds the host waits for some where nothing else is
@@ -107,29 +107,29 @@ class Host:
             encode_prompt,
         )
         self.vocab_size, self.nap = vocab_size, nap
-        self.searches = Searches(retriever, top_k, search_seconds, desk)
+        self.searches = SearchRunner(retriever, top_k, search_seconds, desk)
         self.on_finish = on_finish
-        self.on_found: Callable[[Asker, Found], None] = lambda key, found: None
+        self.on_search_done: Callable[[Requester, SearchOutcome], None] = lambda key, found: None
         self.groups = requests
         self.queue = collections.deque[tuple[int, Request]]()
         self.decoded: tuple[np.ndarray, str] = np.zeros(0, np.int32), ""
         """The last prompt, which is that of several samples, and its text."""
-        self.more_may_come = False
+        self.expects_requests = False
         """Whether the queue, once empty, may fill again: then idle rows wait instead of ending."""
-        self.rows: list[Live | None] = [None] * limits.rows
+        self.rows: list[EpisodeState | None] = [None] * limits.rows
         self.indices: list[int] = [-1] * limits.rows
-        self.prefixes = Prefixes(limits.rows, limits.piece) if share_prompts else None
-        self.todo: dict[int, _Todo] = {}
+        self.prefixes = PrefixIndex(limits.rows, limits.piece) if share_prompts else None
+        self.todo: dict[int, PrefillRequest] = {}
         """Rows to be fed, first come, first served."""
         self.asked: dict[int, tuple[str, ...]] = {}
         """Queries of the rows that wait for passages."""
-        self.answers: dict[int, dict[str, Found]] = {}
+        self.answers: dict[int, dict[str, SearchOutcome]] = {}
         """What is there of them."""
-        self.askers: dict[str, list[Asker]] = {}
+        self.requesters: dict[str, list[Requester]] = {}
         """Who waits for each query that is looked up."""
         self.to_encode = collections.deque[str]()
         self.encoding: list[str] = []
-        self.stage = UNASKED
+        self.stage = NOT_CALLED_YET
         """What it is doing, for who wonders why nothing happens."""
         self.exchanges = 0
         self.prefilled = 0
@@ -155,9 +155,9 @@ class Host:
             self.over.set()
 
     def exchange(
-        self, turns: Turns, embeddings: Float[np.ndarray, "P E"], others: int = 0
+        self, turns: DeviceReport, embeddings: Float[np.ndarray, "P E"], others: int = 0
     ) -> Int[np.ndarray, "words"]:
-        """Takes what the device has done and returns the next feeds, queries and marks (see `Limits.words`). `others` is how
+        """Takes what the device did and returns the next chunks, queries and marks (see `ExchangeSizes.words`). `others` is how
         many rows of other data shards go on; they stand still meanwhile."""
         self.exchanges += 1
         try:
@@ -168,21 +168,21 @@ class Host:
                 self.stage = "packing what the rows are fed"
                 self.fill()
                 words = self._pack()
-                self.stage = WAITING
+                self.stage = WAITING_FOR_DEVICE
                 return words
         except BaseException as error:  # raised again by the engine, outside the callback
             self.error = error
             self.over.set()
         self.stage = "ended by an error"
         words = self._packed(*self._blank(), np.zeros(self.limits.rows, np.int32))
-        words[-1] = LEAVE
+        words[-1] = ABORT
         return words
 
     # -- what the device has done ------------------------------------------------------------------------------------
 
-    def _read(self, turns: Turns) -> None:
+    def _read(self, turns: DeviceReport) -> None:
         busy = self.asked.keys() | self.todo.keys()
-        for index in np.flatnonzero(turns.status == WAIT):
+        for index in np.flatnonzero(turns.status == PAUSED):
             row = int(index)
             live = self.rows[row]
             if live is None or row in busy:
@@ -193,11 +193,13 @@ class Host:
             stop = int(turns.stop[row])
             text, last = self.decode(ids), live.last
             if stop in _LIMITS:
-                live.met(_LIMITS[stop])
-            live.wrote(ids, text, turns.logps[row, :count].copy(), turns.sampled_logps[row, :count].copy())
+                live.hit_limit(_LIMITS[stop])
+            live.add_policy_turn(
+                ids, text, turns.logps[row, :count].copy(), turns.sampled_logps[row, :count].copy()
+            )
             if stop == STOP_TURN and live.used >= self.limits.context:
-                live.met("context")
-            live.episode.said.append(text)
+                live.hit_limit("context")
+            live.episode.policy_texts.append(text)
             if stop == STOP_NOT_FINITE:
                 self._end_broken(row, live)
                 continue
@@ -206,14 +208,14 @@ class Host:
             name = _STOP_NAMES[stop] if stop < 0 else self.stops.strings[stop]
             self._act(row, live, self.environment.react(live.episode, text, name))
 
-    def _end_broken(self, row: int, live: Live) -> None:
+    def _end_broken(self, row: int, live: EpisodeState) -> None:
         """Ends an episode whose logits are not finite; no environment is asked what should follow."""
         if self.prefixes is not None:
             self.prefixes.forget(row)
         self.broken.append((self.indices[row], live.request.question.id))
         self._finish(row, live, NOT_FINITE)
 
-    def _act(self, row: int, live: Live, action: Action) -> None:
+    def _act(self, row: int, live: EpisodeState, action: Action) -> None:
         if isinstance(action, Finish):
             self._finish(row, live, action.reason)
         elif isinstance(action, Append):
@@ -226,42 +228,42 @@ class Host:
                 f"{live.request.question.id!r} with {action!r}; it must be SearchFor, Append, Restart or Finish"
             )
         else:
-            self.asked[row], self.answers[row] = (action.query, *action.also), {}
+            self.asked[row], self.answers[row] = (action.query, *action.parallel_queries), {}
             for query in dict.fromkeys(self.asked[row]):
                 if not isinstance(query, str):
                     raise UserError(
                         f"environment {type(self.environment).__name__} searches for {query!r} in turn {live.episode.turn} of "
                         f"question {live.request.question.id!r}; a query is a text"
                     )
-                self.look_up(row, query)
+                self.request_search(row, query)
 
-    def _append(self, row: int, live: Live, message: Append) -> None:
+    def _append(self, row: int, live: EpisodeState, message: Append) -> None:
         room = self.limits.context - live.used
         ids, cut = self._message_ids(message)
         if cut:
-            live.met("observation_tokens")
-        if len(ids) + max(1, message.leaves) > room:
-            live.met("room")
+            live.hit_limit("observation_tokens")
+        if len(ids) + max(1, message.reserve_tokens) > room:
+            live.hit_limit("room")
             action = self.environment.overflow(live.episode, message, room)
             if not isinstance(action, Append):
                 self._act(row, live, action)
                 return
             ids, _ = self._message_ids(action)
-            if len(ids) + max(1, action.leaves) > room:
+            if len(ids) + max(1, action.reserve_tokens) > room:
                 self._finish(row, live, "context_limit")
                 return
         # The last sampled token is not in the cache yet.
-        self.todo[row] = _Todo(np.concatenate([live.last, ids]), live.used - 1)
-        live.answered(ids, self.decode(ids))
+        self.todo[row] = PrefillRequest(np.concatenate([live.last, ids]), live.used - 1)
+        live.add_observation(ids, self.decode(ids))
 
     def _message_ids(self, message: Append) -> tuple[Int[np.ndarray, "T"], bool]:
         return message_ids(message, self.encode, self.environment.observation_tokens, self.encode_body)
 
-    def _restart(self, row: int, live: Live, action: Restart) -> None:
+    def _restart(self, row: int, live: EpisodeState, action: Restart) -> None:
         room = self.limits.context - 2
         prompt = self._prompt(live, action)
         if len(prompt) > room:
-            live.met("room")
+            live.hit_limit("room")
             other = self.environment.overflow(live.episode, action, room)
             if not isinstance(other, Restart):
                 self._act(row, live, other)
@@ -270,17 +272,17 @@ class Host:
             if len(prompt) > room:
                 self._finish(row, live, "context_limit")
                 return
-        live.restarted(prompt, self.decode(prompt))
+        live.restart(prompt, self.decode(prompt))
         self._open(row, prompt)
 
-    def _prompt(self, live: Live, action: Restart) -> Int[np.ndarray, "T"]:
+    def _prompt(self, live: EpisodeState, action: Restart) -> Int[np.ndarray, "T"]:
         prompt, whose = action.prompt, f"the prompt of a Restart of question {live.request.question.id!r}"
         if isinstance(prompt, (str, Prompt)):
             prompt = self.encode_prompt(prompt)
         check_tokens(prompt, self.vocab_size, whose)
         return prompt
 
-    def _finish(self, row: int, live: Live, reason: str) -> None:
+    def _finish(self, row: int, live: EpisodeState, reason: str) -> None:
         self.rows[row] = None
         self.on_finish(self.indices[row], live.trajectory(reason))
 
@@ -301,30 +303,31 @@ class Host:
             self.indices[row], request = self.queue.popleft()
             if not np.array_equal(request.prompt, self.decoded[0]):
                 self.decoded = request.prompt, self.decode(request.prompt)
-            self.rows[row] = Live(request, self.decoded[1])
+            self.rows[row] = EpisodeState(request, self.decoded[1])
             self._open(row, request.prompt)
         return taken
 
     def _open(self, row: int, prompt: Int[np.ndarray, "T"]) -> None:
-        self.todo[row] = _Todo(np.asarray(prompt, np.int32), 0)
+        self.todo[row] = PrefillRequest(np.asarray(prompt, np.int32), 0)
 
     # -- retrieval ---------------------------------------------------------------------------------------------------
 
-    def look_up(self, key: Asker, query: str) -> None:
-        """Searches for a row, or for someone else, for whom `on_found` gets the passages. Who asks what another has asked waits
+    def request_search(self, key: Requester, query: str) -> None:
+        """Searches for a row, or for someone else, for whom `on_search_done` gets the passages.
+        Who asks what another has asked waits
         for the same search."""
-        if query in self.askers:
-            self.askers[query].append(key)
+        if query in self.requesters:
+            self.requesters[query].append(key)
         else:
-            self.askers[query] = [key]
+            self.requesters[query] = [key]
             self.to_encode.append(query)
 
-    def _search(self, turns: Turns, embeddings: Float[np.ndarray, "P E"], others: int) -> None:
+    def _search(self, turns: DeviceReport, embeddings: Float[np.ndarray, "P E"], others: int) -> None:
         if self._needs_embeddings:
             ready, self.encoding = self.encoding, []
             vectors = embeddings[: len(ready)]
             self.to_encode = collections.deque(
-                query for query in self.to_encode if not self.searches.recall(query)
+                query for query in self.to_encode if not self.searches.take_cached(query)
             )
         else:
             ready, vectors = list(self.to_encode), None
@@ -332,15 +335,15 @@ class Host:
         if ready:
             self.stage = f"searching for {len(ready)} queries"
             self.searches.submit(ready, vectors)
-        nothing_else = not (self.todo or self.to_encode or (turns.status == RUN).any() or others)
+        nothing_else = not (self.todo or self.to_encode or (turns.status == DECODING).any() or others)
         if nothing_else and len(self.searches):
             self.stage = "waiting for searches"
         for query, passages in self.searches.done(wait=self.nap if nothing_else else 0.0):
-            keys = self.askers.pop(query)
+            keys = self.requesters.pop(query)
             self.failed += len(keys) * (passages is None)
             for key in keys:
                 if not isinstance(key, int):
-                    self.on_found(key, passages)
+                    self.on_search_done(key, passages)
                     continue
                 self.answers[key][query] = passages
                 if len(self.answers[key]) == len(set(self.asked[key])):
@@ -365,13 +368,13 @@ class Host:
 
     def _blank(self) -> tuple[np.ndarray, np.ndarray]:
         limits = self.limits
-        feeds = np.zeros((limits.pieces, HEADER + limits.piece), np.int32)
-        feeds[:, 0] = limits.rows  # no row
-        return feeds, np.zeros((limits.feeds, limits.query_tokens), np.int32)
+        chunks = np.zeros((limits.pieces, HEADER + limits.piece), np.int32)
+        chunks[:, 0] = limits.rows  # no row
+        return chunks, np.zeros((limits.wake_threshold, limits.query_tokens), np.int32)
 
     def _pack(self) -> Int[np.ndarray, "words"]:
-        feeds, queries = self._blank()
-        room, copies, sent = len(feeds), 0, [feeds[:0]]
+        chunks, queries = self._blank()
+        room, copies, sent = len(chunks), 0, [chunks[:0]]
         if self.prefixes is not None:
             self.prefixes.settle()
         for row in list(self.todo):
@@ -380,31 +383,31 @@ class Host:
             copies += int(np.count_nonzero(pieces[:, COPIED]))
             sent.append(pieces)
         entries = np.concatenate(sent)
-        feeds[: len(entries)] = entries[np.argsort(entries[:, LENGTH] == 0, kind="stable")]  # tokens first
+        chunks[: len(entries)] = entries[np.argsort(entries[:, LENGTH] == 0, kind="stable")]  # tokens first
         if self.to_encode and self._needs_embeddings:
             assert self.searches.retriever is not None
-            count = min(self.limits.feeds, len(self.to_encode))
+            count = min(self.limits.wake_threshold, len(self.to_encode))
             self.encoding = [self.to_encode.popleft() for _ in range(count)]
             ids = self.searches.retriever.tokenize(self.encoding)
             queries[:count] = ids[:, : self.limits.query_tokens]
         marks = np.zeros(self.limits.rows, np.int32)
-        idle = HELD if self.more_may_come else OFF
+        idle = BLOCKED if self.expects_requests else OFF
         for row, live in enumerate(self.rows):
             if live is None:
                 marks[row] = idle + 1
             elif row in self.todo:
-                marks[row] = WAIT + 1
+                marks[row] = PAUSED + 1
         for query in self.searches.queries:
-            for key in self.askers[query]:
+            for key in self.requesters[query]:
                 if isinstance(key, int):
-                    marks[key] = HELD + 1
-        return self._packed(feeds, queries, marks)
+                    marks[key] = BLOCKED + 1
+        return self._packed(chunks, queries, marks)
 
-    def _packed(self, feeds: np.ndarray, queries: np.ndarray, marks: np.ndarray) -> Int[np.ndarray, "words"]:
+    def _packed(self, chunks: np.ndarray, queries: np.ndarray, marks: np.ndarray) -> Int[np.ndarray, "words"]:
         """What the device gets. Embeddings are ready as soon as it asks again, which it then does soon."""
-        patience = self.limits.patience // (SOONER if self.encoding else 1)
-        last = np.array([len(self.encoding), patience], np.int32)
-        return np.concatenate([feeds.ravel(), queries.ravel(), marks, last])
+        max_wait_steps = self.limits.max_wait_steps // (SOONER if self.encoding else 1)
+        last = np.array([len(self.encoding), max_wait_steps], np.int32)
+        return np.concatenate([chunks.ravel(), queries.ravel(), marks, last])
 
     def _feed(self, row: int, room: int, copies: int) -> Int[np.ndarray, "pieces words"]:
         """The next pieces of what a row is fed, `room` at most; none where it waits for what another row is fed.
@@ -431,7 +434,7 @@ class Host:
         count = min(room, max(1, -(-len(todo.tokens) // size)))
         tokens, todo.tokens = todo.tokens[: count * size], todo.tokens[count * size :]
         words = np.zeros((count, HEADER + size), np.int32)
-        words[:, :HEADER] = Feed(
+        words[:, :HEADER] = PrefillChunk(
             row=row,
             start=todo.slot,
             length=size,
@@ -451,7 +454,7 @@ class Host:
             last_2=todo.recent[2],
             pending=todo.recent[3],
         )
-        pieces = Feed(*words[:, :HEADER].T)
+        pieces = PrefillChunk(*words[:, :HEADER].T)
         pieces.start[:] += size * np.arange(count)
         pieces.length[-1] = len(tokens) - size * (count - 1)
         pieces.begin[-1] = not len(todo.tokens)

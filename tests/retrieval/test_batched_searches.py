@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from rrl.retrieval.joined import JoinedSearches
+from rrl.retrieval.batched_searches import BatchedSearches
 from rrl.retrieval.retriever import SearchFailed
 
 
@@ -30,7 +30,7 @@ def asked():
 
     def ask(*others, **options):
         gate = Gate()
-        joined, pool = JoinedSearches(gate, **options), ThreadPoolExecutor(16)
+        joined, pool = BatchedSearches(gate, **options), ThreadPoolExecutor(16)
         futures = [pool.submit(joined.search, ["first"], 1)]
         assert gate.running.wait(60)
         for waiting, (queries, k) in enumerate(others, 1):
@@ -69,4 +69,4 @@ def test_no_more_than_so_many_queries_go_together_but_for_one_request(asked):
 def test_nothing_is_found_for_no_queries():
     gate = Gate()
     gate.go.set()
-    assert JoinedSearches(gate).search([], 1) == []
+    assert BatchedSearches(gate).search([], 1) == []

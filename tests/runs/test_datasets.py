@@ -6,16 +6,16 @@ import threading
 
 import pytest
 
-from rrl.miniwiki import KINDS
 from rrl.data.passages import Passage
 from rrl.data.questions import Question
 from rrl.errors import UserError
+from rrl.miniwiki import KINDS
 from rrl.retrieval.build import build_index
 from rrl.retrieval.serve import make_server
-from rrl.train import rl_config
-from rrl.sft import loop as sft
-from rrl.runs.tasks import DataConfig, RetrieverConfig, data_files, hold_out, load_corpora
+from rrl.runs.datasets import DataConfig, RetrieverConfig, data_fingerprint, hold_out, load_datasets
 from rrl.runs.workdir import refuse_other_config
+from rrl.sft import loop as sft
+from rrl.train import rl_config
 from tests.retrieval.fakes import WordEncoder
 
 BM25 = RetrieverConfig(kind="bm25")
@@ -25,11 +25,11 @@ def test_held_out_worlds_share_no_title_with_training_and_every_kind_is_asked():
     data = DataConfig(
         train_worlds=2, held_out_worlds=2, world_size=100, train_per_kind=6, held_out_per_kind=4
     )
-    train, held_out = load_corpora(data, BM25)
+    train, held_out = load_datasets(data, BM25)
     assert not {p.title for p in train.passages} & {p.title for p in held_out.passages}
     assert (len(train.questions), len(held_out.questions)) == (30, 20)
     assert {q.kind for q in held_out.questions} == set(KINDS)
-    again, _ = load_corpora(data, BM25)
+    again, _ = load_datasets(data, BM25)
     assert again.questions == train.questions
 
 
@@ -41,7 +41,7 @@ def test_a_folder_holds_out_its_own_split(tmp_path):
             json.dumps({"id": f"{name}{i}", "question": "q?", "golden_answers": ["a"]}) for i in range(count)
         ]
         (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
-    train, held_out = load_corpora(DataConfig(path=str(tmp_path), held_out=2), BM25)
+    train, held_out = load_datasets(DataConfig(path=str(tmp_path), held_out=2), BM25)
     assert [q.id for q in train.questions] == [f"train{i}" for i in range(5)]
     assert [q.id for q in held_out.questions] == ["dev0", "dev1"]
     assert held_out.retriever is train.retriever
@@ -58,12 +58,12 @@ def test_one_file_gives_every_fifth_question_away():
 
 def test_a_dense_retriever_without_encoder_is_named():
     with pytest.raises(UserError, match=r"retriever\.encoder"):
-        load_corpora(DataConfig(), RetrieverConfig(kind="scann"))
+        load_datasets(DataConfig(), RetrieverConfig(kind="scann"))
 
 
 def test_off_searches_nothing():
     data = DataConfig(train_worlds=1, held_out_worlds=1, world_size=60, train_per_kind=2, held_out_per_kind=2)
-    train, _ = load_corpora(data, RetrieverConfig(kind="off"))
+    train, _ = load_datasets(data, RetrieverConfig(kind="off"))
     assert train.retriever is None
 
 
@@ -75,21 +75,21 @@ def test_a_folder_is_searched_through_an_index_or_a_service(tmp_path):
     data.mkdir()
     (data / "questions.jsonl").write_text("\n".join(lines))
     config = RetrieverConfig(kind="bm25", index=str(tmp_path / "index"))
-    train, _ = load_corpora(DataConfig(path=str(data)), config)
+    train, _ = load_datasets(DataConfig(path=str(data)), config)
     assert train.retriever.search(["T3"], 1)[0][0].passage == passages[3]
     server = make_server(train.retriever, port=0)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     remote = RetrieverConfig(kind="bm25", index=f"http://127.0.0.1:{server.server_port}", form="flashrag")
-    service = load_corpora(DataConfig(path=str(data)), remote, search_seconds=30)[0].retriever
+    service = load_datasets(DataConfig(path=str(data)), remote, search_seconds=30)[0].retriever
     assert service.kind == "http"
     assert (service.patience.time_out, service.patience.retries) == (10, 2), "three attempts in 30 seconds"
     assert service.search(["T3"], 1)[0][0].passage == passages[3]
     server.shutdown()
     server.server_close()
     with pytest.raises(UserError, match=r"retriever.index=http://.* does not answer.* Start the service"):
-        load_corpora(DataConfig(path=str(data)), remote)
+        load_datasets(DataConfig(path=str(data)), remote)
     with pytest.raises(UserError, match="data=FOLDER"):
-        load_corpora(DataConfig(), config)
+        load_datasets(DataConfig(), config)
 
 
 def test_runs_from_before_there_were_index_settings_continue(tmp_path):
@@ -125,7 +125,7 @@ def test_an_encoder_that_nothing_would_use_is_refused_by_name(tmp_path):
 
 def test_a_run_over_a_large_corpus_opens_its_index_again(tmp_path, monkeypatch):
     monkeypatch.setattr("rrl.retrieval.index.SMALL", 4)
-    monkeypatch.setattr("rrl.runs.tasks.load_encoder_of", lambda config: WordEncoder())
+    monkeypatch.setattr("rrl.runs.datasets.load_retriever_encoder", lambda config: WordEncoder())
     data, workdir = tmp_path / "data", tmp_path / "run"
     data.mkdir()
     passages = [{"id": str(i), "title": f"T{i}", "text": f"text {i}"} for i in range(4)]
@@ -134,7 +134,7 @@ def test_a_run_over_a_large_corpus_opens_its_index_again(tmp_path, monkeypatch):
     (data / "questions.jsonl").write_text("\n".join(lines))
 
     def best() -> str:
-        train, _ = load_corpora(DataConfig(path=str(data)), RetrieverConfig("exact"), workdir=workdir)
+        train, _ = load_datasets(DataConfig(path=str(data)), RetrieverConfig("exact"), workdir=workdir)
         return train.retriever.search(["T3"], 1)[0][0].passage.id
 
     assert best() == "3" and len(list(workdir.glob("indexes/*/manifest.json"))) == 1
@@ -147,26 +147,26 @@ def test_a_release_folder_whose_test_file_has_no_answers_is_trained_on(tmp_path)
     for name, answer in (("train", "a"), ("dev", "b"), ("test", "")):
         asked = [{"_id": f"{name}{i}", "question": "q?", "context": [], "answer": answer} for i in range(3)]
         (tmp_path / f"{name}.json").write_text(json.dumps(asked))
-    train, held_out = load_corpora(DataConfig(path=str(tmp_path)), BM25)
+    train, held_out = load_datasets(DataConfig(path=str(tmp_path)), BM25)
     assert (train.questions[0].id, held_out.questions[0].id) == ("train0", "dev0")
     (tmp_path / "dev.json").unlink()
-    train, held_out = load_corpora(DataConfig(path=str(tmp_path)), BM25)
+    train, held_out = load_datasets(DataConfig(path=str(tmp_path)), BM25)
     assert ([q.id for q in train.questions], held_out.questions[0].id) == (["train1", "train2"], "train0")
     (tmp_path / "train.json").unlink()
     with pytest.raises(UserError, match="none of its question files has gold answers"):
-        load_corpora(DataConfig(path=str(tmp_path)), BM25)
+        load_datasets(DataConfig(path=str(tmp_path)), BM25)
 
 
 def test_data_are_known_by_their_content_wherever_they_lie(tmp_path):
     here, there = tmp_path / "here", tmp_path / "there"
     (here / "below").mkdir(parents=True)
     (here / "questions.jsonl").write_text("one\n")
-    found = data_files(str(here))
+    found = data_fingerprint(str(here))
     assert found["files"] == {"questions.jsonl": 4}
     here.rename(there)
-    assert data_files(str(there)) == found
+    assert data_fingerprint(str(there)) == found
     (there / "questions.jsonl").write_text("two\n")
-    assert data_files(str(there))["content"] != found["content"]
+    assert data_fingerprint(str(there))["content"] != found["content"]
 
 
 @pytest.mark.parametrize("train", [rl_config, sft])

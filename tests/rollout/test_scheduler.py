@@ -11,33 +11,33 @@ from rrl.errors import UserError
 from rrl.rollout.automaton import compile_sets
 from rrl.rollout.episodes import Request
 from rrl.rollout.exchange import (
+    ABORT,
+    CHUNK_TOKENS,
+    DECODING,
     HEADER,
-    LEAVE,
-    PARTS,
-    PIECE,
-    RUN,
+    PAUSED,
+    PREFILLS_PER_EXCHANGE,
     STOP_EOS,
     STOP_TURN,
-    WAIT,
-    Feed,
-    Limits,
-    Turns,
+    DeviceReport,
+    ExchangeSizes,
+    PrefillChunk,
 )
-from rrl.rollout.host import Host
 from rrl.rollout.protocol import CONTEXT, Append, Finish, Restart, SearchFor, SingleTurn
+from rrl.rollout.scheduler import Scheduler
 
-LIMITS = Limits(rows=3, context=400, feeds=2, feed_tokens=2 * PIECE, query_tokens=0)
+SIZES = ExchangeSizes(rows=3, context=400, wake_threshold=2, prefill_tokens=2 * CHUNK_TOKENS, query_tokens=0)
 NONE = np.zeros((0, 0), np.float32)
 
 
 def host(*prompts, share_prompts=False):
     """A host whose rows wait for these prompts."""
     requests = [Request(Question(str(i), "", ()), np.asarray(p, np.int32), i) for i, p in enumerate(prompts)]
-    made = Host(
+    made = Scheduler(
         collections.deque([list(enumerate(requests))]),
         SingleTurn(turn_tokens=4),
         compile_sets([()], [b"a"] * 500),
-        LIMITS,
+        SIZES,
         encode=lambda text: np.zeros(0, np.int32),
         decode=lambda ids: "",
         encode_prompt=lambda text: np.zeros(0, np.int32),
@@ -50,28 +50,28 @@ def host(*prompts, share_prompts=False):
 
 def pieces(made):
     """The pieces of the next exchange, with their tokens; rows that have been fed decode."""
-    rows = LIMITS.rows
+    rows = SIZES.rows
     ids = np.zeros((rows, 4))
-    status = np.array([WAIT if row in made.todo else RUN for row in range(rows)])
-    turns = Turns(status, np.zeros(rows), ids, ids, ids, np.zeros(rows))
+    status = np.array([PAUSED if row in made.todo else DECODING for row in range(rows)])
+    turns = DeviceReport(status, np.zeros(rows), ids, ids, ids, np.zeros(rows))
     words = made.exchange(turns, NONE)
     assert made.error is None
-    sent = words[: LIMITS.pieces * (HEADER + LIMITS.piece)].reshape(LIMITS.pieces, -1)
-    found = [(Feed(*map(int, line[:HEADER])), line[HEADER:]) for line in sent]
+    sent = words[: SIZES.pieces * (HEADER + SIZES.piece)].reshape(SIZES.pieces, -1)
+    found = [(PrefillChunk(*map(int, line[:HEADER])), line[HEADER:]) for line in sent]
     return [(feed, tokens[: feed.length].tolist()) for feed, tokens in found if feed.row < rows]
 
 
 def test_a_text_travels_in_pieces_and_its_turn_begins_with_the_last():
     prompts = [np.arange(200), np.arange(100) + 200, np.arange(150) + 300]
     made = host(*prompts)
-    assert LIMITS.pieces == PARTS * 2 == 12
+    assert SIZES.pieces == PREFILLS_PER_EXCHANGE * 2 == 12
     first, second = pieces(made), pieces(made)
     assert [feed.row for feed, _ in first] == [0] * 7 + [1] * 4 + [2]  # no room for more of the third
     assert [feed.row for feed, _ in second] == [2] * 4
     for row, prompt in enumerate(prompts):
         of_row = [(feed, tokens) for feed, tokens in first + second if feed.row == row]
         assert [token for _, tokens in of_row for token in tokens] == prompt[:-1].tolist()
-        assert [feed.start for feed, _ in of_row] == list(range(0, len(prompt) - 1, PIECE))
+        assert [feed.start for feed, _ in of_row] == list(range(0, len(prompt) - 1, CHUNK_TOKENS))
         assert [feed.begin for feed, _ in of_row] == [0] * (len(of_row) - 1) + [1]
         assert of_row[-1][0].pending == prompt[-1]
     assert made.prefilled == 199 + 99 + 149
@@ -104,14 +104,14 @@ def test_samples_of_a_prompt_copy_it_in_the_exchange_that_prefills_it():
 def test_a_prompt_that_takes_two_exchanges_is_copied_in_the_second_and_one_that_goes_on_after_it():
     prompt, longer = np.arange(390), np.arange(398)
     made = host(prompt, prompt, longer, share_prompts=True)
-    assert copied(made) == [(0, 0, 0)] * LIMITS.pieces
+    assert copied(made) == [(0, 0, 0)] * SIZES.pieces
     assert copied(made) == [(0, 0, 0), (1, 0, -389)]
     assert copied(made) == [(2, 0, 389)]  # what follows is prefilled, and reads what is copied
 
 
 @pytest.mark.parametrize(("copies", "served"), [(1, [[1], [2]]), (2, [[1, 2], []])])
 def test_no_more_rows_copy_a_prefix_than_the_device_takes(monkeypatch, copies, served):
-    monkeypatch.setattr(Limits, "copies", copies)
+    monkeypatch.setattr(ExchangeSizes, "copies", copies)
     prompt = np.arange(70)
     made = host(prompt, prompt, prompt, share_prompts=True)
     for rows in served:
@@ -127,9 +127,9 @@ class Answers(SingleTurn):
 
 def paused(made, stop=STOP_EOS):
     """What a host says to rows that have all written a token and paused."""
-    ids = np.zeros((LIMITS.rows, 4), np.int32)
-    ones = np.ones(LIMITS.rows, np.int64)
-    return made.exchange(Turns(ones * WAIT, ones * stop, ids, ids, ids, ones), NONE)
+    ids = np.zeros((SIZES.rows, 4), np.int32)
+    ones = np.ones(SIZES.rows, np.int64)
+    return made.exchange(DeviceReport(ones * PAUSED, ones * stop, ids, ids, ids, ones), NONE)
 
 
 @pytest.mark.parametrize(
@@ -160,11 +160,11 @@ def test_what_an_environment_cannot_answer_is_named_and_ends_all_hosts(action, w
     other.over = made.over
     made.environment = environment = Answers(turn_tokens=4)
     object.__setattr__(environment, "action", action)
-    assert paused(made)[-1] == LEAVE
+    assert paused(made)[-1] == ABORT
     assert isinstance(made.error, UserError)
     with pytest.raises(UserError, match=words):
         raise made.error
-    assert paused(other)[-1] == LEAVE and other.error is None
+    assert paused(other)[-1] == ABORT and other.error is None
 
 
 @pytest.mark.parametrize(
@@ -180,11 +180,9 @@ def test_what_does_not_fit_even_so_ends_the_episode_at_the_limit_of_its_context(
     class Shortens(Answers):
         def overflow(self, episode, message, room):
             if isinstance(message, Restart):
-                assert (
-                    room == LIMITS.context - 2
-                )  # the last of the prompt is left pending, and one is written
+                assert room == SIZES.context - 2  # the last of the prompt is left pending, and one is written
                 return Restart(message.prompt[1:])
-            assert room == LIMITS.context - 2 - 1  # two tokens of the prompt, and one that was written
+            assert room == SIZES.context - 2 - 1  # two tokens of the prompt, and one that was written
             return dataclasses.replace(message, prefix=message.prefix[1:])
 
     made, found = host([1, 2]), []
@@ -262,7 +260,7 @@ def test_a_message_leaves_the_policy_one_token_of_the_context_or_as_many_as_it_s
     made, asked = host([1, 2]), []
     made.encode = lambda text: np.zeros(len(text), np.int32)
     made.environment = environment = Watches(turn_tokens=4)
-    object.__setattr__(environment, "action", Append("x" * tokens, leaves=leaves))
+    object.__setattr__(environment, "action", Append("x" * tokens, reserve_tokens=leaves))
     pieces(made)
     paused(made)
     assert made.error is None and asked == [397] * shortened
@@ -287,7 +285,7 @@ def test_rows_that_ask_the_same_wait_for_one_search():
     object.__setattr__(environment, "action", SearchFor("a"))
     pieces(made)
     paused(made)
-    while made.askers:
+    while made.requesters:
         pieces(made)
     assert made.error is None and asked == [["a"]] and made.failed == 3
     assert [live.episode.searches[0].failed for live in made.rows] == [True] * 3

@@ -18,11 +18,11 @@ from jaxtyping import Bool
 
 from rrl.data.passages import Passage
 from rrl.data.questions import Question
-from rrl.errors import UserError
-from rrl.files import json_lines, replaced, saving
 from rrl.data.trajectory import Search, Trajectory
+from rrl.errors import UserError
+from rrl.files import atomic_stream, read_json_lines, saving
 
-EACH = 30
+MAX_PER_SOURCE = 30
 """Trajectories of each source on the page. Of these the tokens are kept; of others the text, as in trajectories.jsonl."""
 FOLDER = "report"
 EVALUATED, SAMPLED = "evaluated", "sampled"
@@ -31,7 +31,7 @@ _ARRAYS = ("tokens", "roles", "logps", "sampled_logps", "turns")
 _REMEDY = "remove that file: the page of trajectories is then made without it"
 
 
-class Shown:
+class SavedTrajectories:
     """The folder `report` of a workdir; of several processes the first writes."""
 
     def __init__(self, workdir: str | os.PathLike[str]) -> None:
@@ -45,14 +45,14 @@ class Shown:
         self, step: int, trajectories: Sequence[Trajectory], left_out: Bool[np.ndarray, "N"]
     ) -> None:
         """Keeps what the page shows of the update that made it `step`; `left_out` are those that it did not learn from."""
-        about = {"step": step, "left_out": left_out[:EACH].tolist()}
-        self._save(SAMPLED, about, trajectories[:EACH])
+        about = {"step": step, "left_out": left_out[:MAX_PER_SOURCE].tolist()}
+        self._save(SAMPLED, about, trajectories[:MAX_PER_SOURCE])
 
-    def evaluated(self, step: int) -> list[Trajectory]:
+    def load_evaluated(self, step: int) -> list[Trajectory]:
         """What `save_evaluated` kept of this step, or nothing."""
         return self._load(EVALUATED, step)[1]
 
-    def sampled(self, step: int) -> tuple[list[Trajectory], Bool[np.ndarray, "N"]]:
+    def load_sampled(self, step: int) -> tuple[list[Trajectory], Bool[np.ndarray, "N"]]:
         """What `save_sampled` kept of this step, or nothing."""
         about, trajectories = self._load(SAMPLED, step)
         return trajectories, np.array(about.get("left_out", []), bool)
@@ -60,18 +60,21 @@ class Shown:
     def _save(self, name: str, about: dict[str, Any], trajectories: Sequence[Trajectory]) -> None:
         if jax.process_index() != 0:
             return
-        records = [about, *(as_json(t, tokens=place < EACH) for place, t in enumerate(trajectories))]
+        records = [
+            about,
+            *(as_json(t, tokens=place < MAX_PER_SOURCE) for place, t in enumerate(trajectories)),
+        ]
         file = self._folder / f"{name}.jsonl"
         with saving(file):
             self._folder.mkdir(parents=True, exist_ok=True)
-            with replaced(file) as stream:
+            with atomic_stream(file) as stream:
                 stream.writelines(json.dumps(record, default=_scalar).encode() + b"\n" for record in records)
 
     def _load(self, name: str, step: int) -> tuple[dict[str, Any], list[Trajectory]]:
         file = self._folder / f"{name}.jsonl"
         if not file.is_file():
             return {}, []
-        about, *records = [record for _, record in json_lines(file, _REMEDY)] or [{}]
+        about, *records = [record for _, record in read_json_lines(file, _REMEDY)] or [{}]
         if about.get("step") != step:
             return {}, []
         try:

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from rrl.data.passages import Passage
-from rrl.errors import UserError
 from rrl.data.trajectory import Search
-from rrl.runs.shown_trajectories import EACH, Shown, as_json, from_json
+from rrl.errors import UserError
+from rrl.runs.saved_trajectories import MAX_PER_SOURCE, SavedTrajectories, as_json, from_json
 from tests.eval.fakes import many
 
 
@@ -39,9 +39,9 @@ def same(a, b) -> bool:
 
 
 def test_a_trajectory_comes_back_with_every_field(tmp_path):
-    shown, trajectory = Shown(tmp_path), rich()
+    shown, trajectory = SavedTrajectories(tmp_path), rich()
     shown.save_evaluated(4, [trajectory])
-    (back,) = shown.evaluated(4)
+    (back,) = shown.load_evaluated(4)
     expected = dataclasses.replace(
         trajectory,
         turn_rewards={0: 0.1, 2: float(np.float32(0.3))},
@@ -52,30 +52,34 @@ def test_a_trajectory_comes_back_with_every_field(tmp_path):
 
 
 def test_only_what_was_saved_for_the_step_comes_back(tmp_path):
-    shown, trajectories = Shown(tmp_path), many(3)
-    assert shown.evaluated(2) == [] and shown.sampled(2)[0] == []
+    shown, trajectories = SavedTrajectories(tmp_path), many(3)
+    assert shown.load_evaluated(2) == [] and shown.load_sampled(2)[0] == []
     shown.save_evaluated(2, trajectories[:1])
     shown.save_sampled(3, trajectories[1:], np.array([True, False]))
-    assert shown.evaluated(3) == [] and shown.sampled(2)[0] == [] and len(shown.sampled(2)[1]) == 0
-    sampled, left_out = shown.sampled(3)
+    assert (
+        shown.load_evaluated(3) == []
+        and shown.load_sampled(2)[0] == []
+        and len(shown.load_sampled(2)[1]) == 0
+    )
+    sampled, left_out = shown.load_sampled(3)
     assert all(same(a, b) for a, b in zip(sampled, trajectories[1:], strict=True))
     assert left_out.dtype == bool and left_out.tolist() == [True, False]
 
 
 def test_tokens_are_kept_of_those_that_the_page_shows(tmp_path):
-    shown, trajectories = Shown(tmp_path), many(EACH + 2)
+    shown, trajectories = SavedTrajectories(tmp_path), many(MAX_PER_SOURCE + 2)
     shown.save_evaluated(1, trajectories)
-    shown.save_sampled(1, trajectories, np.zeros(EACH + 2, bool))
-    back, (sampled, left_out) = shown.evaluated(1), shown.sampled(1)
-    assert len(back) == EACH + 2 and len(sampled) == len(left_out) == EACH
-    assert [len(t.tokens) > 0 for t in back] == [True] * EACH + [False] * 2
+    shown.save_sampled(1, trajectories, np.zeros(MAX_PER_SOURCE + 2, bool))
+    back, (sampled, left_out) = shown.load_evaluated(1), shown.load_sampled(1)
+    assert len(back) == MAX_PER_SOURCE + 2 and len(sampled) == len(left_out) == MAX_PER_SOURCE
+    assert [len(t.tokens) > 0 for t in back] == [True] * MAX_PER_SOURCE + [False] * 2
     assert back[-1].segments == trajectories[-1].segments
 
 
 @pytest.mark.parametrize("damage", [b"\xff\n", b"5\n", b'{"step": 1}\n{"question": 1}\n'])
 def test_a_damaged_file_is_named(tmp_path, damage):
-    shown = Shown(tmp_path)
+    shown = SavedTrajectories(tmp_path)
     shown.save_evaluated(1, [])
     (tmp_path / "report" / "evaluated.jsonl").write_bytes(damage)
     with pytest.raises(UserError, match=r"evaluated\.jsonl.*; remove that file"):
-        shown.evaluated(1)
+        shown.load_evaluated(1)

@@ -16,13 +16,13 @@ from rrl.rollout import device, loop
 from rrl.rollout.config import EngineConfig
 from rrl.rollout.cpu import shape_probe as sizes
 from rrl.rollout.cpu import workers
-from rrl.rollout.cpu.shape_probe import _adapted, narrow
+from rrl.rollout.cpu.shape_probe import _adapted, configure_shapes
 from rrl.rollout.engine import Engine
 from rrl.rollout.protocol import SingleTurn
 from tests.rollout.world import make_world
 
 KEY = jax.random.key(3)
-CONFIG = EngineConfig(rows=32, context=192, feeds=8, feed_tokens=128, loops=1, top_p=0.95)
+CONFIG = EngineConfig(rows=32, context=192, wake_threshold=8, prefill_tokens=128, workers=1, top_p=0.95)
 
 
 @pytest.fixture(scope="module")
@@ -33,21 +33,21 @@ def world():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("spare_rows", "compiled"), [(0, True), (8, True), (8, False)])
-def test_a_row_has_the_same_bits_among_few_as_among_all(world, spare_rows, compiled, monkeypatch):
+@pytest.mark.parametrize(("oversubscribed_slots", "compiled"), [(0, True), (8, True), (8, False)])
+def test_a_row_has_the_same_bits_among_few_as_among_all(world, oversubscribed_slots, compiled, monkeypatch):
     if not compiled:
         monkeypatch.setattr(loop, "can_attend", lambda *_: False)
     decoder, tokenizer, requests = world
-    config = dataclasses.replace(CONFIG, spare_rows=spare_rows)
+    config = dataclasses.replace(CONFIG, oversubscribed_slots=oversubscribed_slots)
     narrowed, wide = (Engine(decoder, tokenizer, config) for _ in range(2))
     monkeypatch.setattr(
-        "rrl.rollout.engine.narrow",
-        lambda programs, params: None if programs is wide.programs else narrow(programs, params),
+        "rrl.rollout.engine.configure_shapes",
+        lambda programs, params: None if programs is wide.programs else configure_shapes(programs, params),
     )
     params, environment = nnx.state(decoder), SingleTurn(turn_tokens=48)
     found, whole = (engine.run(params, requests, environment, KEY) for engine in (narrowed, wide))
-    assert (wide.programs.widths, wide.programs.readers, wide.programs.together) == ((32,), (), (4,))
-    found_sizes = narrowed.programs.widths, narrowed.programs.readers, narrowed.programs.together
+    assert (wide.programs.widths, wide.programs.readers, wide.programs.prefill_chunks) == ((32,), (), (4,))
+    found_sizes = narrowed.programs.widths, narrowed.programs.readers, narrowed.programs.prefill_chunks
     if found_sizes == ((32,), (), (4,)):
         pytest.skip("on this processor no smaller sizes have the same bits")
     assert narrowed.stats.row_steps == wide.stats.row_steps
@@ -79,8 +79,8 @@ def test_sizes_on_which_bits_depend_are_not_taken(world, monkeypatch, place, siz
 
     monkeypatch.setattr(owner, place, attention if place == "cache_attention" else depends)
     engine = Engine(decoder, tokenizer, CONFIG)
-    narrow(engine.programs, nnx.state(decoder))
-    found = engine.programs.widths, engine.programs.readers, engine.programs.together
+    configure_shapes(engine.programs, nnx.state(decoder))
+    found = engine.programs.widths, engine.programs.readers, engine.programs.prefill_chunks
     for some, most in zip(found, kept, strict=True):  # a processor may leave out others of its own
         assert set(some) <= set(most)
     assert found[0][0] == 32 and found[2][0] == 4
@@ -89,7 +89,7 @@ def test_sizes_on_which_bits_depend_are_not_taken(world, monkeypatch, place, siz
 @pytest.mark.slow
 def test_a_last_bit_that_seldom_differs_is_seen(world, monkeypatch):
     decoder, tokenizer, _ = world
-    draw, wrong = device.draw, 0
+    draw, wrong = device.sample_tokens, 0
 
     def off(*given):
         (drawn,) = draw(*given)
@@ -98,10 +98,10 @@ def test_a_last_bit_that_seldom_differs_is_seen(world, monkeypatch):
 
     def widths():
         engine = Engine(decoder, tokenizer, CONFIG)
-        narrow(engine.programs, nnx.state(decoder))
+        configure_shapes(engine.programs, nnx.state(decoder))
         return engine.programs.widths
 
-    monkeypatch.setattr(device, "draw", off)
+    monkeypatch.setattr(device, "sample_tokens", off)
     *_, narrowest = right = widths()
     if narrowest == 32:
         pytest.skip("on this processor no smaller sizes have the same bits")
@@ -124,13 +124,13 @@ def shapes_of_steps(monkeypatch):
 def test_where_the_weights_dominate_only_guesses_are_tried(world, monkeypatch):
     decoder, tokenizer, _ = world
     shapes = shapes_of_steps(monkeypatch)
-    monkeypatch.setattr(workers, "CACHED_BYTES", 0)
+    monkeypatch.setattr(workers, "CPU_CACHE_BYTES", 0)
     for draft_tokens, tried in ((0, set()), (1, {(32, 2, 2)})):
-        config = dataclasses.replace(CONFIG, loops=0, draft_tokens=draft_tokens)
+        config = dataclasses.replace(CONFIG, workers=0, draft_tokens=draft_tokens)
         programs = Engine(decoder, tokenizer, config).programs
-        narrow(programs, nnx.state(decoder))
-        assert programs.loops == 1 and shapes == tried
-        found = programs.widths, programs.readers, programs.together, programs.step_tokens
+        configure_shapes(programs, nnx.state(decoder))
+        assert programs.workers == 1 and shapes == tried
+        found = programs.widths, programs.readers, programs.prefill_chunks, programs.step_tokens
         assert found == ((32,), (), (4,), 64 * draft_tokens)
 
 
@@ -138,19 +138,19 @@ def test_sizes_are_tried_over_the_first_layers(world, monkeypatch):
     deep = Decoder(dataclasses.replace(world[0].config, layers=6), rngs=nnx.Rngs(0))
     shapes = shapes_of_steps(monkeypatch)
     programs = Engine(deep, world[1], dataclasses.replace(CONFIG, rows=16)).programs
-    narrow(programs, nnx.state(deep))
+    configure_shapes(programs, nnx.state(deep))
     assert shapes == {(16, 1, 4), (8, 1, 4)} and programs.decoder_config.layers == deep.config.layers == 6
 
 
 def test_once_the_time_is_up_the_full_width_is_left_and_guesses_are_still_tried(world, monkeypatch, caplog):
     decoder, tokenizer, _ = world
     kept = []
-    monkeypatch.setattr(sizes, "SECONDS", 0.0)
-    monkeypatch.setattr(sizes, "remember", lambda key, found: kept.append(found))
+    monkeypatch.setattr(sizes, "PROBE_SECONDS", 0.0)
+    monkeypatch.setattr(sizes, "store", lambda key, found: kept.append(found))
     shapes = shapes_of_steps(monkeypatch)
     programs = Engine(decoder, tokenizer, dataclasses.replace(CONFIG, draft_tokens=1)).programs
     with caplog.at_level("INFO", "rrl.rollout.cpu.shape_probe"):
-        narrow(programs, nnx.state(decoder))
+        configure_shapes(programs, nnx.state(decoder))
     assert programs.widths == (32,) and programs.step_tokens == 64 and shapes == {(32, 2, 2)}
     assert not kept and "after 0 s no further row counts were tried" in caplog.text
 
@@ -160,7 +160,7 @@ def test_few_rows_and_several_devices_have_one_width(world):
     few = Engine(decoder, tokenizer, dataclasses.replace(CONFIG, rows=15))
     many = Engine(decoder, tokenizer, CONFIG, mesh=make_mesh(2, devices=jax.devices()[:2]))
     for engine, rows in ((few, 15), (many, 32)):
-        narrow(engine.programs, nnx.state(decoder))
+        configure_shapes(engine.programs, nnx.state(decoder))
         assert engine.programs.widths == (rows,)
 
 
@@ -176,10 +176,14 @@ def test_adapters_that_are_zero_are_tried_as_if_they_were_not(world):
 
 
 def test_an_option_that_xla_does_not_know_is_left_out(monkeypatch):
-    monkeypatch.setattr(workers, "OPTIONS", {"xla_cpu_no_such_option": False, **workers.OPTIONS})
+    monkeypatch.setattr(
+        workers, "COMPILER_OPTIONS", {"xla_cpu_no_such_option": False, **workers.COMPILER_OPTIONS}
+    )
     workers.compiler_options.cache_clear()
     one, two = workers.compiler_options(1), workers.compiler_options(2)
     workers.compiler_options.cache_clear()
     assert (
-        set(one) <= set(two) <= {*workers.OPTIONS, "xla_cpu_multi_thread_eigen"} - {"xla_cpu_no_such_option"}
+        set(one)
+        <= set(two)
+        <= {*workers.COMPILER_OPTIONS, "xla_cpu_multi_thread_eigen"} - {"xla_cpu_no_such_option"}
     )

@@ -11,9 +11,9 @@ from rrl.data.trajectory import Search
 from rrl.retrieval.retriever import Hit
 from rrl.rollout.automaton import compile_sets
 from rrl.rollout.episodes import Request
-from rrl.rollout.exchange import RUN, WAIT, Limits, Turns
-from rrl.rollout.host import Host
+from rrl.rollout.exchange import DECODING, PAUSED, DeviceReport, ExchangeSizes
 from rrl.rollout.protocol import Finish, SearchFor, SingleTurn
+from rrl.rollout.scheduler import Scheduler
 
 
 class Asks(SingleTurn):
@@ -48,9 +48,9 @@ class Library:
 
 def finished(library):
     """The one trajectory of a host that can have one query encoded at a time."""
-    limits = Limits(rows=2, context=64, feeds=1, feed_tokens=32, query_tokens=2)
+    limits = ExchangeSizes(rows=2, context=64, wake_threshold=1, prefill_tokens=32, query_tokens=2)
     ended = []
-    host = Host(
+    host = Scheduler(
         collections.deque([[(0, Request(Question("q", "", ()), np.arange(4, dtype=np.int32), 0))]]),
         Asks(turn_tokens=4),
         compile_sets([()], [b"a"] * 8),
@@ -64,8 +64,8 @@ def finished(library):
     )
     ids, none, vectors = np.zeros((2, 4), np.int32), np.zeros((2, 4)), np.zeros((1, 2), np.float32)
     for exchange in range(20):
-        status = np.array([WAIT if exchange else RUN, RUN])
-        host.exchange(Turns(status, np.full(2, -1), ids, none, none, np.ones(2, int)), vectors)
+        status = np.array([PAUSED if exchange else DECODING, DECODING])
+        host.exchange(DeviceReport(status, np.full(2, -1), ids, none, none, np.ones(2, int)), vectors)
         assert host.error is None, host.error
         if ended:
             return ended[0]

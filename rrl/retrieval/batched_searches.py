@@ -10,7 +10,7 @@ from rrl.retrieval.retriever import Hit, Retriever
 Asked = tuple[list[str], int, "Future[list[list[Hit]]]"]
 
 
-class JoinedSearches:
+class BatchedSearches:
     """`search` as `Retriever.search`, for many threads: a request alone waits for nobody, many at a time cost one search.
 
     An index answers a hundred queries in little more time than one, and encodes them in one batch.

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from rrl.errors import UserError
-from rrl.files import FULL
+from rrl.files import DISK_FULL
 
 SPARE = 64 << 10
 """Bytes that a disk has left unless it is full."""
@@ -31,12 +31,12 @@ def reserve(size: int, folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def disk_full_told(folder: Path) -> Iterator[None]:
+def disk_full_error(folder: Path) -> Iterator[None]:
     """Turns "no space left" into a UserError that says what is kept and how to go on."""
     try:
         yield
     except OSError as error:
-        if error.errno not in FULL:
+        if error.errno not in DISK_FULL:
             raise
         raise UserError(
             f"index {folder}: the disk is full ({error.strerror}). What is done is kept there, marked unfinished; make "

@@ -135,11 +135,11 @@ RELEVANCE_SYSTEM = (
 )
 """In our words: R3-RAG (Eq. 3, section 3.2.2) describes this instruction, its scores included, and prints it nowhere."""
 
-FINDING_TEMPLATE = (
+ERROR_ANALYSIS_TEMPLATE = (
     "A search agent was asked a question and answered it wrongly. You see what it thought and found.\n\n"
     "Question: {question}\nRight answer: {gold}\nIts answer: {predicted}\n\nWhat it thought and found:\n"
 )
-FINDINGS = {
+ERROR_ASPECTS = {
     "mistaken": "Did it take what it had found about something else for what the question asks about?",
     "faithful": "Does what it thought agree with what it had found, without anything that was not found?",
     "reached": "Did it arrive at the right answer in its thoughts?",
@@ -147,7 +147,7 @@ FINDINGS = {
 """What tells the five kinds of error of TIRESRAG-R1's Table 2 apart, whose examples the authors sorted by hand; our words."""
 
 
-class Case(Protocol):
+class JudgePrompt(Protocol):
     """One thing to be judged."""
 
     @property
@@ -158,12 +158,12 @@ class Case(Protocol):
     def prompt(self) -> Prompt:
         """What a model is asked."""
 
-    def read(self, text: str) -> float | None:
+    def parse(self, text: str) -> float | None:
         """The score that a model's answer says, in 0..1; None where it says none."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Told:
+class Transcript:
     """What was thought and found in an episode, without its answers: RD of TIRESRAG-R1, section 3.1."""
 
     segments: tuple[tuple[int, str], ...]
@@ -176,12 +176,14 @@ class Told:
         """All of it."""
         return "".join(text for _, text in self.segments).strip()
 
-    def of(self, role: int) -> str:
+    def text_of(self, role: int) -> str:
         """All that the policy, or the environment, said."""
         return "\n".join(text.strip() for who, text in self.segments if who == role)
 
 
-def told_of(trajectory: Trajectory, answer: Tag, prefill: str = "", searches: int | None = None) -> Told:
+def transcript_of(
+    trajectory: Trajectory, answer: Tag, prefill: str = "", searches: int | None = None
+) -> Transcript:
     """What was thought and found in a trajectory, its answers (boxes of the tag `answer`) taken out, as TIRESRAG-R1's
     released code does.
 
@@ -217,7 +219,7 @@ def told_of(trajectory: Trajectory, answer: Tag, prefill: str = "", searches: in
         found += new
         segments.append((ENVIRONMENT, text))
     titles = (title for search in shown_searches(trajectory)[:searches] for title in search.titles)
-    return Told(tuple(segments), tuple(dict.fromkeys(titles)))
+    return Transcript(tuple(segments), tuple(dict.fromkeys(titles)))
 
 
 def shown_searches(trajectory: Trajectory) -> Sequence[Search]:
@@ -236,17 +238,17 @@ class Sufficiency:
     """Can the gold answer be inferred from what was thought and found? 0 or 1 (TIRESRAG-R1, Eq. 2)."""
 
     question: Question
-    told: Told
+    transcript: Transcript
 
     @property
     def prompt(self) -> Prompt:
         return Prompt(
-            f"### QUESTION\n{self.question.text}\n\n### ANSWER\n{gold(self.question)}\n\n### References\n",
-            self.told.text,
+            f"### QUESTION\n{self.question.text}\n\n### ANSWER\n{gold_text(self.question)}\n\n### References\n",
+            self.transcript.text,
             system=SUFFICIENCY_SYSTEM,
         )
 
-    def read(self, text: str) -> float | None:
+    def parse(self, text: str) -> float | None:
         found = re.findall(
             r"sufficient[ _]context[^:\n]{0,40}:[\s\"'*]*(?:([01])(?:\.0+)?(?![\d.]*\d)|(true|false)\b)",
             after_thought(text).lower(),
@@ -259,19 +261,19 @@ class Thinking:
     """How good is the reasoning, whatever its answer? A score in tenths (TIRESRAG-R1, Eq. 3)."""
 
     question: Question
-    told: Told
+    transcript: Transcript
 
     @property
     def prompt(self) -> Prompt:
         return Prompt(
             "### CONTEXT\n",
-            self.told.of(ENVIRONMENT),
-            f"\n\n### QUESTION\n{self.question.text}\n\n### MODEL THINKING PROCESS\n{self.told.of(POLICY)}",
+            self.transcript.text_of(ENVIRONMENT),
+            f"\n\n### QUESTION\n{self.question.text}\n\n### MODEL THINKING PROCESS\n{self.transcript.text_of(POLICY)}",
             system=THINKING_SYSTEM,
         )
 
-    def read(self, text: str) -> float | None:
-        return read_tenths(text)
+    def parse(self, text: str) -> float | None:
+        return parse_tenths(text)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -284,13 +286,13 @@ class Correctness:
     @property
     def prompt(self) -> Prompt:
         text = CORRECTNESS_TEMPLATE.format(
-            question=self.question.text, reference=gold(self.question), prediction=self.predicted
+            question=self.question.text, reference=gold_text(self.question), prediction=self.predicted
         )
         return Prompt(text)
 
-    def read(self, text: str) -> float | None:
+    def parse(self, text: str) -> float | None:
         # The figure asks for True or False; its caption in appendix J speaks of yes and no.
-        return read_verdict(text)
+        return parse_verdict(text)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -302,10 +304,10 @@ class Validation:
 
     @property
     def prompt(self) -> Prompt:
-        text = f'Query: "{self.question.text}"\nLabel: "{gold(self.question)}"\nStudent\'s Answer: "{self.predicted}"'
+        text = f'Query: "{self.question.text}"\nLabel: "{gold_text(self.question)}"\nStudent\'s Answer: "{self.predicted}"'
         return Prompt(text, system=VALIDATION_SYSTEM)
 
-    def read(self, text: str) -> float | None:
+    def parse(self, text: str) -> float | None:
         found = re.findall(r"validation\W*(correct|wrong)\b", after_thought(text).lower())
         return float(found[-1] == "correct") if found else None
 
@@ -324,8 +326,8 @@ class Relevance:
             f"Question: {self.question.text}\n\nDocuments:\n", render(self.passages), after, RELEVANCE_SYSTEM
         )
 
-    def read(self, text: str) -> float | None:
-        return read_tenths(text)
+    def parse(self, text: str) -> float | None:
+        return parse_tenths(text)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -343,40 +345,42 @@ class ShortAnswer:
     def prompt(self) -> Prompt:
         return Prompt(EXTRACT_TEMPLATE.format(question=self.question.text, answer=self.predicted))
 
-    def read(self, text: str) -> float | None:
+    def parse(self, text: str) -> float | None:
         forms = listed_answers(after_thought(text))
-        return None if forms is None else self.of(forms)
+        return None if forms is None else self.score(forms)
 
-    def of(self, forms: Sequence[str]) -> float:
+    def score(self, forms: Sequence[str]) -> float:
         """The metric of these short forms."""
         scores: AnswerScores = score_answer(forms, self.question.answers, self.rule)
         return float(getattr(scores, self.metric))
 
 
 @dataclasses.dataclass(frozen=True)
-class Finding:
+class ErrorAnalysis:
     """One thing about how a wrong answer came about: 0 or 1 (for TIRESRAG-R1, Table 2)."""
 
     question: Question
-    told: Told
+    transcript: Transcript
     predicted: str
-    asked: str
-    """One of FINDINGS."""
-    last: tuple[str, ...] = ()
+    aspect: str
+    """One of ERROR_ASPECTS."""
+    last_titles: tuple[str, ...] = ()
     """Titles of the passages that the last search found."""
 
     @property
     def prompt(self) -> Prompt:
-        opening = FINDING_TEMPLATE.format(
-            question=self.question.text, gold=gold(self.question), predicted=self.predicted
+        opening = ERROR_ANALYSIS_TEMPLATE.format(
+            question=self.question.text, gold=gold_text(self.question), predicted=self.predicted
         )
-        return Prompt(opening, self.told.text, f"\n\n{FINDINGS[self.asked]} Answer True or False.")
+        return Prompt(
+            opening, self.transcript.text, f"\n\n{ERROR_ASPECTS[self.aspect]} Answer True or False."
+        )
 
-    def read(self, text: str) -> float | None:
-        return read_verdict(text)
+    def parse(self, text: str) -> float | None:
+        return parse_verdict(text)
 
 
-def gold(question: Question) -> str:
+def gold_text(question: Question) -> str:
     """The gold answers as a judge reads them."""
     return " or ".join(question.answers)
 
@@ -404,7 +408,7 @@ _REFUSAL = re.compile(
 """How an answer opens that refuses to judge. What numbers and verdicts it names after that are none of its own."""
 
 
-def read_tenths(text: str) -> float | None:
+def parse_tenths(text: str) -> float | None:
     """The number in 0..1 of an answer ("7", "70%", "7/10", "high"), to the tenth; None if it has none, and for a refusal.
 
     One that is called the score counts, else the one that the answer opens with, else the last with a decimal point, else a
@@ -427,7 +431,7 @@ _OPENING_VERDICT = re.compile(rf"\W*(?!(?:true|yes|false|no)\s+or\b)(true\b|yes\
 _VERDICT = re.compile(r"(\bnot\s+(?:\w+ly\s+)?|n['’]t\s+(?:\w+ly\s+)?)?\b(true|false)\b")
 
 
-def read_verdict(text: str) -> float | None:
+def parse_verdict(text: str) -> float | None:
     """1 for true or yes, 0 for false or no; None where an answer says neither, and for a refusal.
 
     The word that it opens with counts, whatever is explained after it ("No doubt" opens with no verdict); else the last true or

@@ -6,7 +6,7 @@ import numpy as np
 from flax import nnx
 
 from rrl.models.config import DecoderConfig
-from rrl.models.decoder import Decoder, computed
+from rrl.models.decoder import Decoder, cast_params
 
 
 def test_parameters_cast_once_are_those_that_the_decoder_casts_at_each_use():
@@ -15,7 +15,7 @@ def test_parameters_cast_once_are_those_that_the_decoder_casts_at_each_use():
     )
     graph, params = nnx.split(Decoder(config, rngs=nnx.Rngs(0), dtype=jnp.bfloat16))
     params = jax.tree.map(lambda x: x * 1.001, params)  # so that norms, too, have digits to lose
-    cast = computed(params, jnp.bfloat16)
+    cast = cast_params(params, jnp.bfloat16)
     kept = {"/".join(path) for path, leaf in nnx.to_flat_state(cast) if leaf.dtype == jnp.float32}
     assert kept == {"norm", "layers/attention_norm", "layers/mlp_norm", "layers/q_norm", "layers/k_norm"}
     tokens = jnp.arange(12).reshape(2, 6)

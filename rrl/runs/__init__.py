@@ -1,0 +1,1 @@
+"""What every long run shares: its folder, checkpoints, metrics, progress and launcher."""
