@@ -10,8 +10,8 @@ a start of 100 demonstrations after the shipped policy. The lengths of a turn an
 are limited, since the policy's context has 1,024 tokens.
 
 size=3b and size=7b hold the paper's settings (section 3.1, Table 4): a total length of 8,192 tokens, top-k 5, batch 256, 5
-rollouts at temperature 1, lr 1e-6, KL 0.001, clip 0.2, two epochs over MuSiQue's 19,938 questions. The paper ran 7B and 32B on 64 H800;
-its retriever is E5-base-v2 over Wikipedia of 2018.
+rollouts at temperature 1, lr 1e-6, KL 0.001, clip 0.2, two epochs over MuSiQue's 19,938 questions. The paper ran 7B and 32B
+on 64 H800; its retriever is E5-base-v2 over Wikipedia of 2018.
 """
 
 from ml_collections import ConfigDict

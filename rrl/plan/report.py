@@ -20,6 +20,8 @@ def _head(plan: CapacityPlan) -> list[str]:
     length = objective.row_lengths[-1]
     rows = objective.rows_per_microbatch(length, data_shards(plan.mesh))
     adapters = f", of which {plan.trained / 1e9:.3g} B are trained" if plan.trained < plan.parameters else ""
+    extra = rollout.oversubscribed_slots
+    oversubscribed = f" and {extra} oversubscribed slots" if extra else ""
     lines = [
         f"{plan.settings.name} on {plan.topology.name}: {plan.topology.size} x {chip.label}, "
         f"{chip.memory / GIB:.2f} GiB of memory each",
@@ -28,8 +30,7 @@ def _head(plan: CapacityPlan) -> list[str]:
         f"numbers   {plan.compute_dtype} computation and reference, "
         f"{plan.settings.compute.param_dtype} trained parameters",
         f"kernels   remat={plan.remat}, attention={plan.attention}",
-        f"rollout   {rollout.rows} rows{f' and {rollout.oversubscribed_slots} oversubscribed slots' if rollout.oversubscribed_slots else ''} "
-        f"of {rollout.context} tokens",
+        f"rollout   {rollout.rows} rows{oversubscribed} of {rollout.context} tokens",
         f"update    microbatches of {rows} rows of {length} tokens",
     ]
     if rows * length > objective.microbatch_tokens:

@@ -189,7 +189,7 @@ def test_an_unreadable_command_json_is_refused_by_name(comparison):
     (record,) = comparison.root.glob("*/command.json")
     record.write_bytes(b"\xff" + record.read_bytes())
     with pytest.raises(
-        UserError, match=r"GRPO-0/command\.json, .* cannot be read \(it is not UTF-8\); put back"
+        UserError, match=r"GRPO-0/command\.json, .* cannot be read \(it is not UTF-8\); restore"
     ):
         comparison("steps=2")
     record.unlink()
