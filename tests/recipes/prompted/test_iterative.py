@@ -152,7 +152,9 @@ def test_flare_answers_after_its_last_sentence_and_needs_token_bytes() -> None:
 
 def test_token_probabilities_cover_only_the_sentence() -> None:
     words = token_probabilities(
-        generated("Ada Berg made it. Then", probabilities={"made": 0.25}), VOCABULARY, len("Ada Berg made it.")
+        generated("Ada Berg made it. Then", probabilities={"made": 0.25}),
+        VOCABULARY,
+        len("Ada Berg made it."),
     )
     assert [word for word, _ in words] == ["Ada", " Berg", " made", " it."]
     assert [chance for _, chance in words] == pytest.approx([1, 1, 0.25, 1])
