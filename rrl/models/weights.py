@@ -43,7 +43,7 @@ def require_folder(field: str, folder: str | Path) -> None:
     """Raises UserError, which names the config field, if its value is not a model folder."""
     if not folder or not (shipped(folder) / CONFIG_FILE).is_file():
         raise UserError(
-            f"{field}={str(folder)!r} is no Hugging Face folder (no {CONFIG_FILE} {looked_in(folder)}); give a Hugging Face model folder"
+            f"{field}={str(folder)!r} is no Hugging Face folder (no {CONFIG_FILE} {looked_in(folder)}); give a model folder"
         )
 
 
