@@ -21,12 +21,12 @@ from rrl.files import CHECKOUT, atomic_stream
 
 PACKAGES = ("jax", "flax", "numpy", "transformers", "scann", "bm25s")
 
-BM25 = ("k1", "b", "title_weight")
+BM25_FIELDS = ("k1", "b", "title_weight")
 """Settings of a retriever that only a search by words has."""
 
 SETTING: Mapping[str, tuple[str, ...]] = {
     "corpus": ("corpus_sha256", "passages"),
-    "retriever": ("searched_by",),
+    "retriever": ("retriever_settings",),
     "passages of a search": ("top_k",),
     "questions": ("questions_sha256", "questions"),
     "normalisation": ("normalization",),
@@ -34,7 +34,7 @@ SETTING: Mapping[str, tuple[str, ...]] = {
 """What must be the same in two rows that are compared, in words, and the fields that tell. Model, method, limits and seed are
 what rows are compared in."""
 
-KNOWN: Mapping[str, tuple[str, ...]] = {
+OPTIONAL_SETTING: Mapping[str, tuple[str, ...]] = {
     "judge": ("judge",),
     "gold passages": ("gold_sha256",),
     "numerics": ("compute",),
@@ -112,56 +112,58 @@ class ResultCard:
         return found | ({"reader": f"{self.reader} ({self.reader_sha256[:12]})"} if self.reader else {})
 
     @property
-    def judged(self) -> str:
+    def judge_in_words(self) -> str:
         """The judge in words; "none" where none did."""
         try:
             told = json.loads(self.judge)
         except ValueError:
             return self.judge or "none"
-        return _told(told) if isinstance(told, dict) else self.judge
+        return _in_words(told) if isinstance(told, dict) else self.judge
 
     @property
     def _known(self) -> dict[str, str]:
-        """The values of `KNOWN` in words."""
+        """The values of `OPTIONAL_SETTING` in words."""
         return {
-            "judge": self.judged,
+            "judge": self.judge_in_words,
             "gold passages": self.gold_sha256[:12],
-            "numerics": _told(self.compute),
+            "numerics": _in_words(self.compute),
         }
 
     @property
-    def searched_by(self) -> dict[str, Any]:
-        """The settings of the retriever that have a meaning: of a search by embeddings those of BM25 have none, but that a title
+    def retriever_settings(self) -> dict[str, Any]:
+        """The settings of the retriever that have a meaning: of a search by embeddings those of BM25_FIELDS have none, but that a title
         weight of 0 says that texts are embedded without their titles."""
         if self.retriever.get("kind") not in ("exact", "scann"):
             return dict(self.retriever)
         return {
             name: value
             for name, value in self.retriever.items()
-            if name not in BM25 or (name == "title_weight" and value == 0)
+            if name not in BM25_FIELDS or (name == "title_weight" and value == 0)
         }
 
     @property
     def setting(self) -> dict[str, str]:
         """The values of `SETTING` in words: two cards may stand in one table without a remark where these are equal."""
-        inside = f"{self.passages:,} passages, {self.corpus_sha256[:12]}" if self.corpus_sha256 else UNKNOWN
+        inside = (
+            f"{self.passages:,} passages, {self.corpus_sha256[:12]}" if self.corpus_sha256 else UNKNOWN_CORPUS
+        )
         searched = f"{self.corpus} ({inside})" if self.corpus else "none"
         return {
             "corpus": searched,
-            "retriever": _told(self.searched_by) or "none",
+            "retriever": _in_words(self.retriever_settings) or "none",
             "passages of a search": str(self.top_k) if self.corpus else "none",
             "questions": f"{self.dataset} ({self.questions:,}, {self.questions_sha256[:12]})",
             "normalisation": self.normalization,
         }
 
 
-UNKNOWN = "its service does not say what it holds"
+UNKNOWN_CORPUS = "its service does not say what it holds"
 
 
-def _told(values: Mapping[str, Any]) -> str:
+def _in_words(values: Mapping[str, Any]) -> str:
     """What is set, in words."""
     parts = (
-        f"{name.replace('_', ' ')} " + (f"({_told(value)})" if isinstance(value, Mapping) else str(value))
+        f"{name.replace('_', ' ')} " + (f"({_in_words(value)})" if isinstance(value, Mapping) else str(value))
         for name, value in sorted(values.items())
         if value not in ("", None)
     )
@@ -261,17 +263,17 @@ def card_of(fields: Any) -> ResultCard:
 def differences(cards: Mapping[str, ResultCard]) -> list[str]:
     """One line for each part of the setting in which cards differ, with who has what; empty where they may be compared.
 
-    What is in `KNOWN` is compared among those cards that have it; judges among all where EM and F1 are of short forms that one
+    What is in `OPTIONAL_SETTING` is compared among those cards that have it; judges among all where EM and F1 are of short forms that one
     extracted.
     """
     lines = []
     shortened = any('"short_answers": true' in card.judge for card in cards.values())
-    for part, fields in {**SETTING, **KNOWN}.items():
+    for part, fields in {**SETTING, **OPTIONAL_SETTING}.items():
         groups: dict[str, list[str]] = {}
         shown: dict[str, str] = {}
         for name, card in cards.items():
             values = [_plain(getattr(card, field)) for field in fields]
-            if part in KNOWN and not any(values) and not (part == "judge" and shortened):
+            if part in OPTIONAL_SETTING and not any(values) and not (part == "judge" and shortened):
                 continue
             key = json.dumps(values, sort_keys=True)
             groups.setdefault(key, []).append(name)

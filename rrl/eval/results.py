@@ -26,7 +26,7 @@ class ResultLines:
         """
         self.path = path
         with saving(path):
-            whole_lines(path)
+            drop_partial_line(path)
             path.touch()
         self.done = _ids(path, set(allowed))
 
@@ -38,7 +38,7 @@ class ResultLines:
         self.done.add(record["id"])
 
 
-def whole_lines(path: Path) -> None:
+def drop_partial_line(path: Path) -> None:
     """Drops what a kill left of a line that it cut from a file, where it is there."""
     if not path.exists():
         return

@@ -101,8 +101,8 @@ def retrieval_report(
     names = np.array([GROUPS[by](question) for question in asked]) if by else np.array([], str)
     chosen = {"all": np.ones(len(asked), bool)} | {str(n): names == n for n in sorted(set(names.tolist()))}
     groups = {name: _means(hits, cuts, rows) for name, rows in chosen.items()}
-    way = key or "answers in title and text"
-    return RetrievalReport(cuts, way, len(questions) - len(asked), warning, groups)
+    by_label = key or "answers in title and text"
+    return RetrievalReport(cuts, by_label, len(questions) - len(asked), warning, groups)
 
 
 def _names(found: Sequence[Sequence[Hit]], field: str) -> list[list[str]]:

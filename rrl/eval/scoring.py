@@ -27,7 +27,7 @@ CUTS = (2, 5, 10)
 """Ranks at which retrieval is reported, beside all that was found."""
 
 
-SHORTCOMINGS = (
+REPORT_WARNINGS = (
     ("missing", "questions without a prediction count as wrong"),
     ("judge_unparsed", "verdicts of the judge could not be understood and count as wrong"),
     ("short_unread", "answers whose short forms could not be understood are scored as they stand"),
@@ -48,7 +48,7 @@ COVERAGE = (
     ("retrieval_by_answer", "first passage with an answer, percent"),
 )
 """Groups with figures at several ranks, and in words."""
-BESIDE = ("prompt_tokens", "environment_tokens", "reader_prompt_tokens", "reader_tokens")
+OTHER_TOKENS = ("prompt_tokens", "environment_tokens", "reader_prompt_tokens", "reader_tokens")
 """Counts of tokens that the policy did not write: what it read, and what another model read and wrote that answers for it."""
 
 
@@ -60,7 +60,7 @@ class Scores:
     metrics: Mapping[str, Float[np.ndarray, "Q"]]
     """em, f1, cem (or acc, of multiple choices), judge; in [0, 1], 0 where nothing was predicted."""
     counts: Mapping[str, Float[np.ndarray, "Q"]]
-    """searches, turns, tokens (sampled), those of `BESIDE`, and seconds, where every prediction has them; 0 where nothing was
+    """searches, turns, tokens (sampled), those of `OTHER_TOKENS`, and seconds, where every prediction has them; 0 where nothing was
     predicted."""
     titles: Sequence[Sequence[str]] | None
     """What was found for each question; None where a prediction does not say."""
@@ -74,7 +74,7 @@ class Scores:
     """Searches that failed, as far as the predictions say."""
 
     @property
-    def main(self) -> str:
+    def main_metric(self) -> str:
         """The metric that says right or wrong."""
         return "acc" if "acc" in self.metrics else "em"
 
@@ -107,7 +107,7 @@ class Scores:
         return self.hits.metrics() if self.hits is not None else {}
 
 
-def own_questions(predictions: Sequence[Prediction], name: str) -> list[Question]:
+def questions_in_file(predictions: Sequence[Prediction], name: str) -> list[Question]:
     """The questions and gold answers that stand in the prediction file `name` itself, those of unanswerable questions empty (see
     `scorable`); UserError names the line that has none."""
     questions = []
@@ -133,7 +133,7 @@ def scorable(questions: Sequence[Question], rule: Rule) -> list[bool]:
     return [q.answers != UNANSWERABLE or (counts and q.id not in answered) for q in questions]
 
 
-def without(
+def drop_unscorable(
     predictions: Sequence[Prediction], questions: Sequence[Question], counts: Sequence[bool]
 ) -> list[Prediction]:
     """The predictions but for those to questions that do not count (see `scorable`)."""
@@ -144,7 +144,7 @@ def without(
     return [p for p in predictions if (_plain(p.question) not in texts if p.id is None else p.id not in ids)]
 
 
-def matched(
+def match_predictions(
     predictions: Sequence[Prediction],
     questions: Sequence[Question],
     name: str,
@@ -300,7 +300,7 @@ def report(scores: Scores, *, seed: int = 0, level: float = 0.95) -> dict[str, A
             name: dataclasses.asdict(bootstrap(values[~np.isnan(values)], level=level, seed=seed))
             for name, values in scores.coverage.items()
         }
-    found["cost"] = costs(scores.counts, scores.metrics[scores.main])
+    found["cost"] = costs(scores.counts, scores.metrics[scores.main_metric])
     return found
 
 
@@ -311,12 +311,12 @@ def costs(counts: Mapping[str, Float[np.ndarray, "Q"]], right: Float[np.ndarray,
     if "tokens" in counts and answers:
         found["tokens_per_correct"] = float(counts["tokens"].sum()) / answers
         found["tokens_when_correct"] = float(counts["tokens"] @ right / answers)
-        if beside := [counts[name] for name in BESIDE if name in counts]:
+        if beside := [counts[name] for name in OTHER_TOKENS if name in counts]:
             found["all_tokens_per_correct"] = float(counts["tokens"].sum() + np.sum(beside)) / answers
     return found
 
 
-def against(first: Scores, second: Scores, *, seed: int = 0, level: float = 0.95) -> dict[str, Any]:
+def compare_scores(first: Scores, second: Scores, *, seed: int = 0, level: float = 0.95) -> dict[str, Any]:
     """For each metric that both runs have, what the first does better than the second on the same questions; also of retrieval,
     where gold passages are recognised in both by the same (`gold_by`)."""
     alike = first.gold_by[0] == second.gold_by[0]
@@ -369,14 +369,14 @@ def as_text(found: Mapping[str, Any]) -> str:
             f"{100 * of['low']:+.1f} – {100 * of['high']:+.1f}), p = {of['p']:.4g} ({of['test']}); "
             f"better on {of['better']}, worse on {of['worse']}, the same on {of['same']}",
         ]
-    for line in shortcomings(found):
+    for line in report_warnings(found):
         lines += ["", line]
     return "\n".join(lines)
 
 
-def shortcomings(found: Mapping[str, Any]) -> list[str]:
+def report_warnings(found: Mapping[str, Any]) -> list[str]:
     """What was missing or failed where the report `found` was made, a line each; empty where all went well."""
-    return [f"{found[name]:,} {words}" for name, words in SHORTCOMINGS if found.get(name)]
+    return [f"{found[name]:,} {words}" for name, words in REPORT_WARNINGS if found.get(name)]
 
 
 def _coverage(

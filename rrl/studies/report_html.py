@@ -15,7 +15,7 @@ import numpy as np
 
 from rrl.data.questions import Question
 from rrl.data.trajectory import Trajectory
-from rrl.eval.comparison import Cells, EvaluationRun, common, remarks, tables
+from rrl.eval.comparison import EvaluationRun, Table, comparability_notes, shared_settings, tables
 from rrl.report.article import article, verdict, words
 
 QUESTIONS_SHOWN = 60
@@ -43,8 +43,10 @@ def report_page(
         differ most.
     """
     first, *others = tables(runs, rows)
-    shared = "".join(f"<dt>{_text(part)}</dt><dd>{_text(value)}</dd>" for part, value in common(runs))
-    notes = "".join(f"<li>{_text(note)}</li>" for note in remarks(runs))
+    shared = "".join(
+        f"<dt>{_text(part)}</dt><dd>{_text(value)}</dd>" for part, value in shared_settings(runs)
+    )
+    notes = "".join(f"<li>{_text(note)}</li>" for note in comparability_notes(runs))
     notes_html = (
         f"<div class='notes'>* not directly comparable with the first row:<ul>{notes}</ul></div>"
         if notes
@@ -83,10 +85,10 @@ def most_different_questions(runs: Sequence[EvaluationRun], count: int) -> list[
 
     The list is empty if a run stores no trajectories.
     """
-    if not all(run.readable for run in runs):
+    if not all(run.has_trajectories for run in runs):
         return []
     by_run = [
-        dict(zip(((q.id, q.text) for q in run.questions()), run.metrics[run.main], strict=True))
+        dict(zip(((q.id, q.text) for q in run.questions()), run.metrics[run.main_metric], strict=True))
         for run in runs
     ]
     asked = [q for q in runs[0].questions() if all((q.id, q.text) in values for values in by_run)]
@@ -150,7 +152,7 @@ def _slot(at: int, question: Question, side: Sequence[Trajectory], runs: Sequenc
     )
 
 
-def _table(table: Cells) -> str:
+def _table(table: Table) -> str:
     head, *body = table
     left = [at for at, name in enumerate(head) if at == 0 or name == "model"]
 

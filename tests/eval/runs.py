@@ -8,7 +8,7 @@ from pathlib import Path
 from rrl.data.questions import Question, save_questions
 from rrl.data.trajectory import Search
 from rrl.eval.evaluate import scores_of
-from rrl.eval.methods import of_trajectory
+from rrl.eval.methods import record_of_trajectory
 from rrl.eval.result_card import ResultCard, questions_fingerprint, versions_here
 from rrl.eval.scoring import report, write_report
 from tests.eval.fakes import fake
@@ -35,7 +35,7 @@ def finished(folder: Path, answers: Mapping[str, str], **card: object) -> Path:
                 f"<answer> {said} </answer>",
             ]
             trajectory = fake(question, parts, searches, answer=said)
-            stream.write(json.dumps(of_trajectory(trajectory)) + "\n")
+            stream.write(json.dumps(record_of_trajectory(trajectory)) + "\n")
     made = ResultCard(
         method=folder.name,
         dataset="four",

@@ -12,7 +12,7 @@ import pytest
 
 from rrl.errors import UserError
 from rrl.eval import evaluate
-from rrl.eval.comparison import cost_table, load_run, records
+from rrl.eval.comparison import comparison_rows, cost_table, load_run
 from rrl.eval.dataset import Dataset
 from rrl.eval.results import ResultLines, read_lines
 from rrl.files import SaveError, exclusive_lock
@@ -78,7 +78,7 @@ def test_a_run_says_how_it_came_about_and_is_judged_later_without_being_asked_ag
     assert card.passages == 200 and card.top_k == 2 and card.retriever["kind"] == "scann"
     assert card.limits == {"max_searches": 4, "turn_tokens": 128, "observation_tokens": 256, "context": 1024}
     assert card.command == "python x" and card.judge == "" and len(card.model_sha256) == 64
-    assert run.found["seconds"]["answer"] > 0 and set(run.found["ended"]) <= {
+    assert run.report["seconds"]["answer"] > 0 and set(run.report["ended"]) <= {
         "answer",
         "no_action",
         "length",
@@ -86,7 +86,7 @@ def test_a_run_says_how_it_came_about_and_is_judged_later_without_being_asked_ag
         "search_limit",
         "context_limit",
     }
-    assert {"tokens", "prompt_tokens", "environment_tokens", "searches", "turns"} <= set(run.found["cost"])
+    assert {"tokens", "prompt_tokens", "environment_tokens", "searches", "turns"} <= set(run.report["cost"])
     assert (tmp_path / "trajectories.html").stat().st_size > 10_000
 
     assert card.compute == {"dtype": "float32", "attention": "auto"} and len(card.gold_sha256) == 64
@@ -150,8 +150,8 @@ def test_a_service_and_a_model_judge_the_answers_and_say_so_in_the_card(
     )
     assert len(asked) == sum(map(bool, said.values())) > 0
     assert run.metrics["judge"].tolist() == ["a" in said[question.id] for question in run.questions()]
-    assert json.loads(run.card.judge)["model"] == "m" and run.found["judge_unparsed"] == 0
-    assert run.found["seconds"]["judge"] > 0
+    assert json.loads(run.card.judge)["model"] == "m" and run.report["judge_unparsed"] == 0
+    assert run.report["seconds"]["judge"] > 0
     assert not any(b"sk-kept" in file.read_bytes() for file in tmp_path.rglob("*") if file.is_file())
 
     monkeypatch.setattr(evaluate, "answer", lambda *_: None)
@@ -165,7 +165,7 @@ def test_a_service_and_a_model_judge_the_answers_and_say_so_in_the_card(
     card = json.loads(run.card.judge)
     assert card["kind"] == "model" and card["folder"] == run.card.model_sha256
     # A small model does not follow the paper's words: what it says is no verdict, and counts as wrong.
-    assert run.found["judge_unparsed"] + run.metrics["judge"].sum() <= 5 and "judge" in run.found["metrics"]
+    assert run.report["judge_unparsed"] + run.metrics["judge"].sum() <= 5 and "judge" in run.report["metrics"]
 
 
 @pytest.mark.parametrize(
@@ -246,8 +246,8 @@ def test_a_field_or_argument_that_is_not_there_is_named() -> None:
 @pytest.mark.parametrize("name", [*RECIPES, *METHODS])
 def test_every_recipe_and_method_is_a_config_away(name: str) -> None:
     settings = evaluate.Settings.of(config(f"method={name}"))
-    assert json.loads(json.dumps(settings.way.identity)) and settings.way.limits
-    assert settings.way.name == name and settings.searches == (name not in ("direct", "cot"))
+    assert json.loads(json.dumps(settings.method.identity)) and settings.method.limits
+    assert settings.method.name == name and settings.searches == (name not in ("direct", "cot"))
 
 
 def test_r3rag_is_evaluated_as_in_the_paper_on_real_questions() -> None:
@@ -279,9 +279,9 @@ def test_a_policy_of_another_recipe_is_told_and_a_reader_stands_in_the_card(
     told = "warning: policy assets/miniwiki-policy was trained as rsearch, and is evaluated as r2ag"
     assert told in capsys.readouterr().err
     run = load_run(tmp_path)
-    cost, card = run.found["cost"], run.card
+    cost, card = run.report["cost"], run.card
     assert 40 < cost["reader_prompt_tokens"] <= 512 and 1 <= cost["reader_tokens"] <= 32
-    _, row = cost_table(records([run]))
+    _, row = cost_table(comparison_rows([run]))
     assert f"{cost['reader_prompt_tokens']:.2f}" in row
     assert card.reader == "assets/miniwiki-reader" and len(card.reader_sha256) == 64
     assert card.limits["reader_context"] == 512 and card.models["reader"].startswith(

@@ -13,7 +13,7 @@ from rrl.data.questions import Question
 from rrl.data.trajectory import ENVIRONMENT, POLICY, PROMPT, Search
 from rrl.data.trajectory_files import load_trajectories
 from rrl.errors import UserError
-from rrl.eval.methods import AnswerModel, make_answering_method, of_outcome, of_trajectory
+from rrl.eval.methods import AnswerModel, make_answering_method, record_of_result, record_of_trajectory
 from rrl.eval.predictions import load_predictions
 from rrl.rewards.reader import ReaderReply
 from rrl.rollout.config import EngineConfig
@@ -25,7 +25,7 @@ from tests.recipes.prompted.scripted import FILM, PERSON, QUESTION, play
 
 def test_a_record_is_a_prediction_and_a_trajectory_in_one(tmp_path: Path) -> None:
     trajectory = spouse()
-    record = of_trajectory(trajectory)
+    record = record_of_trajectory(trajectory)
     file = tmp_path / "results.jsonl"
     file.write_text(json.dumps(record) + "\n")
     (prediction,) = load_predictions(file, "prediction")
@@ -53,7 +53,7 @@ def test_what_a_prompted_method_asked_later_is_shown_as_given() -> None:
             ("", "The final answer: Oslo"),
         ],
     )
-    record = of_outcome(QUESTION, outcome)
+    record = record_of_result(QUESTION, outcome)
     assert record["prediction"] == "Oslo" and record["turns"] == 3 and len(prompts) == 3
     assert record["tokens"] == outcome.sampled_tokens and record["prompt_tokens"] == outcome.prompt_tokens
     assert record["searches"] == [
@@ -74,14 +74,18 @@ def test_without_gold_passages_the_first_that_holds_the_answer_is_noted(
     trajectory = spouse()
     trajectory.question = QUESTION
     trajectory.searches = [Search(0, "x", (), True), Search(1, "y", (), False, tuple(found))]
-    assert of_trajectory(trajectory)["answer_rank"] == rank
+    assert record_of_trajectory(trajectory)["answer_rank"] == rank
     trajectory.question = dataclasses.replace(QUESTION, gold=("T",))
-    assert of_trajectory(trajectory)["answer_rank"] is None
+    assert record_of_trajectory(trajectory)["answer_rank"] is None
 
 
 def test_methods_say_what_was_set_in_them() -> None:
-    way = make_answering_method({"name": "react", "steps": 4}, None, {"tokens": 99})
-    assert way.name == "react (steps=4)" and way.limits == {"steps": 4, "tokens": 99, "most_passages": 15}
+    method = make_answering_method({"name": "react", "steps": 4}, None, {"tokens": 99})
+    assert method.name == "react (steps=4)" and method.limits == {
+        "steps": 4,
+        "tokens": 99,
+        "most_passages": 15,
+    }
     assert make_answering_method({"name": "react", "steps": 7}, None, None).name == "react"
     assert not make_answering_method({"name": "direct"}, None, None).searches
     trained = make_answering_method(
@@ -101,9 +105,9 @@ def test_methods_say_what_was_set_in_them() -> None:
     assert seen.name == "r3rag (drop_seen=False)" and seen.limits["max_steps"] == 4
     assert make_answering_method({"name": "r3rag"}, None, None).long_answers  # it answers in sentences
     assert not make_answering_method({"name": "r3rag"}, {"short_answers": False}, None).long_answers
-    assert not (trained.long_answers or way.long_answers)
+    assert not (trained.long_answers or method.long_answers)
     assert trained.limits == {"max_searches": 2, "turn_tokens": 500, "observation_tokens": 1800}
-    assert json.dumps(trained.identity) and json.dumps(way.identity)
+    assert json.dumps(trained.identity) and json.dumps(method.identity)
     assert trained.identity["environment"]["max_searches"] == 2
 
 
@@ -117,11 +121,11 @@ def test_a_recipe_shows_the_choices_of_a_question() -> None:
         def run(self, params, requests, environment, key, **_):
             asked.extend(requests)
 
-    way = make_answering_method({"name": "rsearch"}, {"instruction": ""}, None)
+    method = make_answering_method({"name": "rsearch"}, {"instruction": ""}, None)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("rrl.train.sample.chat_ids", lambda _, prompt: np.frombuffer(prompt.encode(), np.uint8))
         question = Question("q", "Which?", ("B",), choices=("red", "blue"))
-        way.ask(Engine(), None, [(7, question)], None, 0.5, lambda record: None)
+        method.answer(Engine(), None, [(7, question)], None, 0.5, lambda record: None)
     assert b"(B) blue" in asked[0].prompt.tobytes()
     assert asked[0].question == question and asked[0].seed == 7 and asked[0].temperature == 0.5
 
@@ -146,17 +150,17 @@ def test_a_recipe_whose_reader_answers_is_kept_when_it_has() -> None:
         asked.extend(prompts)
         return [ReaderReply("Oslo", 40, 2)] * len(prompts)
 
-    way = make_answering_method({"name": "r2ag"}, None, None, "models/generator")
-    assert way.name == "r2ag (reader=models/generator)"
-    kept: list[dict] = []
+    method = make_answering_method({"name": "r2ag"}, None, None, "models/generator")
+    assert method.name == "r2ag (reader=models/generator)"
+    records: list[dict] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("rrl.eval.methods.prompt_ids", lambda *_: np.zeros(3, np.int32))
         question = dataclasses.replace(QUESTION, gold=(PERSON.title,))
-        read = dataclasses.replace(way, reader=AnswerModel(reader))
-        read.ask(Engine(), None, [(0, question)], None, 0.0, kept.append)
-    assert kept[0]["prediction"] == "Oslo" and len(asked) == 1
-    assert (kept[0]["reader_prompt_tokens"], kept[0]["reader_tokens"]) == (40, 2)
-    assert read.together < way.together
+        read = dataclasses.replace(method, reader=AnswerModel(reader))
+        read.answer(Engine(), None, [(0, question)], None, 0.0, records.append)
+    assert records[0]["prediction"] == "Oslo" and len(asked) == 1
+    assert (records[0]["reader_prompt_tokens"], records[0]["reader_tokens"]) == (40, 2)
+    assert read.batch_size < method.batch_size
 
 
 @pytest.mark.parametrize(
@@ -201,9 +205,9 @@ def test_a_question_that_no_method_could_show_stops_a_run_only_where_that_is_ask
         patch.setattr("rrl.train.sample.chat_text", lambda _, prompt: prompt)
         patch.setattr("rrl.eval.methods.check_tags", lambda recipe, tokenizer: None)
         for name, recipe in (("rsearch", {"instruction": ""}), ("direct", None)):
-            way, said = make_answering_method({"name": name}, recipe, None), []
-            way.check(Small(), questions, "refuse", said.append)
+            method, said = make_answering_method({"name": name}, recipe, None), []
+            method.check(Small(), questions, "refuse", said.append)
             assert len(said) == (name == "rsearch")
             assert all("1 of 2 questions do not fit" in text and "'long'" in text for text in said)
             with pytest.raises(UserError, match="question 'long' is too long"):
-                way.check(Small(), questions, "stop", said.append)
+                method.check(Small(), questions, "stop", said.append)

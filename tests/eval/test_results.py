@@ -9,7 +9,7 @@ import pytest
 
 from rrl.errors import UserError
 from rrl.eval.evaluate import with_short_forms
-from rrl.eval.judging import judgement_file, short_scores, verdicts
+from rrl.eval.judging import judge_correctness, score_short_answers, verdicts_file
 from rrl.eval.predictions import Prediction
 from rrl.eval.results import ResultLines, read_lines
 from rrl.eval.scoring import score
@@ -91,15 +91,15 @@ def test_a_judge_is_asked_once_for_each_answer_and_not_for_none(tmp_path: Path) 
     questions = [dataclasses.replace(QUESTION, id=name) for name in "abcd"]
     answers = {"a": "Oslo, Norway", "b": "?", "c": "", "d": "Rome"}
     judge = Grader()
-    file = judgement_file(tmp_path, {"kind": "x"}, answers)
-    found = verdicts(file, judge, "r2ag", questions, answers)
+    file = verdicts_file(tmp_path, {"kind": "x"}, answers)
+    found = judge_correctness(file, judge, "r2ag", questions, answers)
     assert found == {"a": True, "b": None, "c": False, "d": False}
     assert judge.asked == ["Oslo, Norway", "?", "Rome"]
     file.write_text("".join(json.dumps(line) + "\n" for line in read_lines(file)[:3]) + '{"id": "d", ')
-    assert verdicts(file, judge, "r2ag", questions, answers) == found
+    assert judge_correctness(file, judge, "r2ag", questions, answers) == found
     assert judge.asked[3:] == ["Rome"]
-    assert judgement_file(tmp_path, {"kind": "y"}, answers) != file
-    assert judgement_file(tmp_path, {"kind": "x"}, answers | {"d": "Oslo"}) != file  # edited since
+    assert verdicts_file(tmp_path, {"kind": "y"}, answers) != file
+    assert verdicts_file(tmp_path, {"kind": "x"}, answers | {"d": "Oslo"}) != file  # edited since
 
 
 def test_em_and_f1_of_long_answers_are_of_the_short_forms_that_the_judge_extracts(tmp_path: Path) -> None:
@@ -113,11 +113,11 @@ def test_em_and_f1_of_long_answers_are_of_the_short_forms_that_the_judge_extract
         return ['["Oslo", "the city"]' if "I read" in prompt.said else "Hm." for prompt in prompts]
 
     file, rule = tmp_path / "short.jsonl", RULES["squad"]
-    found = short_scores(file, ModelJudge(says), rule, questions, answers)
+    found = score_short_answers(file, ModelJudge(says), rule, questions, answers)
     whole = AnswerScores(1.0, 1.0, 1.0)
     assert found == {"a": whole, "b": None, "c": AnswerScores(0.0, 0.0, 0.0), "d": whole}
     assert len(asked) == 6 and all(answers["a"] in said or answers["b"] in said for said in asked)
-    assert short_scores(file, ModelJudge(lambda prompts: 1 / 0), rule, questions, answers) == found
+    assert score_short_answers(file, ModelJudge(lambda prompts: 1 / 0), rule, questions, answers) == found
 
     plain = score([Prediction("line", q.id, "", (answers[q.id],)) for q in questions], questions, rule)
     assert plain.metrics["em"].tolist() == [0, 0, 0, 1]

@@ -35,13 +35,13 @@ SOME = [
 
 def test_both_find_as_many_passages():
     shelf = Shelf()
-    beside = compare_single_step(SOME, shelf)
-    assert beside.steps.found.tolist() == [2, 4, 1] and beside.k == 3  # 7 / 3, rounded up
-    assert beside.steps.recall().tolist() == [1, 0.5, 1]
-    assert beside.single.found.tolist() == [2, 4, 1]  # passages that differ
-    assert beside.single.recall().tolist() == [0.5, 1, 0]
-    assert beside.fixed.recall().tolist() == [1, 1, 0]
-    assert beside.gain.difference == pytest.approx(1 / 3) and beside.gain.better == 2
+    comparison = compare_single_step(SOME, shelf)
+    assert comparison.steps.retrieved.tolist() == [2, 4, 1] and comparison.k == 3  # 7 / 3, rounded up
+    assert comparison.steps.recall().tolist() == [1, 0.5, 1]
+    assert comparison.single.retrieved.tolist() == [2, 4, 1]  # passages that differ
+    assert comparison.single.recall().tolist() == [0.5, 1, 0]
+    assert comparison.fixed.recall().tolist() == [1, 1, 0]
+    assert comparison.gain.difference == pytest.approx(1 / 3) and comparison.gain.better == 2
 
 
 def test_the_table_says_how_many_and_how_sure():
