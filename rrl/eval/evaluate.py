@@ -496,7 +496,7 @@ def scores_of(
 
 
 def with_short_forms(scores: Scores, short: Mapping[str, AnswerScores | None]) -> Scores:
-    """Return scores with em, f1 and cem replaced by the scores of short forms, by id; None leaves a question's scores as they are."""
+    """Replace em, f1 and cem by the scores of short forms, given by id; None leaves the scores of a question unchanged."""
     metrics = dict(scores.metrics)
     for name in AnswerScores._fields:
         plain = scores.metrics[name].tolist()

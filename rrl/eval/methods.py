@@ -370,7 +370,7 @@ def _record(
     turns: int,
     tokens: Mapping[int, int],
 ) -> dict[str, Any]:
-    """Return a line of results.jsonl: both a prediction (`rrl.eval.predictions`) and a trajectory (`rrl.data.trajectory_files`)."""
+    """Return a line of results.jsonl, which is a prediction (`rrl.eval.predictions`) and a trajectory (`rrl.data`) in one."""
     return {
         "id": question.id,
         "prediction": answer,

@@ -49,8 +49,8 @@ def read_timing(workdir: Path) -> list[dict[str, Any]]:
 def latency(workdir: Path, judged: str = "") -> dict[str, float]:
     """Return seconds per question by stage, over complete batches; the engine answers many questions at a time.
 
-    "answer" is the whole rollout. "search" adds up the searches, which run in parallel with the rollout and with each other. "read"
-    is the reader model (R2AG's generator). "judge" is the judge whose file of verdicts is `judged`.
+    "answer" is the whole rollout. "search" adds up the searches, which run in parallel with the rollout and with each other.
+    "read" is the reader model (R2AG's generator). "judge" is the judge whose file of verdicts is `judged`.
     """
     lines = read_timing(workdir)
     means = {}
