@@ -83,7 +83,7 @@ class Scores:
 
     @functools.cached_property
     def gold_by(self) -> tuple[str, str]:
-        """(key, warning) of `gold_key`: how gold passages are recognised. The key is "" if the predictions lack ids and titles."""
+        """(key, warning) of `gold_key`: how to recognise gold passages. The key is "" if the predictions lack ids and titles."""
         titles, ids = self.titles, self.ids
         if ids is None:
             titled = titles is not None and any(question.gold for question in self.questions)

@@ -16,7 +16,7 @@ import numpy as np
 from rrl.data.questions import Question
 from rrl.data.trajectory import Trajectory
 from rrl.eval.comparison import EvaluationRun, Table, comparability_notes, shared_settings, tables
-from rrl.report.article import article, verdict, words
+from rrl.report.article import article, correctness, in_words
 
 QUESTIONS_SHOWN = 60
 """Default number of questions on a page."""
@@ -115,7 +115,7 @@ def _browser(runs: Sequence[EvaluationRun], count: int) -> str:
 
 
 def _agreement(side: Sequence[Trajectory]) -> str:
-    right = sum(verdict(trajectory) == "right" for trajectory in side)
+    right = sum(correctness(trajectory) == "right" for trajectory in side)
     return "all right" if right == len(side) else "some right" if right else "none right"
 
 
@@ -125,7 +125,7 @@ def _filters(sides: Sequence[Sequence[Trajectory]]) -> str:
     selects = [("agreement", "right or wrong", agreements), ("kind", "every kind", kinds)]
     boxes = "".join(
         f'<select data-field="{field}" aria-label="{field}"><option value="">{every}</option>'
-        + "".join(f'<option value="{_text(value)}">{words(value)}</option>' for value in values)
+        + "".join(f'<option value="{_text(value)}">{in_words(value)}</option>' for value in values)
         + "</select>"
         for field, every, values in selects
         if values
@@ -135,8 +135,9 @@ def _filters(sides: Sequence[Sequence[Trajectory]]) -> str:
 
 
 def _link(at: int, question: Question, side: Sequence[Trajectory]) -> str:
-    marks = "".join(f'<b class="{verdict(t)}">{MARKS[verdict(t)]}</b>' for t in side)
-    return f'<a href="#t{at}" data-at="{at}"><span>{_text(question.text)}<small>{marks} {words(question.kind)}</small></span></a>'
+    marks = "".join(f'<b class="{correctness(t)}">{MARKS[correctness(t)]}</b>' for t in side)
+    small = f"<small>{marks} {in_words(question.kind)}</small>"
+    return f'<a href="#t{at}" data-at="{at}"><span>{_text(question.text)}{small}</span></a>'
 
 
 def _slot(at: int, question: Question, side: Sequence[Trajectory], runs: Sequence[EvaluationRun]) -> str:

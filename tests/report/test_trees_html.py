@@ -10,7 +10,7 @@ from rrl.data.questions import Question
 from rrl.data.trajectory import POLICY, PROMPT, Search, Trajectory
 from rrl.data.trajectory_files import load_trajectories, save_trajectories
 from rrl.recipes.r2ag import R2AG
-from rrl.report.trees_html import AGAIN, GOLD, OTHER, draw, vertices, write_trees
+from rrl.report.trees_html import AGAIN, GOLD, OTHER, draw_tree, vertices, write_trees
 
 QUESTION = Question(
     "q",
@@ -42,7 +42,7 @@ FULL = tree(
 
 def marks(trajectory):
     levels = vertices(RECIPE.expansions(trajectory), trajectory.question.gold)
-    return [[(v.predicted, v.mark, [mark for _, mark in v.found]) for v in level] for level in levels]
+    return [[(v.predicted, v.mark, [mark for _, mark in v.documents]) for v in level] for level in levels]
 
 
 def test_a_gold_document_is_a_hit_where_it_comes_first_and_known_afterwards():
@@ -54,7 +54,7 @@ def test_a_gold_document_is_a_hit_where_it_comes_first_and_known_afterwards():
 
 
 def svg(trajectory):
-    text = draw(trajectory.question.text, RECIPE.expansions(trajectory), trajectory.question.gold)
+    text = draw_tree(trajectory.question.text, RECIPE.expansions(trajectory), trajectory.question.gold)
     return text, ElementTree.fromstring(text)
 
 
