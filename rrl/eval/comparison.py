@@ -207,7 +207,7 @@ def comparability_notes(runs: Sequence[EvaluationRun]) -> list[str]:
     lines = differences({run.name: run.card for run in runs})
     if unknown and len(runs) > 1:
         lines.append(
-            f"corpus not known of {', '.join(unknown)}: {UNKNOWN_CORPUS}, and may have held another corpus"
+            f"corpus not known of {', '.join(unknown)}: {UNKNOWN_CORPUS}, so it may be another corpus"
         )
     return lines + [f"{run.name}: {line}" for run in runs for line in report_warnings(run.report)]
 

@@ -131,7 +131,8 @@ def write_trees(
 <title>{html.escape(title)}</title>
 <style>{style}</style></head>
 <body class="rrl trees"><header class="bar"><h1>{html.escape(title)}</h1><p class="quiet">{head}</p>
-<p class="legend"><span class="hit">★ gold document, found first here</span><span class="again">☆ gold document, found before</span>
+<p class="legend"><span class="hit">★ gold document, found first here</span>
+<span class="again">☆ gold document, found before</span>
 <span class="miss">· other document</span><span>dashed line: predicted query</span><span>circle: expansion</span>
 <span>square: stop</span></p></header>
 <main>{trees}</main>

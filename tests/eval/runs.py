@@ -27,14 +27,14 @@ def finished(folder: Path, answers: Mapping[str, str], **card: object) -> Path:
     save_questions(folder / "questions.jsonl", QUESTIONS)
     with (folder / "results.jsonl").open("w") as stream:
         for question in reversed(QUESTIONS):
-            said = answers.get(question.id, "wrong")
+            answer = answers.get(question.id, "wrong")
             searches = [Search(0, "capital", ("Oslo", "Rome"))]
             parts = [
                 "<search> capital </search>",
                 "\n<observation>\nOslo\n</observation>\n",
-                f"<answer> {said} </answer>",
+                f"<answer> {answer} </answer>",
             ]
-            trajectory = fake(question, parts, searches, answer=said)
+            trajectory = fake(question, parts, searches, answer=answer)
             stream.write(json.dumps(record_of_trajectory(trajectory)) + "\n")
     made = ResultCard(
         method=folder.name,

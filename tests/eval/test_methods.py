@@ -23,7 +23,7 @@ from tests.eval.fakes import spouse
 from tests.recipes.prompted.scripted import FILM, PERSON, QUESTION, play
 
 
-def test_a_record_is_a_prediction_and_a_trajectory_in_one(tmp_path: Path) -> None:
+def test_a_record_can_be_read_as_prediction_and_as_trajectory(tmp_path: Path) -> None:
     trajectory = spouse()
     record = record_of_trajectory(trajectory)
     file = tmp_path / "results.jsonl"
@@ -44,7 +44,7 @@ def test_a_record_is_a_prediction_and_a_trajectory_in_one(tmp_path: Path) -> Non
     assert back.searches == trajectory.searches
 
 
-def test_what_a_prompted_method_asked_later_is_shown_as_given() -> None:
+def test_later_prompts_of_a_prompted_method_have_the_environments_role() -> None:
     outcome, prompts = play(
         "self_ask",
         [
@@ -68,7 +68,7 @@ def test_what_a_prompted_method_asked_later_is_shown_as_given() -> None:
 
 
 @pytest.mark.parametrize(("found", "rank"), [([FILM, FILM, PERSON], 2), ([PERSON], 1), ([FILM], 0), ([], 0)])
-def test_without_gold_passages_the_first_that_holds_the_answer_is_noted(
+def test_without_gold_passages_the_rank_of_the_first_passage_with_an_answer_is_recorded(
     found: list[Passage], rank: int
 ) -> None:
     trajectory = spouse()
@@ -79,7 +79,7 @@ def test_without_gold_passages_the_first_that_holds_the_answer_is_noted(
     assert record_of_trajectory(trajectory)["answer_rank"] is None
 
 
-def test_methods_say_what_was_set_in_them() -> None:
+def test_names_of_methods_show_changed_options() -> None:
     method = make_answering_method({"name": "react", "steps": 4}, None, {"tokens": 99})
     assert method.name == "react (steps=4)" and method.limits == {
         "steps": 4,
@@ -92,12 +92,12 @@ def test_methods_say_what_was_set_in_them() -> None:
         {"name": "rsearch"}, {"use_evidence": False, "environment": {"max_searches": 2}}, None
     )
     assert trained.name == "rsearch (use_evidence=False)"
-    told = [
+    names = [
         make_answering_method({"name": "rsearch"}, {"instruction": text}, None).name
         for text in ("x" * 99, "y" * 99)
     ]
-    assert told[0] != told[1] and all(
-        re.fullmatch(r"rsearch \(instruction=#[0-9a-f]{8}\)", name) for name in told
+    assert names[0] != names[1] and all(
+        re.fullmatch(r"rsearch \(instruction=#[0-9a-f]{8}\)", name) for name in names
     )
     seen = make_answering_method(
         {"name": "r3rag"}, {"environment": {"drop_seen": False, "max_steps": 4}}, None
@@ -111,26 +111,28 @@ def test_methods_say_what_was_set_in_them() -> None:
     assert trained.identity["environment"]["max_searches"] == 2
 
 
-def test_a_recipe_shows_the_choices_of_a_question() -> None:
-    asked = []
+def test_a_recipe_prompt_includes_the_choices_of_a_question() -> None:
+    received = []
 
     class Engine:
         tokenizer = None
         fits = staticmethod(lambda prompt: True)
 
         def run(self, params, requests, environment, key, **_):
-            asked.extend(requests)
+            received.extend(requests)
 
     method = make_answering_method({"name": "rsearch"}, {"instruction": ""}, None)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("rrl.train.sample.chat_ids", lambda _, prompt: np.frombuffer(prompt.encode(), np.uint8))
+        patch.setattr(
+            "rrl.recipes.episodes.chat_ids", lambda _, prompt: np.frombuffer(prompt.encode(), np.uint8)
+        )
         question = Question("q", "Which?", ("B",), choices=("red", "blue"))
         method.answer(Engine(), None, [(7, question)], None, 0.5, lambda record: None)
-    assert b"(B) blue" in asked[0].prompt.tobytes()
-    assert asked[0].question == question and asked[0].seed == 7 and asked[0].temperature == 0.5
+    assert b"(B) blue" in received[0].prompt.tobytes()
+    assert received[0].question == question and received[0].seed == 7 and received[0].temperature == 0.5
 
 
-def test_a_recipe_whose_reader_answers_is_kept_when_it_has() -> None:
+def test_records_with_a_reader_are_written_after_the_reader_answered() -> None:
     """R2AG's generator answers from the documents of a whole tree (Table 3)."""
 
     class Engine:
@@ -144,10 +146,10 @@ def test_a_recipe_whose_reader_answers_is_kept_when_it_has() -> None:
             trajectory.searches = [Search(0, "x", (PERSON.title,), False, (PERSON,))]
             return [trajectory]
 
-    asked: list = []
+    received: list = []
 
     def reader(prompts):
-        asked.extend(prompts)
+        received.extend(prompts)
         return [ReaderReply("Oslo", 40, 2)] * len(prompts)
 
     method = make_answering_method({"name": "r2ag"}, None, None, "models/generator")
@@ -158,7 +160,7 @@ def test_a_recipe_whose_reader_answers_is_kept_when_it_has() -> None:
         question = dataclasses.replace(QUESTION, gold=(PERSON.title,))
         read = dataclasses.replace(method, reader=AnswerModel(reader))
         read.answer(Engine(), None, [(0, question)], None, 0.0, records.append)
-    assert records[0]["prediction"] == "Oslo" and len(asked) == 1
+    assert records[0]["prediction"] == "Oslo" and len(received) == 1
     assert (records[0]["reader_prompt_tokens"], records[0]["reader_tokens"]) == (40, 2)
     assert read.batch_size < method.batch_size
 
@@ -175,12 +177,14 @@ def test_a_recipe_whose_reader_answers_is_kept_when_it_has() -> None:
         ({"name": "rsearch"}, {"depth": 2}, "recipe.depth is not a field of rsearch"),
     ],
 )
-def test_what_is_unknown_is_named_with_what_there_is(method: dict, recipe: dict | None, words: str) -> None:
+def test_errors_name_the_unknown_method_and_the_known_ones(
+    method: dict, recipe: dict | None, words: str
+) -> None:
     with pytest.raises(UserError, match=words):
         make_answering_method(method, recipe, None)
 
 
-def test_one_shot_rag_shows_all_that_its_search_returned():
+def test_one_shot_rag_shows_all_retrieved_passages():
     def shown(arguments):
         return load_config(f"configs/eval.py:{arguments}", []).prompted.most_passages
 
@@ -188,7 +192,7 @@ def test_one_shot_rag_shows_all_that_its_search_returned():
     assert shown("method=ircot,top_k=16") == shown("method=naive_rag,top_k=3") == 15
 
 
-def test_a_question_that_no_method_could_show_stops_a_run_only_where_that_is_asked_for() -> None:
+def test_a_too_long_question_stops_a_run_only_with_on_error_stop() -> None:
     class Small:
         tokenizer = None
         config = EngineConfig(context=8)
@@ -200,14 +204,14 @@ def test_a_question_that_no_method_could_show_stops_a_run_only_where_that_is_ask
 
     questions = [Question("short", "a b", ("x",)), Question("long", "a b c d e f g h", ("x",))]
     with pytest.MonkeyPatch.context() as patch:
-        for module in ("rrl.train.sample", "rrl.eval.methods"):
+        for module in ("rrl.recipes.episodes", "rrl.eval.methods"):
             patch.setattr(f"{module}.chat_ids", lambda _, prompt: np.zeros(len(prompt.split()), np.int32))
-        patch.setattr("rrl.train.sample.chat_text", lambda _, prompt: prompt)
+        patch.setattr("rrl.recipes.episodes.chat_text", lambda _, prompt: prompt)
         patch.setattr("rrl.eval.methods.check_tags", lambda recipe, tokenizer: None)
         for name, recipe in (("rsearch", {"instruction": ""}), ("direct", None)):
-            method, said = make_answering_method({"name": name}, recipe, None), []
-            method.check(Small(), questions, "refuse", said.append)
-            assert len(said) == (name == "rsearch")
-            assert all("1 of 2 questions do not fit" in text and "'long'" in text for text in said)
+            method, messages = make_answering_method({"name": name}, recipe, None), []
+            method.check(Small(), questions, "refuse", messages.append)
+            assert len(messages) == (name == "rsearch")
+            assert all("1 of 2 questions do not fit" in text and "'long'" in text for text in messages)
             with pytest.raises(UserError, match="question 'long' is too long"):
-                method.check(Small(), questions, "stop", said.append)
+                method.check(Small(), questions, "stop", messages.append)

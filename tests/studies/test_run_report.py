@@ -94,7 +94,7 @@ def test_retrieval_metrics_have_intervals_and_a_paired_test(tmp_path: Path) -> N
 
 def test_tokens_are_reported_by_role(tmp_path: Path) -> None:
     text = write_run_report([finished(tmp_path / "run", RIGHT)], tmp_path / "out")
-    head = "| a question | searches | turns | tokens | prompt tokens | environment tokens |"
+    head = "| per question | searches | turns | tokens | prompt tokens | environment tokens |"
     assert head in text and "\n| run | 1.00 | " in text
 
 
@@ -102,7 +102,7 @@ def test_different_corpora_are_noted_and_different_questions_get_no_paired_test(
     first = finished(tmp_path / "first", RIGHT)
     other = finished(tmp_path / "other", {}, corpus_sha256="e" * 64, questions_sha256="f" * 64)
     text = write_run_report([first, other], tmp_path / "out")
-    assert "| other \\* |" in text and "not comparable with the first row as it stands" in text
+    assert "| other \\* |" in text and "not directly comparable with the first row" in text
     assert (
         "- corpus differs: first: wiki (100 passages, cccccccccccc); other: wiki (100 passages, eeeeeeeeeeee)"
         in text
@@ -131,7 +131,7 @@ def test_failed_searches_and_missing_predictions_are_noted_for_each_run(tmp_path
     runs = load_runs([first, other])
     text, rows = as_markdown(runs, comparison_rows(runs)), comparison_rows(runs)
     assert "| other \\* |" in text and "| first |" in text
-    assert "- other: 1,100 searches failed, and nothing was found by them" in text
+    assert "- other: 1,100 searches failed and returned no passages" in text
     assert "- other: 2 questions without a prediction count as wrong" in text
     assert [(row["searches_failed"], row["missing"], row["comparable"]) for row in rows] == [
         (0, 0, True),
@@ -144,8 +144,10 @@ def test_a_search_service_with_unknown_corpus_is_noted(tmp_path: Path) -> None:
     folders = [finished(tmp_path / name, RIGHT, **unknown) for name in ("first", "other")]
     runs = load_runs(folders)
     text = as_markdown(runs, comparison_rows(runs))
-    assert "- corpus: http://localhost:1 (its service does not say what it holds)" in text
-    assert "- corpus not known of first, other: its service does not say what it holds, and may have" in text
+    assert "- corpus: http://localhost:1 (the search service does not identify its corpus)" in text
+    assert (
+        "- corpus not known of first, other: the search service does not identify its corpus, so it" in text
+    )
     assert "corpus not known" not in as_markdown(runs[:1], comparison_rows(runs[:1]))
 
 
@@ -187,7 +189,7 @@ def test_a_folder_without_a_finished_run_is_refused_and_nothing_is_written(tmp_p
         ([run, run], "is given twice"),
         ([run, unfinished], r"unfinished: not finished \(4 questions are answered\)"),
         ([run, damaged], "damaged: its metrics.json or scores.jsonl is damaged"),
-        ([run, tmp_path / "none"], "none: no evaluation"),
+        ([run, tmp_path / "none"], "none: not an evaluation"),
     ]
     for folders, words in cases:
         with pytest.raises(UserError, match=words):
@@ -205,7 +207,7 @@ def test_missing_or_reordered_answers_and_scores_are_refused_by_name(tmp_path: P
     for folder, words in (
         (cut, "run .*cut: results.jsonl has no answer to the question 'a'"),
         (short, "run .*short: scores.jsonl has 3 lines for 4 questions"),
-        (turned, "the runs run and turned have their scores.jsonl in different orders"),
+        (turned, "the scores.jsonl of the runs run and turned are in different orders"),
     ):
         with pytest.raises(UserError, match=words):
             write_run_report([run, folder], tmp_path / "out")
