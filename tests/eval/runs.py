@@ -1,4 +1,4 @@
-"""Folders of finished evaluations, without a model: what a script answered to a few questions."""
+"""Folders of finished evaluations with scripted answers to a few questions; no model is needed."""
 
 import dataclasses
 import json
@@ -22,7 +22,7 @@ QUESTIONS = [
 
 
 def finished(folder: Path, answers: Mapping[str, str], **card: object) -> Path:
-    """Writes a run whose answers these are, "wrong" where there is none; `card` changes its result card."""
+    """Write a run with these answers by question id; missing ones are "wrong". `card` changes fields of its result card."""
     folder.mkdir(parents=True)
     save_questions(folder / "questions.jsonl", QUESTIONS)
     with (folder / "results.jsonl").open("w") as stream:

@@ -1,4 +1,4 @@
-"""What a result card says of a retriever."""
+"""The entry of a retriever in a result card."""
 
 import dataclasses
 
@@ -41,7 +41,7 @@ def test_the_card_of_a_service_has_no_index_settings():
 
 @pytest.mark.parametrize(("titles", "title_weight"), [(True, 3), (False, 0)])
 def test_an_index_without_titles_is_another_retriever(tmp_path, titles, title_weight):
-    """Whether it was opened or built in a run, whose title weight counts for embeddings only where it is 0."""
+    """For an opened index and one built in the run. A title weight matters for embeddings only if it is 0."""
     build_index(PASSAGES, tmp_path / "index", "exact", dataclasses.replace(WordEncoder(), titles=titles))
     opened = RetrieverConfig(index=str(tmp_path / "index"), encoder="e5")
     built = RetrieverConfig(kind="exact", encoder="e5", title_weight=title_weight)

@@ -1,4 +1,4 @@
-"""What an evaluation asks: the built-in world as training holds it out, publishers' files, and what is wrong, by name."""
+"""Questions and corpora of an evaluation: the built-in world, publishers' files, and errors that name the fault."""
 
 import json
 from pathlib import Path

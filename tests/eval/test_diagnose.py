@@ -1,4 +1,4 @@
-"""Over-, good and underthinking, and the five kinds of error, on episodes made to show each (TIRESRAG-R1, section 3)."""
+"""Over-, good and underthinking and the five kinds of error, each on a matching episode (TIRESRAG-R1, section 3)."""
 
 import numpy as np
 import pytest
@@ -18,7 +18,7 @@ OTHER = ("Other", "Marta Danes was born in Oslo.")
 
 
 def episode(answer, closing, *found):
-    """One that found these passages, one a search, then thought `closing` and answered."""
+    """Return an episode that retrieved these passages, one per search, then wrote `closing` and answered."""
     segments, searches = [(PROMPT, "q <think>")], []
     for place, (title, text) in enumerate(found):
         segments.append((POLICY, "so</think><search>s</search>"))
@@ -121,7 +121,7 @@ def test_the_judge_sees_each_search_without_answers_and_error_prompts_only_for_w
             return [None] * len(cases)
 
     wrong, right = episode("Oslo", "x", FILM, OTHER), episode("Ivo Danes", "x", FILM)
-    wrong.segments.insert(2, (ENVIRONMENT, "\nMy action is not correct.\n"))  # a correction is no search
+    wrong.segments.insert(2, (ENVIRONMENT, "\nMy action is not correct.\n"))  # a correction is not a search
     found = diagnose([wrong, right], Says())
     first, second = calls
     assert [type(case) for case in first] == [Sufficiency] * 5 and len(second) == 1
@@ -130,7 +130,7 @@ def test_the_judge_sees_each_search_without_answers_and_error_prompts_only_for_w
     assert "Marta Velikov" not in first[0].prompt.body and "not correct" in first[0].prompt.body
     assert "Marta Velikov" in first[1].prompt.body and "Oslo" not in first[1].prompt.body
     assert isinstance(second[0], ErrorAnalysis) and second[0].last_titles == ("Other",)
-    # what cannot be read counts as no, and is counted
+    # a reply that cannot be parsed counts as no, and is counted
     assert [(d.thinking, d.error, d.unparsed) for d in found] == [(UNDER, 1, 4), (UNDER, None, 2)]
 
 

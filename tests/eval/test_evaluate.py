@@ -1,4 +1,4 @@
-"""An evaluation of the shipped models: killed anywhere it continues to what it would have been, and nothing half-written."""
+"""Evaluations of the shipped models: a killed run continues to the same result, and files are written completely."""
 
 import dataclasses
 import http.server
@@ -95,7 +95,7 @@ def test_a_run_records_its_setting_and_can_be_judged_later_without_answering_aga
     monkeypatch.setattr(evaluate, "commit_here", lambda: "a later one")
     evaluate.run(config("method=rsearch,questions=10,judge=oracle,normalization=triviaqa"), tmp_path)
     judged = load_run(tmp_path)
-    assert judged.card.commit == card.commit != "a later one"  # of the code that answered
+    assert judged.card.commit == card.commit != "a later one"  # the commit of the code that answered
     # The oracle's verdict is cover exact match.
     assert judged.metrics["judge"].tolist() == judged.metrics["cem"].tolist()
     assert json.loads(judged.card.judge) == {"kind": "oracle", "prompt": "tiresrag"}
@@ -252,18 +252,18 @@ def test_every_recipe_and_method_has_valid_settings(name: str) -> None:
 
 
 def test_r3rag_has_the_papers_limits_on_real_questions() -> None:
-    """SPEC 2: top-k 5, at most 5 steps; documents are cut to 512 characters "in RL training"."""
+    """R3-RAG: top-k 5 and at most 5 steps; documents are cut to 512 characters only "in RL training"."""
     made = config("method=r3rag,dataset=dev.jsonl,corpus=wiki.jsonl,policy=FOLDER")
     assert made.rollout.top_k == 5
     environment = evaluate.make_recipe("r3rag", {}, dict(made.recipe.environment)).environment
     assert (environment.document_characters, environment.max_steps) == (0, 5)
     assert (
         config("method=r3rag").recipe.environment.document_characters == 512
-    )  # the built-in world: as in training
+    )  # the same as in training in the built-in world
 
 
 def test_gold_passages_are_part_of_the_identity_of_an_evaluation() -> None:
-    """R2AG's trees and the diagnostics look at them, though the questions are the same."""
+    """R2AG's trees and the diagnosis use the gold passages, so they matter even for the same questions."""
     settings = evaluate.EvaluationSettings.of(config("method=rsearch"))
     data = Dataset("four", QUESTIONS, corpus_sha256="c" * 64)
     moved = [dataclasses.replace(question, gold=("Rome",)) for question in QUESTIONS]

@@ -1,4 +1,4 @@
-"""Intervals cover what they should, and tests agree with closed forms and with full enumeration."""
+"""Intervals have their nominal coverage, and tests agree with closed forms and full enumeration."""
 
 import itertools
 import math
@@ -35,7 +35,7 @@ def test_intervals_have_about_their_nominal_coverage() -> None:
 def test_drawing_counts_of_few_values_equals_drawing_values() -> None:
     values = np.repeat([0.0, 0.25, 1.0], [30, 20, 50])
     few = bootstrap(values)
-    many = bootstrap(values + np.arange(100) * 1e-9)  # all differ
+    many = bootstrap(values + np.arange(100) * 1e-9)  # all values differ
     assert few.low == pytest.approx(many.low, abs=0.01) and few.high == pytest.approx(many.high, abs=0.01)
 
 

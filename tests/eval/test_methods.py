@@ -1,4 +1,4 @@
-"""The record of an answer: what was found and spent, whatever the method; and what a method says of itself."""
+"""Records of answers have hits and costs for every method, and methods describe their settings."""
 
 import dataclasses
 import json
@@ -133,7 +133,7 @@ def test_a_recipe_prompt_includes_the_choices_of_a_question() -> None:
 
 
 def test_records_with_a_reader_are_written_after_the_reader_answered() -> None:
-    """R2AG's generator answers from the documents of a whole tree (Table 3)."""
+    """R2AG's generator answers from the documents of the whole tree (Table 3)."""
 
     class Engine:
         tokenizer = None
@@ -188,7 +188,7 @@ def test_one_shot_rag_shows_all_retrieved_passages():
     def shown(arguments):
         return load_config(f"configs/eval.py:{arguments}", []).prompted.most_passages
 
-    assert shown("method=naive_rag,top_k=16") == shown("method=rag_cot,top_k=16") == 16  # SPEC.md 2
+    assert shown("method=naive_rag,top_k=16") == shown("method=rag_cot,top_k=16") == 16
     assert shown("method=ircot,top_k=16") == shown("method=naive_rag,top_k=3") == 15
 
 

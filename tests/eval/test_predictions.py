@@ -1,4 +1,4 @@
-"""Prediction files: every form gives the same predictions; broken ones are named with their line."""
+"""Prediction files: every format gives the same predictions, and errors name the line."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Result cards: they come back from JSON as they were, and what makes two of them unlike is never hidden."""
+"""Result cards survive the round trip through JSON, and every difference of two settings is reported."""
 
 import dataclasses
 import json
@@ -52,7 +52,7 @@ def test_a_card_survives_the_round_trip_through_json(tmp_path: Path) -> None:
     required = dataclasses.asdict(CARD)
     for name in ("gold_sha256", "compute", "commit", "versions", "reader", "judge", "seed"):
         del required[name]
-    assert card_of(required).compute == {}  # as cards were that are kept
+    assert card_of(required).compute == {}  # older cards lack the field
     assert {"python", "rrl", "jax"} <= set(json.loads((tmp_path / "card.json").read_text())["versions"])
 
 
@@ -61,18 +61,20 @@ def test_equal_settings_have_no_differences() -> None:
         CARD, method="R-Search", model="models/y", seed=3, limits={"searches": 8}, judge="z"
     )
     assert differences({"a": CARD, "b": other}) == []
-    judged = dataclasses.replace(CARD, judge="y")  # where both have one it must be the same
+    judged = dataclasses.replace(CARD, judge="y")  # two judges must be the same
     assert differences({"a": judged, "b": other, "c": CARD}) == ["judge differs: a: y; b: z"]
-    short = dataclasses.replace(CARD, judge='{"kind": "oracle", "short_answers": true}')  # it decides EM too
+    short = dataclasses.replace(
+        CARD, judge='{"kind": "oracle", "short_answers": true}'
+    )  # this judge affects EM too
     assert differences({"a": short, "c": CARD}) == [
         "judge differs: a: kind oracle, short answers True; c: none"
     ]
-    older = dataclasses.replace(CARD, gold_sha256="", compute={})  # which did not say
+    older = dataclasses.replace(CARD, gold_sha256="", compute={})  # older cards lack these fields
     assert differences({"a": CARD, "b": older}) == []
     assert CARD.setting["corpus"] == "2wiki (6,119 passages, bbbbbbbbbbbb)"
     assert CARD.setting["retriever"] == "k1 0.9, kind bm25"
     dense = dataclasses.replace(CARD, retriever={"kind": "exact", "k1": 0.9, "encoder": "e5"})
-    assert dense.setting["retriever"] == "encoder e5, kind exact"  # what weighs words weighs nothing here
+    assert dense.setting["retriever"] == "encoder e5, kind exact"  # BM25's settings do not apply
 
 
 @pytest.mark.parametrize(

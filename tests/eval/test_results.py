@@ -1,4 +1,4 @@
-"""Answers outlive a kill at any byte, and what else is wrong with their file is named."""
+"""Files of answers survive a kill at any byte, and errors name other faults."""
 
 import dataclasses
 import json
@@ -77,7 +77,7 @@ def test_errors_name_an_unreadable_line(tmp_path: Path, line: str, words: str) -
 
 
 class Grader:
-    """Says 1 of an answer that holds "Oslo", nothing of "?", 0 of any other."""
+    """Grades an answer with "Oslo" as 1, "?" as None (not parsed), and any other as 0."""
 
     def __init__(self) -> None:
         self.judged: list[str] = []
@@ -99,11 +99,11 @@ def test_each_answer_is_judged_once_and_empty_answers_never(tmp_path: Path) -> N
     assert judge_correctness(file, judge, "r2ag", questions, answers) == found
     assert judge.judged[3:] == ["Rome"]
     assert verdicts_file(tmp_path, {"kind": "y"}, answers) != file
-    assert verdicts_file(tmp_path, {"kind": "x"}, answers | {"d": "Oslo"}) != file  # edited since
+    assert verdicts_file(tmp_path, {"kind": "x"}, answers | {"d": "Oslo"}) != file  # an answer was edited
 
 
 def test_em_and_f1_of_long_answers_use_the_short_forms_of_the_judge(tmp_path: Path) -> None:
-    # R3-RAG, 4.1 (SPEC.md 6)
+    # R3-RAG, 4.1
     questions = [dataclasses.replace(QUESTION, id=name, answers=("Oslo",)) for name in "abcd"]
     answers = {"a": "It lies in Oslo, I read.", "b": "It is hard to say: Oslo?", "c": "", "d": "Oslo"}
     prompts_sent: list[str] = []
@@ -125,4 +125,4 @@ def test_em_and_f1_of_long_answers_use_the_short_forms_of_the_judge(tmp_path: Pa
     assert plain.metrics["em"].tolist() == [0, 0, 0, 1]
     shortened = with_short_forms(plain, found)
     assert shortened.metrics["em"].tolist() == [1, 0, 0, 1]
-    assert shortened.metrics["f1"][1] == plain.metrics["f1"][1] > 0  # not understood: as it stands
+    assert shortened.metrics["f1"][1] == plain.metrics["f1"][1] > 0  # not parsed: the full answer is scored

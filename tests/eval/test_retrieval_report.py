@@ -1,4 +1,4 @@
-"""Retrieval metrics of an index, without a language model."""
+"""Retrieval metrics of an index, measured without a language model."""
 
 import dataclasses
 
@@ -92,7 +92,7 @@ def test_a_gold_id_in_the_index_that_is_not_retrieved_counts_as_missed(retriever
 
 @pytest.mark.parametrize("other", ["z9", "p3"])
 def test_ids_of_another_corpus_give_a_warning_and_titles_are_used(retriever, other):
-    """p3 is in the index, as the id of another passage than the question's."""
+    """p3 is in the index, but as the id of another passage than the question's gold passage."""
     found = retrieval_report(retriever, [dataclasses.replace(CITY, gold_ids=(other,))], [1])
     assert found.by == "gold titles" and found.groups["all"]["recall@1"] == 1
     assert f"'{other}', under a gold title of its question" in found.as_text().splitlines()[-1]

@@ -1,4 +1,4 @@
-"""Scores of real trajectories against a second implementation, and reports whose figures are counted by hand."""
+"""Scores of real trajectories equal those of a second implementation, and reports equal counts by hand."""
 
 import dataclasses
 import json
@@ -60,7 +60,7 @@ def test_real_records_have_the_scores_of_a_second_implementation(name: str) -> N
 
 
 def test_scoring_is_fast() -> None:
-    """At least 20,000 predictions a second of this thread's time, at best: a collection of garbage may fall into a round."""
+    """At least 20,000 predictions per second of thread time in the best round; garbage collection may slow down a round."""
     file = shared("rollouts/r1_searcher_2wiki_qwen.jsonl.gz")
     predictions = load_predictions(file)
     questions = questions_in_file(predictions, str(file)) * 40
@@ -130,7 +130,7 @@ def test_two_runs_are_compared_by_question() -> None:
     first = score(predicted("Paris", "red house", "yes"), QUESTIONS, SQUAD)
     second = score(predicted("Lyon", "red house", "yes"), QUESTIONS, SQUAD)
     found = compare_scores(first, second)
-    assert set(found) == {"em", "f1", "cem"}  # what was found is not known
+    assert set(found) == {"em", "f1", "cem"}  # retrieved passages are not known
     lists = [[["T", "U"], ["V"], []], [["T"], ["V"], []]]
     some, fewer = (dataclasses.replace(first, titles=titles) for titles in lists)
     more = compare_scores(some, fewer)["full_recall"]  # the third question has no gold passages
@@ -176,13 +176,13 @@ def test_ids_that_number_the_questions_in_another_order_are_rejected() -> None:
     ):
         match_predictions(turned, QUESTIONS, "p", "d")
     spelled = [dataclasses.replace(p, question=f"Question: {p.question}") for p in predictions]
-    assert match_predictions(spelled, QUESTIONS, "p", "d") == spelled  # in no other question's words
+    assert match_predictions(spelled, QUESTIONS, "p", "d") == spelled  # the text equals no other question
     strange = [dataclasses.replace(p, question=f"Another one, {p.id}?") for p in predictions]
     with pytest.raises(UserError, match=r"p: 3 of 3 predictions have another question than .* in d\. Give"):
         match_predictions(strange, QUESTIONS, "p", "d")
     assert (
         match_predictions([*strange[:1], *predictions[1:]], QUESTIONS, "p", "d")[0] == strange[0]
-    )  # one was reworded
+    )  # one reworded question is allowed
 
 
 def test_errors_name_the_line_of_an_unmatched_prediction_or_question(tmp_path: Path) -> None:
@@ -250,7 +250,7 @@ def test_unanswerable_questions_count_only_under_squad2(
 
 
 def test_of_two_questions_with_one_id_the_answerable_one_counts() -> None:
-    """MuSiQue-Full asks each question twice, over passages that answer it and that do not."""
+    """MuSiQue-Full has each question twice: with passages that answer it, and with passages that do not."""
     pair = [Question("a", "Who?", ("A",)), Question("a", "Who?", UNANSWERABLE)]
     assert scorable(pair, RULES["squad2"]) == [True, False]
     prediction = Prediction("line 1", "a", "", ("A",))
@@ -266,7 +266,7 @@ def test_kilt_predictions_are_not_read_as_gold_answers(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("field", ["prediction", "answer"])
 def test_results_and_trajectories_contain_their_gold_answers(tmp_path: Path, field: str) -> None:
-    """The answer beside the question is the policy's, not a gold one."""
+    """The answer in the record is the policy's, not a gold answer."""
     file = tmp_path / "results.jsonl"
     question = {
         "id": "a",
@@ -290,7 +290,7 @@ def test_results_and_trajectories_contain_their_gold_answers(tmp_path: Path, fie
 
 
 def test_gold_passages_are_matched_by_ids_if_the_predictions_have_them() -> None:
-    """T is the title of two passages, of which the gold one was not found."""
+    """T is the title of two passages; the gold one was not retrieved."""
     questions = [dataclasses.replace(QUESTIONS[0], gold_ids=("1", "2"))]
     (prediction,) = predicted("Paris", titles=("T", "U"), ids=("9", "2"))[:1]
     by_id = score([prediction], questions, SQUAD)

@@ -1,4 +1,4 @@
-"""Step-wise against single-step retrieval: as many passages for both, counted by hand."""
+"""Step-wise and single-step retrieval are compared at the same number of passages, counted by hand."""
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ from rrl.retrieval.retriever import Hit
 
 
 class Shelf:
-    """Finds these titles for every question, best first."""
+    """A retriever that returns these titles for every question, best first."""
 
     def search(self, queries, k):
         self.k = k
@@ -38,7 +38,7 @@ def test_both_methods_retrieve_the_same_number_of_passages():
     comparison = compare_single_step(SOME, shelf)
     assert comparison.steps.retrieved.tolist() == [2, 4, 1] and comparison.k == 3  # 7 / 3, rounded up
     assert comparison.steps.recall().tolist() == [1, 0.5, 1]
-    assert comparison.single.retrieved.tolist() == [2, 4, 1]  # passages that differ
+    assert comparison.single.retrieved.tolist() == [2, 4, 1]  # distinct passages
     assert comparison.single.recall().tolist() == [0.5, 1, 0]
     assert comparison.fixed.recall().tolist() == [1, 1, 0]
     assert comparison.gain.difference == pytest.approx(1 / 3) and comparison.gain.better == 2

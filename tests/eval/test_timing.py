@@ -1,4 +1,4 @@
-"""Seconds a question, from the stretches that an evaluation timed."""
+"""Seconds per question, from the batches that an evaluation timed."""
 
 import json
 import time
@@ -16,7 +16,7 @@ def test_seconds_are_averaged_over_complete_batches(tmp_path: Path) -> None:
     lines = [{"questions": 10, "answer": 5.0, "search": 1.0}, {"questions": 30, "answer": 5.0, "search": 1.0}]
     lines += [{"questions": 0, "judged": "a", "judge": 3.0}, {"questions": 10, "judged": "b", "judge": 20.0}]
     (tmp_path / "timing.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    for judged, more in (("", {}), ("a", {}), ("b", {"judge": 2.0})):  # each judge by itself
+    for judged, more in (("", {}), ("a", {}), ("b", {"judge": 2.0})):  # each judge separately
         assert latency(tmp_path, judged) == {"answer": 0.25, "search": 0.05} | more
 
 

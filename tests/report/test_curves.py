@@ -1,4 +1,4 @@
-"""Curves: what is missing is said, spread is over seeds, and a picture comes out."""
+"""Curves of runs and arms are plotted with labels, captions and notes on missing metrics."""
 
 import json
 
@@ -67,7 +67,7 @@ def figure_of(monkeypatch, rows, **options):
 
 
 def words_in(figure):
-    """The labels of each panel's legend, by the panel's title."""
+    """Return the labels of each panel's legend, by the panel's title."""
     return {axis.get_title("left"): axis.get_legend_handles_labels()[1] for axis in figure.axes}
 
 
@@ -164,7 +164,7 @@ def test_an_arm_without_runs_is_rejected(tmp_path):
 
 
 def spread_of(monkeypatch, seeds, steps, arms=1):
-    """What `plot_spread` hands over to be written."""
+    """Return the figure that `plot_spread` would write."""
     drawn = []
     monkeypatch.setattr("rrl.report.curves.save_figure", lambda figure, _: drawn.append(figure))
     plot_spread(

@@ -1,4 +1,4 @@
-"""Ranked passages as text and as a page: all of them, in order, and nothing that could run."""
+"""Ranked passages are shown completely and in order, as text and as a page, and their text is escaped."""
 
 from rrl.data.passages import Passage
 from rrl.report.search_results import as_text, write_page

@@ -1,4 +1,4 @@
-"""Cutting a trajectory into pieces keeps the text, the tags' meaning and the tokens."""
+"""Splitting a trajectory into segments preserves the text, the meaning of tags and the tokens."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""The closing table: gains are differences, missing figures are dashes, columns line up."""
+"""The summary of a run: gains are differences, missing metrics are dashes, columns are aligned."""
 
 from rrl.report.summary import summary, table
 

@@ -1,4 +1,4 @@
-"""The page shows everything, fetches nothing, and survives hostile text."""
+"""The page of trajectories shows everything, loads nothing, and escapes all text."""
 
 import dataclasses
 import re
@@ -18,7 +18,7 @@ HOSTILE = "</script></style><script>alert(1)</script><img src=x onerror=alert(2)
 
 
 class Balanced(HTMLParser):
-    """Fails on a tag that closes no open one, and collects the text and the tags."""
+    """Collects texts and tags, and fails on a closing tag without an opening one."""
 
     VOID = frozenset({"meta", "input", "br"})
 
@@ -174,7 +174,7 @@ def test_a_fragment_is_one_styled_trajectory_without_script():
 
 
 def rules(css):
-    """(selector, declarations) of each rule, those of media too."""
+    """Return (selector, declarations) of each rule, including those in media queries."""
     return [(selector.strip(), body) for selector, body in re.findall(r"([^{}]+)\{([^{}]*)\}", css)]
 
 

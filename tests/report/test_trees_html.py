@@ -1,4 +1,4 @@
-"""Drawn trees: every query and document is there, gold hits are marked once, and nothing on the page can run."""
+"""Drawn trees have every query and document, mark each gold hit once, and run no scripts."""
 
 import re
 import xml.etree.ElementTree as ElementTree
@@ -110,4 +110,4 @@ def test_the_page_is_self_contained_and_escapes_texts(tmp_path):
     assert page.count("<svg") == 2 and "<script" not in page and "A &amp; B" in page
     assert "&lt;b&gt;the" in page and "all gold documents found" in page and "2 of 2 missed" in page
     assert "http" not in page.replace("http-equiv", "")
-    assert "★ Film" in page  # marked, though a file keeps titles only
+    assert "★ Film" in page  # marked, although a file has only titles
