@@ -250,7 +250,7 @@ def _learn(
     else:
         recorder.progress.note(
             f"step {step + 1}: no update: in every group the rewards differ by at most "
-            f"objective.drop_spread={config.drop_spread}, or the recipe leaves the group out"
+            f"objective.drop_spread={config.drop_spread}, or the recipe excludes the group"
         )
     totals, groups = np.array([(t.rewards["total"], t.group) for t in sampled.trajectories]).T
     return metrics | {
