@@ -1,4 +1,5 @@
-"""Safe file writing: atomic replacement, appending, locks on folders, and one clear error for a failed save.
+"""Safe file writing: atomic replacement, appending, locks on folders, and one clear error for a failed save; and paths of the
+files that come with rrl.
 
 Read `atomic_stream` and `exclusive_lock` first.
 """
@@ -7,6 +8,7 @@ import contextlib
 import errno
 import fcntl
 import json
+import logging
 import os
 import re
 import uuid
@@ -16,12 +18,45 @@ from typing import Any, BinaryIO
 
 from rrl.errors import UserError
 
+log = logging.getLogger(__name__)
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """Error numbers of a full disk, a full quota, and a file that has reached its size limit."""
 MAX_NAME_BYTES = 255
 """Longest name of a file or folder, in bytes."""
 LOCK = "lock"
 """Name of the file on which a folder's lock is taken."""
+CHECKOUT = Path(__file__).resolve().parents[1]
+"""Folder that contains this package and the folders of `SHIPPED`."""
+SHIPPED = ("assets", "configs", "launch")
+"""Folders of the checkout whose files are found from every current folder."""
+_logged_folders: set[str] = set()
+"""Current folders for which the log has named the checkout."""
+
+
+def shipped(path: str | os.PathLike[str]) -> Path:
+    """Returns the path, or its counterpart in the checkout if it is in one of `SHIPPED` and missing in the current folder.
+
+    So configs, launchers and notebooks name shipped files alike in every current folder. The first use in a folder is logged.
+    """
+    path = Path(path)
+    if not _is_shipped(path) or path.exists() or not (CHECKOUT / path).exists():
+        return path
+    if str(Path.cwd()) not in _logged_folders:
+        _logged_folders.add(str(Path.cwd()))
+        log.warning("%s is not in %s; files that come with rrl are read from %s", path, Path.cwd(), CHECKOUT)
+    return CHECKOUT / path
+
+
+def looked_in(path: str | os.PathLike[str]) -> str:
+    """Where `shipped` looks for a path, in words, for the error about a missing one."""
+    path = Path(path)
+    if not _is_shipped(path):
+        return "there"
+    return "in " + " or ".join(dict.fromkeys((str(path.absolute()), str(CHECKOUT / path))))
+
+
+def _is_shipped(path: Path) -> bool:
+    return path.parts[:1] != () and path.parts[0] in SHIPPED
 
 
 class SaveError(UserError):

@@ -45,7 +45,8 @@ class RetrieverConfig:
     encoder: str = ""
     """Folder of the text encoder, for scann and exact."""
     title_weight: int = 3
-    """BM25 only: weight of the title; its words count this many times."""
+    """Weight of the title in BM25; its words count this many times. 0 leaves titles out, of embeddings too; for embeddings
+    every other value means 1."""
     k1: float = 0.9
     """BM25's term-frequency saturation."""
     b: float = 0.4
@@ -216,7 +217,9 @@ def encoder_folder(config: RetrieverConfig, where: str = "retriever") -> str:
 def load_retriever_encoder(config: RetrieverConfig, where: str = "retriever") -> TextEncoder | None:
     """Load the text encoder that a retriever config needs; None if it needs none. Raises UserError as `encoder_folder`."""
     folder = encoder_folder(config, where)
-    return load_text_encoder(folder) if folder else None
+    if not folder:
+        return None
+    return dataclasses.replace(load_text_encoder(folder), titles=config.title_weight > 0)
 
 
 def data_fingerprint(folder: str) -> dict[str, Any]:

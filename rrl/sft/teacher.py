@@ -133,10 +133,7 @@ class EndpointTeacher:
             for (state, query), passages in zip(
                 searching, self._search([query for _, query in searching]), strict=True
             ):
-                titles = tuple(passage.title for passage in passages)
-                state.episode.searches.append(
-                    Search(state.episode.turn, query, titles, passages=tuple(passages))
-                )
+                state.episode.searches.append(Search.of(state.episode.turn, query, passages))
                 _apply_action(state, self.recipe.environment.observe(state.episode, passages))
         return [_trajectory(state) for group in groups for state in group]
 

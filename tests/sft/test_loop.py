@@ -293,5 +293,5 @@ def test_rows_that_do_not_divide_evenly_among_the_devices_are_refused(tmp_path):
     mesh = make_mesh(4, 1, 1, devices=jax.devices()[:4])
     decoder = make_decoder()
     nnx.update(decoder, shard(nnx.state(decoder), mesh))
-    with pytest.raises(UserError, match=r"2 rows does not divide among data x fsdp = 4"):
+    with pytest.raises(UserError, match=r"2 rows cannot be split over data x fsdp = 4"):
         train(CONFIG, FixedSource(make_examples(9), 2, 32, 0), decoder, tmp_path, mesh=mesh)

@@ -292,8 +292,8 @@ def test_an_unknown_section_is_refused(folders):
         ("objective", "microbatch_tokens", 0, r"objective\.microbatch_tokens=0"),
         ("objective", "row_lengths", (64,), r"rollout\.context"),
         ("train", "questions", 0, r"train\.questions=0"),
-        ("recipe", "gamma", 1.0, r"recipe\.gamma is no field of rsearch"),
-        ("recipe", "name", "r4", r"recipe\.name='r4' is unknown; there are .*rsearch"),
+        ("recipe", "gamma", 1.0, r"recipe\.gamma is not a field of rsearch"),
+        ("recipe", "name", "r4", r"recipe\.name='r4' is unknown; choose one of .*rsearch"),
         ("data", "path", "nowhere", "nowhere"),
         ("retriever", "encoder", "nowhere", r"^retriever\.encoder='nowhere' is no Hugging Face folder"),
         ("objective", "drop_spread", "x", r"^objective\.drop_spread='x' must be float or None"),
@@ -304,7 +304,7 @@ def test_an_unknown_section_is_refused(folders):
             (384, "x"),
             r"^objective\.row_lengths=\(384, 'x'\) must be a tuple.* int",
         ),
-        ("optim", "frozen", ("[",), r"^optim\.frozen=\('\[',\): '\[' is no regular expression"),
+        ("optim", "frozen", ("[",), r"^optim\.frozen=\('\[',\): '\[' is not a regular expression"),
         ("data", "held_out_split", "train", r"^data\.held_out_split='train' .*dev, test"),
         ("data", "path", "", r"^data='' is not a folder"),
         ("retriever", "index", "nowhere", r"^retriever\.index='nowhere': .*build_index\.py"),
@@ -392,3 +392,10 @@ def test_a_smoke_run_has_one_row_length_and_a_longer_run_several(tmp_path):
         config = made.config("rsearch_grpo", arg)
         assert len(config.objective.row_lengths) == lengths
         assert ("smoke run (steps=2" in config.get("note", "")) == (steps == 2)
+
+
+def test_the_note_of_a_smoke_run_has_the_numbers_of_the_run_itself():
+    config = made.config("rsearch_grpo", "steps=2")
+    assert "16 questions an update, 8 held-out questions of each kind" in config.note
+    config.train.questions = 4
+    assert "4 questions an update, 8 held-out questions of each kind" in config.note
