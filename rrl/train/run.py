@@ -285,7 +285,7 @@ class TrainingRun:
         elif not batch.trajectories:
             note(
                 f"step {step}: no update: in every group the rewards differ by at most "
-                f"objective.drop_spread={self.config.drop_spread}, or the recipe leaves the group out"
+                f"objective.drop_spread={self.config.drop_spread}, or the recipe excludes the group"
             )
 
     def _update_progress(self, metrics: Mapping[str, float]) -> None:
