@@ -37,8 +37,8 @@ def test_react_uses_the_text_after_action() -> None:
     assert outcome.answer == "Oslo" and not outcome.searches
     outcome, _ = play("react", [("", "action: search[Ada Berg]"), ("action: search", "finish[Oslo]")])
     assert outcome.answer == "Oslo" and outcome.titles == [PERSON.title]
-    said = [("", "Thought: who?\nAction: Search[Silver Harbour]"), ("Thought: who?", "Action: Finish[x]")]
-    assert play("react", said)[0].answer == "x"
+    script = [("", "Thought: who?\nAction: Search[Silver Harbour]"), ("Thought: who?", "Action: Finish[x]")]
+    assert play("react", script)[0].answer == "x"
 
 
 def test_react_without_finish_answers_from_its_passages() -> None:
@@ -152,7 +152,9 @@ def test_flare_answers_after_its_last_sentence_and_needs_token_bytes() -> None:
 
 def test_token_probabilities_cover_only_the_sentence() -> None:
     words = token_probabilities(
-        generated("Ada Berg made it. Then", probabilities={"made": 0.25}), VOCABULARY, len("Ada Berg made it.")
+        generated("Ada Berg made it. Then", probabilities={"made": 0.25}),
+        VOCABULARY,
+        len("Ada Berg made it."),
     )
     assert [word for word, _ in words] == ["Ada", " Berg", " made", " it."]
     assert [chance for _, chance in words] == pytest.approx([1, 1, 0.25, 1])
