@@ -1,10 +1,11 @@
-"""Files that are whole or not there, files that grow by a line at a time, one writer at a time in a folder, and one clear error
-for a save that fails."""
+"""Files that are whole or not there, files that grow by a line at a time, one writer at a time in a folder, one clear error
+for a save that fails, and the models and configs that come with rrl, from any current folder."""
 
 import contextlib
 import errno
 import fcntl
 import json
+import logging
 import os
 import re
 import uuid
@@ -14,12 +15,45 @@ from typing import Any, BinaryIO
 
 from rrl.errors import UserError
 
+log = logging.getLogger(__name__)
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """Error numbers of a full disk, a full quota, and a file that has reached its limit."""
 MAX_NAME_BYTES = 255
 """Bytes of the longest name of a file or folder."""
 LOCK = "lock"
 """Name of the file that `exclusive_lock` holds."""
+CHECKOUT = Path(__file__).resolve().parents[1]
+"""Folder that holds this package and `SHIPPED`."""
+SHIPPED = ("assets", "configs", "launch")
+"""Folders of the checkout whose files are found from every current folder."""
+_SAID: set[str] = set()
+"""Current folders of which the log says that the files of the checkout are taken."""
+
+
+def shipped(path: str | os.PathLike[str]) -> Path:
+    """The path itself; where it is `assets/...` or alike and not there, that of the checkout, if it has it. The first is logged.
+
+    So configs, launchers and notebooks name what comes with rrl alike from every current folder.
+    """
+    path = Path(path)
+    if not _is_shipped(path) or path.exists() or not (CHECKOUT / path).exists():
+        return path
+    if str(Path.cwd()) not in _SAID:
+        _SAID.add(str(Path.cwd()))
+        log.warning("%s is not in %s: what comes with rrl is taken from %s", path, Path.cwd(), CHECKOUT)
+    return CHECKOUT / path
+
+
+def looked_in(path: str | os.PathLike[str]) -> str:
+    """Where `shipped` looks for a path, in words, for an error about one that is not there."""
+    path = Path(path)
+    if not _is_shipped(path):
+        return "there"
+    return "in " + " or ".join(dict.fromkeys((str(path.absolute()), str(CHECKOUT / path))))
+
+
+def _is_shipped(path: Path) -> bool:
+    return path.parts[:1] != () and path.parts[0] in SHIPPED
 
 
 class SaveError(UserError):

@@ -4,11 +4,21 @@ import errno
 import os
 import re
 import stat
+from pathlib import Path
 
 import pytest
 
 from rrl.errors import UserError
-from rrl.files import SaveError, append_bytes, atomic_stream, read_json_lines, saving, write_atomically
+from rrl.files import (
+    SaveError,
+    append_bytes,
+    atomic_stream,
+    looked_in,
+    read_json_lines,
+    saving,
+    shipped,
+    write_atomically,
+)
 
 
 def test_a_file_is_replaced_whole_and_others_may_read_it(tmp_path):
@@ -149,3 +159,34 @@ def test_an_append_that_fails_leaves_the_file_as_it_was(tmp_path, monkeypatch):
         append_bytes(file, b"third\n")
     monkeypatch.undo()
     assert file.read_bytes() == b"first\nsecond\n"
+
+
+@pytest.fixture
+def checkout(tmp_path, monkeypatch):
+    """A checkout with one model, and an empty current folder."""
+    (tmp_path / "checkout/assets/policy").mkdir(parents=True)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.setattr("rrl.files.CHECKOUT", tmp_path / "checkout")
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    return tmp_path / "checkout"
+
+
+def test_what_comes_with_rrl_is_found_from_another_folder_and_the_log_says_so_once(checkout, caplog):
+    assert shipped("assets/policy") == shipped("assets/policy") == checkout / "assets/policy"
+    assert len(caplog.messages) == 1
+    assert "assets/policy" in caplog.text and str(checkout) in caplog.text
+
+
+def test_what_is_in_the_current_folder_wins(checkout):
+    Path("assets/policy").mkdir(parents=True)
+    assert shipped("assets/policy") == Path("assets/policy")
+
+
+@pytest.mark.parametrize("path", ["models/policy", "assets/nothing", "/assets/policy", ""])
+def test_other_paths_stay_as_they_are(checkout, path):
+    assert shipped(path) == Path(path)
+
+
+def test_an_error_names_the_places_that_were_looked_in(checkout):
+    assert looked_in("assets/x") == f"in {Path('assets/x').absolute()} or {checkout / 'assets/x'}"
+    assert looked_in("models/x") == "there"

@@ -151,7 +151,11 @@ def shrink_to_smoke(config: ConfigDict) -> None:
     config.train.questions = 16
     config.objective.row_lengths = config.objective.row_lengths[-1:]
     config.train.eval_every = config.train.steps
+    # References: the note has the numbers of the run, which may be changed after this.
     config.note = (
-        f"smoke run (steps={config.train.steps}; 1 to 5 are for a look): 16 questions an update, 8 held-out questions of each "
-        "kind, rows of one length. Its numbers are not those of a longer run's first steps"
+        f"smoke run (steps={config.train.steps}; 1 to 5 are for a look): "
+        + config.train.get_ref("questions").to_str()
+        + " questions an update, "
+        + config.data.get_ref("held_out_per_kind").to_str()
+        + " held-out questions of each kind, rows of one length. Its numbers are not those of a longer run's first steps"
     )

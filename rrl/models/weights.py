@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from rrl.errors import UserError
+from rrl.files import looked_in, shipped
 from rrl.models.tensor_files import StoredTensor, TensorFileWriter, read_header
 
 CONFIG_FILE = "config.json"
@@ -40,20 +41,20 @@ def read_json(file: Path, what: str) -> dict[str, Any]:
 
 def require_folder(field: str, folder: str | Path) -> None:
     """Raises UserError that names the field whose value is no model folder."""
-    if not folder or not (Path(folder) / CONFIG_FILE).is_file():
+    if not folder or not (shipped(folder) / CONFIG_FILE).is_file():
         raise UserError(
-            f"{field}={str(folder)!r} is no Hugging Face folder (no {CONFIG_FILE} there); give one that is"
+            f"{field}={str(folder)!r} is no Hugging Face folder (no {CONFIG_FILE} {looked_in(folder)}); give one that is"
         )
 
 
 def read_config(folder: str | Path) -> dict[str, Any]:
     """config.json of a model folder."""
-    return read_json(Path(folder) / CONFIG_FILE, "which says what the model is")
+    return read_json(shipped(folder) / CONFIG_FILE, "which says what the model is")
 
 
 def read_generation_config(folder: str | Path) -> dict[str, Any]:
     """generation_config.json of a model folder; empty where there is none."""
-    file = Path(folder) / GENERATION
+    file = shipped(folder) / GENERATION
     return read_json(file, "") if file.is_file() else {}
 
 
@@ -66,7 +67,7 @@ class SafetensorsFolder:
     """
 
     def __init__(self, folder: str | Path):
-        folder = Path(folder)
+        folder = shipped(folder)
         self._tensors: dict[str, StoredTensor] = {}
         for file in _weight_files(folder):
             for name, stored in read_header(file).items():
@@ -150,7 +151,7 @@ def write_json(file: Path, value: Mapping[str, Any]) -> None:
 
 def folder_hash(folder: str | Path) -> str:
     """SHA-256 over config.json and all weight files: the same numbers in the same shape give the same hash."""
-    folder = Path(folder)
+    folder = shipped(folder)
     digest = hashlib.sha256()
     for file in [folder / CONFIG_FILE, *_weight_files(folder)]:
         read_config(folder)

@@ -9,7 +9,7 @@ from typing import Any
 
 from rrl.config.renamed import rename_stored
 from rrl.errors import UserError
-from rrl.files import write_atomically
+from rrl.files import shipped, write_atomically
 from rrl.models.weights import require_folder
 from rrl.recipes.base import Recipe
 from rrl.recipes.catalogue import RECIPES, make_recipe, recipe_name
@@ -91,7 +91,7 @@ def write_card(folder: str | pathlib.Path, card: RecipeCard) -> None:
 
 def read_card(folder: str | pathlib.Path) -> RecipeCard | None:
     """Return the card of a policy's folder, or None if it has none. Raises UserError if the card cannot be read."""
-    file = pathlib.Path(folder, FILE)
+    file = shipped(folder) / FILE
     if not file.is_file():
         return None
     try:

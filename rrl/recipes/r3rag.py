@@ -78,7 +78,7 @@ class R3Rag(OutcomeRecipe):
         {
             "answer": "answer right (Eq. 2)",
             "relevance": "relevance of documents (Eq. 3)",
-            "format": "format (Eq. 5)",
+            "format": "broken format: Val - 1 (Eqs. 4, 5)",
         },
         {
             "acc": "right answers",
@@ -224,8 +224,7 @@ class R3Rag(OutcomeRecipe):
         for hop in plan.hops:
             episode.policy_texts.append(Step(analysis, query=hop.query).to_text(episode.turn + 1))
             passages = tuple(retrieve(hop.query))
-            titles = tuple(passage.title for passage in passages)
-            episode.searches.append(Search(episode.turn, hop.query, titles, passages=passages))
+            episode.searches.append(Search.of(episode.turn, hop.query, passages))
             segments += [episode.policy_texts[-1], self.environment.next_context(episode)]
             episode.turn += 1
             analysis = f"The {hop.query} is {hop.value}."

@@ -9,7 +9,7 @@ import json
 import pathlib
 
 from rrl.errors import UserError, at_least
-from rrl.files import write_atomically
+from rrl.files import shipped, write_atomically
 from rrl.rewards.judge_prompts import JudgePrompt
 from rrl.text.chat import Prompt
 
@@ -60,7 +60,7 @@ def write_judge_card(folder: str | pathlib.Path, card: JudgeCard) -> None:
 
 def read_judge_card(folder: str | pathlib.Path) -> JudgeCard | None:
     """Return the card of a judge's folder, or None if it has none. Raises UserError if the card cannot be read."""
-    file = pathlib.Path(folder, FILE)
+    file = shipped(folder) / FILE
     if not file.is_file():
         return None
     try:

@@ -354,10 +354,7 @@ class Scheduler:
         live, queries, answers = self.rows[row], self.asked.pop(row), self.answers.pop(row)
         assert live is not None
         for query in queries:
-            found = tuple(answers[query] or ())
-            titles = tuple(passage.title for passage in found)
-            failed = answers[query] is None
-            live.episode.searches.append(Search(live.episode.turn, query, titles, failed, found))
+            live.episode.searches.append(Search.of(live.episode.turn, query, answers[query]))
         self._act(row, live, self.environment.observe(live.episode, *(answers[query] for query in queries)))
 
     @property

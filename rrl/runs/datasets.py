@@ -42,7 +42,7 @@ class RetrieverConfig:
     encoder: str = ""
     """Folder of the encoder, for scann and exact."""
     title_weight: int = 3
-    """BM25 only: how often the title counts."""
+    """How often the title counts for BM25. 0 leaves titles out, of embeddings too; there any other number is 1."""
     k1: float = 0.9
     b: float = 0.4
     index: str = ""
@@ -184,7 +184,9 @@ def encoder_folder(config: RetrieverConfig, where: str = "retriever") -> str:
 def load_retriever_encoder(config: RetrieverConfig, where: str = "retriever") -> TextEncoder | None:
     """The text encoder that a retriever config needs; errors as `encoder_folder`."""
     folder = encoder_folder(config, where)
-    return load_text_encoder(folder) if folder else None
+    if not folder:
+        return None
+    return dataclasses.replace(load_text_encoder(folder), titles=config.title_weight > 0)
 
 
 def data_fingerprint(folder: str) -> dict[str, Any]:

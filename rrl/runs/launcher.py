@@ -17,7 +17,7 @@ from ml_collections import config_flags
 from rrl.config.arguments import run_name
 from rrl.config.renamed import rename_overrides
 from rrl.errors import UserError
-from rrl.files import DISK_FULL, SaveError, save_error
+from rrl.files import DISK_FULL, SaveError, save_error, shipped
 from rrl.parallel.runtime import prepare_host, use_huge_pages
 from rrl.retrieval.retriever import SearchFailed
 from rrl.stopping import RunStopped, ServiceUnavailable
@@ -111,6 +111,7 @@ def load_config(config: str, overrides: Sequence[str]) -> Any:
 
 def _parse_flags(argv: Sequence[str], values: flags.FlagValues) -> list[str]:
     """What is left of the arguments when the flags are taken out; UserError says what is wrong with them."""
+    argv = _with_shipped_config(argv)
     try:
         return values(argv)
     except (flags.Error, AttributeError, KeyError, TypeError, ValueError) as error:
@@ -121,6 +122,20 @@ def _parse_flags(argv: Sequence[str], values: flags.FlagValues) -> list[str]:
         }
         said = next((say(argv, values) for kind, say in known.items() if isinstance(error, kind)), "")
         raise UserError(said or str(_cause(error))) from error
+
+
+def _with_shipped_config(argv: Sequence[str]) -> list[str]:
+    """The arguments, with the checkout's file for a config `configs/...` that is not under the current folder."""
+    found = list(argv)
+    for at, arg in enumerate(argv):
+        flag, equals, value = arg.partition("=")
+        if at and re.fullmatch("--?config", argv[at - 1]):
+            flag, equals, value = "", "", arg
+        elif not (equals and re.fullmatch("--?config", flag)):
+            continue
+        file, colon, rest = value.partition(":")
+        found[at] = f"{flag}{equals}{shipped(file) if file else ''}{colon}{rest}"
+    return found
 
 
 def default_workdir(config: Any) -> str:

@@ -5,6 +5,7 @@ import pathlib
 
 from transformers import PreTrainedTokenizerBase
 
+from rrl.files import shipped
 from rrl.models.config import DecoderConfig
 from rrl.models.hf import folder_hash, save_config_and_tokenizer
 from rrl.models.weights import write_json
@@ -29,6 +30,8 @@ def write_model_files(
     folder = pathlib.Path(workdir, MODEL_FILES)
     save_config_and_tokenizer(folder, config, tokenizer)
     if start is not None:
-        write_json(folder / START_FILE, {"folder": os.path.abspath(start), "sha256": folder_hash(start)})
+        write_json(
+            folder / START_FILE, {"folder": os.path.abspath(shipped(start)), "sha256": folder_hash(start)}
+        )
     if card is not None:
         write_card(folder, card)

@@ -16,7 +16,7 @@ from rrl.errors import UserError
 from rrl.models.hf import load_language_model
 from rrl.parallel.runtime import enable_compilation_cache
 from rrl.recipes.base import Recipe, ScoringContext, check_tags, uses_chat
-from rrl.recipes.card import RecipeCard, make_card, read_card
+from rrl.recipes.card import RecipeCard, make_card, read_card, require_policy
 from rrl.recipes.catalogue import make_recipe
 from rrl.retrieval.index import open_with_encoder
 from rrl.retrieval.retriever import Retriever
@@ -81,10 +81,7 @@ class Agent:
 
         Raises UserError for a folder or a recipe that is not there or does not fit.
         """
-        if not pathlib.Path(policy, "config.json").is_file():
-            raise UserError(
-                f"policy={str(policy)!r} is no Hugging Face folder (no config.json there); give one that is"
-            )
+        require_policy(policy)
         enable_compilation_cache()
         card = read_card(policy)
         if isinstance(recipe, str):

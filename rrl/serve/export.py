@@ -15,7 +15,7 @@ from flax import nnx
 
 from rrl.config.sections import build
 from rrl.errors import UserError
-from rrl.files import saving
+from rrl.files import saving, shipped
 from rrl.models.decoder import Decoder
 from rrl.models.hf import (
     folder_hash,
@@ -183,7 +183,7 @@ def _start_folder(
             "folder that it writes at its end holds them"
         )
     known = read_json(model_folder / START_FILE, "which says what the run started from")
-    folder = pathlib.Path(moved or known["folder"])
+    folder = shipped(moved or known["folder"])
     found = folder_hash(folder) if (folder / CONFIG_FILE).is_file() else "none"
     if found != known["sha256"]:
         raise UserError(

@@ -128,8 +128,7 @@ def act_out(
         if place in one.unfound:
             passages = [p for p in passages if p.title != one.hops[place].title]
         passages = passages[:top_k]
-        titles = tuple(passage.title for passage in passages)
-        searches.append(Search(place, query, titles, passages=tuple(passages)))
+        searches.append(Search.of(place, query, passages))
         return passages
 
     acted = dataclasses.replace(

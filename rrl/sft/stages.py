@@ -25,7 +25,7 @@ from rrl.config.renamed import rename_config
 from rrl.config.sections import build, fill_defaults, refuse_unknown_fields
 from rrl.data.examples import Example
 from rrl.errors import UserError, at_least
-from rrl.files import saving
+from rrl.files import saving, shipped
 from rrl.miniwiki import generate, mixed_questions
 from rrl.miniwiki.evidence import reader_examples
 from rrl.miniwiki.probes import reading_probes
@@ -179,9 +179,9 @@ def _run(config: Mapping[str, Any], workdir: str | pathlib.Path, stack: contextl
         identity["compute"] = numbers
     if values["init"]:
         identity["init"] = _init_hash(values["init"])
-    elif (tokenizer_file := pathlib.Path(values["tokenizer"], "tokenizer.json")).is_file():
+    elif (tokenizer_file := shipped(values["tokenizer"]) / "tokenizer.json").is_file():
         identity["tokenizer_sha256"] = stamp(tokenizer_file)["sha256"]
-    if (encoder := values["data"].get("encoder")) and pathlib.Path(encoder).is_dir():
+    if (encoder := values["data"].get("encoder")) and shipped(encoder).is_dir():
         identity["encoder_sha256"] = folder_hash(encoder)
     shown = _recipe_data_config(stage, values["data"])
     if isinstance(shown, PairsConfig):

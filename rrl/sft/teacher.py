@@ -118,10 +118,7 @@ class EndpointTeacher:
             for (live, query), passages in zip(
                 searching, self._search([query for _, query in searching]), strict=True
             ):
-                titles = tuple(passage.title for passage in passages)
-                live.episode.searches.append(
-                    Search(live.episode.turn, query, titles, passages=tuple(passages))
-                )
+                live.episode.searches.append(Search.of(live.episode.turn, query, passages))
                 _apply_action(live, self.recipe.environment.observe(live.episode, passages))
         return [_trajectory(live) for row in lives for live in row]
 

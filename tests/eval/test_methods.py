@@ -57,7 +57,13 @@ def test_what_a_prompted_method_asked_later_is_shown_as_given() -> None:
     assert record["prediction"] == "Oslo" and record["turns"] == 3 and len(prompts) == 3
     assert record["tokens"] == outcome.sampled_tokens and record["prompt_tokens"] == outcome.prompt_tokens
     assert record["searches"] == [
-        {"turn": 0, "query": "Who directed Silver Harbour?", "titles": (FILM.title,), "failed": False}
+        {
+            "turn": 0,
+            "query": "Who directed Silver Harbour?",
+            "titles": (FILM.title,),
+            "ids": (FILM.id,),
+            "failed": False,
+        }
     ]
 
 

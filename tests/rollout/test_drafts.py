@@ -24,7 +24,7 @@ GUESSING = dataclasses.replace(CONFIG, draft_tokens=2)
 
 
 def learned(*texts, drafts=None):
-    """NgramDrafts that have read these texts."""
+    """Drafts that have read these texts."""
     drafts = drafts or NgramDrafts.create(1)
     for text in texts:
         tokens = jnp.asarray([text])

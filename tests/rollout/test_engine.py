@@ -43,7 +43,7 @@ TEMPERATURES = (1.0, 0.7, 0.4, 0.1, 0.0)
 
 
 class Scripted(Stream):
-    """SearchRunner after every turn, so that a random policy meets every path of the loop."""
+    """Searches after every turn, so that a random policy meets every path of the loop."""
 
     def react(self, episode, text, stop):
         if episode.turn == 2:

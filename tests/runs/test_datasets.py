@@ -12,7 +12,14 @@ from rrl.errors import UserError
 from rrl.miniwiki import KINDS
 from rrl.retrieval.build import build_index
 from rrl.retrieval.serve import make_server
-from rrl.runs.datasets import DataConfig, RetrieverConfig, data_fingerprint, hold_out, load_datasets
+from rrl.runs.datasets import (
+    DataConfig,
+    RetrieverConfig,
+    data_fingerprint,
+    hold_out,
+    load_datasets,
+    load_retriever_encoder,
+)
 from rrl.runs.workdir import refuse_other_config
 from rrl.sft import loop as sft
 from rrl.train import rl_config
@@ -186,3 +193,10 @@ def test_the_name_of_a_run_in_which_its_arguments_stand_is_no_part_of_what_it_is
     (tmp_path / "config.json").write_text(json.dumps({"run": {"name": "tiny-data=here-steps=1"}, "steps": 1}))
     new = {"run": {"name": "tiny-data=there-steps=2"}, "steps": 2}
     assert refuse_other_config(tmp_path, new, rl_config.MAY_DIFFER, rl_config.MAY_GROW) == {"steps": (1, 2)}
+
+
+@pytest.mark.parametrize(("title_weight", "titles"), [(3, True), (1, True), (0, False)])
+def test_a_title_weight_of_0_leaves_titles_out_of_embeddings_too(title_weight, titles):
+    config = RetrieverConfig(kind="exact", encoder="assets/miniwiki-encoder", title_weight=title_weight)
+    encoder = load_retriever_encoder(config)
+    assert encoder is not None and encoder.titles is titles

@@ -175,3 +175,23 @@ def test_a_config_of_another_folder_may_build_on_one_of_ours(tmp_path):
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 2
     assert "steps" in done.stderr and "No module" not in done.stderr
+
+
+def test_a_shipped_config_is_the_same_from_every_current_folder(tmp_path, monkeypatch):
+    here = load_config("configs/rsearch_grpo.py:steps=3", []).to_json()
+    monkeypatch.chdir(tmp_path)
+    assert load_config("configs/rsearch_grpo.py:steps=3", []).to_json() == here
+    (tmp_path / "configs").mkdir()
+    own = "from ml_collections import ConfigDict\n\n\ndef get_config(arg):\n    return ConfigDict({'name': arg})\n"
+    (tmp_path / "configs/rsearch_grpo.py").write_text(own)
+    assert load_config("configs/rsearch_grpo.py:steps=3", []).to_dict() == {"name": "steps=3"}
+
+
+@pytest.mark.parametrize(
+    "given", [["--config=configs/rsearch_grpo.py:step=3"], ["--config", "configs/rsearch_grpo.py:step=3"]]
+)
+def test_a_launcher_finds_a_shipped_config_from_another_folder(tmp_path, given):
+    command = [sys.executable, str(ROOT / "launch/train.py"), *given]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "unknown config argument 'step'" in done.stderr

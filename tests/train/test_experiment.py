@@ -390,3 +390,10 @@ def test_a_smoke_run_compiles_one_update_and_a_longer_run_has_its_rows_of_every_
         config = made.config("rsearch_grpo", arg)
         assert len(config.objective.row_lengths) == lengths
         assert ("smoke run (steps=2" in config.get("note", "")) == (steps == 2)
+
+
+def test_the_note_of_a_smoke_run_has_the_numbers_of_the_run_itself():
+    config = made.config("rsearch_grpo", "steps=2")
+    assert "16 questions an update, 8 held-out questions of each kind" in config.note
+    config.train.questions = 4
+    assert "4 questions an update, 8 held-out questions of each kind" in config.note
