@@ -193,7 +193,7 @@ def transcript_of(
       answer: the tag of answers; its contents are removed.
       prefill: the text that the prompt opened for the policy, such as "<think>". By default it is the `<think>` that the chat
         template opened, if any.
-      searches: stop before search number `searches` + 1; None: use all searches.
+      searches: end the transcript before search number `searches` + 1; None: use all searches.
     """
     segments: list[tuple[int, str]] = []
     prompts: list[str] = []

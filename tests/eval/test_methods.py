@@ -119,7 +119,7 @@ def test_a_recipe_shows_the_choices_of_a_question() -> None:
 
     way = make_answering_method({"name": "rsearch"}, {"instruction": ""}, None)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("rrl.train.sample.chat_ids", lambda _, prompt: np.frombuffer(prompt.encode(), np.uint8))
+        patch.setattr("rrl.recipes.episodes.chat_ids", lambda _, prompt: np.frombuffer(prompt.encode(), np.uint8))
         question = Question("q", "Which?", ("B",), choices=("red", "blue"))
         way.ask(Engine(), None, [(7, question)], None, 0.5, lambda record: None)
     assert b"(B) blue" in asked[0].prompt.tobytes()
@@ -196,9 +196,9 @@ def test_a_question_that_no_method_could_show_stops_a_run_only_where_that_is_ask
 
     questions = [Question("short", "a b", ("x",)), Question("long", "a b c d e f g h", ("x",))]
     with pytest.MonkeyPatch.context() as patch:
-        for module in ("rrl.train.sample", "rrl.eval.methods"):
+        for module in ("rrl.recipes.episodes", "rrl.eval.methods"):
             patch.setattr(f"{module}.chat_ids", lambda _, prompt: np.zeros(len(prompt.split()), np.int32))
-        patch.setattr("rrl.train.sample.chat_text", lambda _, prompt: prompt)
+        patch.setattr("rrl.recipes.episodes.chat_text", lambda _, prompt: prompt)
         patch.setattr("rrl.eval.methods.check_tags", lambda recipe, tokenizer: None)
         for name, recipe in (("rsearch", {"instruction": ""}), ("direct", None)):
             way, said = make_answering_method({"name": name}, recipe, None), []

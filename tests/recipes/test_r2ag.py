@@ -217,10 +217,15 @@ def test_a_whole_tree_has_retrieval_metrics_and_the_generators_answer():
     found = scored(
         QUESTION, (asking("a"), [NOISE]), (asking("a"), [A]), (STOP,), ended="stop", reader=generator
     )
-    told = found.metrics
-    assert (told["recall"], told["full_recall"], told["hits"], told["passages"]) == (0.5, 0, 1, 2)
-    assert told["map"] == pytest.approx(0.25)  # A at rank 2, of two gold ones
-    assert (told["iterations"], told["searches"], told["em"], found.answer) == (3, 2, 1, "Marta Velikov")
+    metrics = found.metrics
+    assert (metrics["recall"], metrics["full_recall"], metrics["hits"], metrics["passages"]) == (0.5, 0, 1, 2)
+    assert metrics["map"] == pytest.approx(0.25)  # A at rank 2, of two gold ones
+    assert (metrics["iterations"], metrics["searches"], metrics["em"], found.answer) == (
+        3,
+        2,
+        1,
+        "Marta Velikov",
+    )
     (prompt,) = asked
     assert prompt.said.index("(Title: Noise)") < prompt.said.index("(Title: A)") < prompt.said.index("Who?")
     # the last expansion stopped too early and earns 0; the second is rewarded for its documents
@@ -238,8 +243,8 @@ def test_documents_of_earlier_expansions_are_not_new_and_count_for_the_stop():
 
 def test_generator_prompt_shows_multiple_choices():
     # as in LongBench-v2
-    said = generator_prompt(Question("q", "Which?", ("B",), choices=("one", "two")), [A]).said
-    assert said.index("(Title: A)") < said.index("Which?\n(A) one\n(B) two")
+    prompt_text = generator_prompt(Question("q", "Which?", ("B",), choices=("one", "two")), [A]).said
+    assert prompt_text.index("(Title: A)") < prompt_text.index("Which?\n(A) one\n(B) two")
 
 
 def test_training_does_not_call_the_generator():

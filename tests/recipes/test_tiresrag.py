@@ -386,10 +386,10 @@ def test_expert_answers_right_and_its_early_answer_is_not_a_target(kind, share):
         assert len(mistakes) == reflects and len(given) == len(item.plan.hops) + reflects
         for ((mistake,),) in [mistakes] if mistakes else []:
             assert answer_reward(mistake, item.question.answers[:1]) < 1
-        said = "<think>" + "".join(
+        text = "<think>" + "".join(
             p if isinstance(p, str) else f"{p.prefix}{p.body}{p.suffix}" for p in parts
         )
-        one = scored((POLICY, said))
+        one = scored((POLICY, text))
         assert one.metrics["reflected"] == reflects
 
 
