@@ -366,8 +366,8 @@ class Engine:
         for string in {string for strings in needed for string in strings}:
             if hidden := [token for token in self._special_tokens if token in string]:
                 raise UserError(
-                    f"the stop string {string!r} could never be seen in the policy's text: {hidden[0]!r} is a special token "
-                    'of the tokenizer, which decoding omits. Make it an ordinary token ("special": false in tokenizer.json '
+                    f"the stop string {string!r} would never match: {hidden[0]!r} is a special token of the tokenizer, "
+                    'which decoded text omits. Make it an ordinary token ("special": false in tokenizer.json '
                     "and tokenizer_config.json), or choose another tag"
                 )
         self._stop_tables.append(compile_sets(tuple(needed), self.bytes))
