@@ -26,8 +26,9 @@ from rrl.retrieval.index import make_retriever
 from rrl.retrieval.retriever import Hit
 from rrl.rl.logprobs import token_logprobs
 from rrl.rl.packing import pack
+from rrl.rollout.automaton import CACHED_STOP_TABLES
 from rrl.rollout.config import EngineConfig
-from rrl.rollout.engine import CACHED_STOP_TABLES, Engine, RolloutStats
+from rrl.rollout.engine import Engine, RolloutStats
 from rrl.rollout.episodes import Request
 from rrl.rollout.protocol import Append, Finish, Restart, SearchFor, SingleTurn, Stream
 from rrl.rollout.sampling import truncate
@@ -465,12 +466,12 @@ def test_every_end_of_sequence_token_of_the_model_ends_a_turn(world):
 
 def test_a_cached_stop_table_serves_subsets_and_the_cache_is_bounded(world):
     engine = Engine(*world[:2], CONFIG)
-    both = engine._stop_table([("e",), ("o",), ()])
-    assert engine._stop_table([("o",), ("e",)]) is both
-    tables = [engine._stop_table([(letter,)]) for letter in "abcdfgh"]
-    assert engine._stop_table([()]) is both and all(table is not both for table in tables)
-    engine._stop_table([("i",)])
-    assert len(engine._stop_tables) == CACHED_STOP_TABLES and engine._stop_table([()]) is not both
+    both = engine._stop_tables.get([("e",), ("o",), ()])
+    assert engine._stop_tables.get([("o",), ("e",)]) is both
+    tables = [engine._stop_tables.get([(letter,)]) for letter in "abcdfgh"]
+    assert engine._stop_tables.get([()]) is both and all(table is not both for table in tables)
+    engine._stop_tables.get([("i",)])
+    assert len(engine._stop_tables) == CACHED_STOP_TABLES and engine._stop_tables.get([()]) is not both
 
 
 def test_a_stop_string_with_a_special_token_is_refused(world):

@@ -16,9 +16,10 @@ from rrl.parallel.rules import shard
 from rrl.rl.logprobs import token_logprobs
 from rrl.rl.packing import pack
 from rrl.rollout.config import EngineConfig
-from rrl.rollout.engine import Engine, assign_to_shards
+from rrl.rollout.engine import Engine
 from rrl.rollout.prefixes import PrefixIndex
 from rrl.rollout.protocol import Append, Finish, Restart, SearchFor, SingleTurn, Stream
+from rrl.rollout.shards import assign_to_shards
 from rrl.text.chat import chat_ids
 from tests.rollout.world import make_world
 
