@@ -36,7 +36,7 @@ def test_two_processes_give_the_trajectories_of_one_and_end_together_after_an_er
             ["RuntimeError", "PromptTooLong"],
             ["WithoutRepr", "RuntimeError"],
         ][process]
-        assert output["unpicklable"].startswith("what process 0 gives to the others does not pickle")
+        assert output["unpicklable"].startswith("the value of process 0 cannot be pickled")
     for output, message in zip(both, failed, strict=True):
         assert output["failed"] == message
         whole, cut = output["exchanges"]
