@@ -15,7 +15,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,13 +27,12 @@ from transformers import PreTrainedTokenizerBase
 
 from rrl.data.questions import Question
 from rrl.data.trajectory import Trajectory
-from rrl.errors import UserError, describe_error, integer_at_least
+from rrl.errors import UserError, integer_at_least
 from rrl.models.decoder import Decoder
 from rrl.models.tokenizer import check_tokenizer, end_ids, token_bytes
-from rrl.parallel.gather import gather_objects
 from rrl.parallel.mesh import make_mesh
 from rrl.retrieval.retriever import Retriever
-from rrl.rollout.automaton import StopSets, compile_sets
+from rrl.rollout.automaton import StopSets, StopTables
 from rrl.rollout.config import EngineConfig
 from rrl.rollout.cpu.shape_probe import configure_shapes
 from rrl.rollout.episodes import Request, check_tokens
@@ -42,21 +41,18 @@ from rrl.rollout.loop import QueryEncoder, RolloutPrograms
 from rrl.rollout.protocol import Environment, check_stops
 from rrl.rollout.scheduler import DEVICE_STAGES, Scheduler
 from rrl.rollout.searches import IDLE_WAIT_SECONDS, InFlightSearches
+from rrl.rollout.shards import assign_to_shards, gather_results
 from rrl.rollout.stats import RolloutStats
 from rrl.rollout.watchdog import Watchdog
 from rrl.rollout.workflow import Completion, Workflow, WorkflowRunner, numbered_workflows
 from rrl.text.chat import chat_ids
 from rrl.text.encoding import plain_ids, special_name, text_ids
 
-T = TypeVar("T")
-
 log = logging.getLogger(__name__)
 
 CACHED_TEXTS, MAX_CACHED_CHARACTERS = 4096, 4096
 """Size of the cache of encoded texts, and the maximum length of a text in it. Samples of a question read the same passages, and
 tags repeat."""
-CACHED_STOP_TABLES = 8
-"""Number of compiled stop tables in the cache: most runs use the stop strings of the previous run, or some of them."""
 
 
 class Engine:
@@ -91,9 +87,7 @@ class Engine:
         self.bytes = token_bytes(tokenizer)
         """The bytes of each token id; empty for special tokens."""
         self._encoded = functools.lru_cache(CACHED_TEXTS)(self._encode)
-        self._special_tokens = [
-            token for token, number in tokenizer.get_vocab().items() if not self.bytes[number]
-        ]
+        special_tokens = [token for token, number in tokenizer.get_vocab().items() if not self.bytes[number]]
         self.bytes += [b""] * (decoder.config.vocab_size - len(self.bytes))
         encoder = retriever.encoder if retriever is not None and retriever.needs_embeddings else None
         text_encoder = retriever.text_encoder if retriever is not None and encoder is not None else None
@@ -123,7 +117,7 @@ class Engine:
         self._preparing = ""
         """The work before the device first calls a scheduler; "" once it has called one."""
         self._logged_errors: set[type] = set()
-        self._stop_tables = collections.deque[StopSets](maxlen=CACHED_STOP_TABLES)
+        self._stop_tables = StopTables(self.bytes, special_tokens)
         self._compiled_loops: dict[Any, Callable] = {}
         self._closed = self._running = False
         self._lock = threading.Lock()
@@ -227,7 +221,7 @@ class Engine:
                 on_finish(index, trajectory)
 
         sets = [environment.stops if request.stops is None else request.stops for request in requests]
-        stops = self._stop_table(sets or [environment.stops])
+        stops = self._stop_tables.get(sets or [environment.stops])
         prompts, shards = [request.prompt for request in requests], self.programs.shards
         shares = assign_to_shards(prompts, shards, self.programs.workers)
         queues = [collections.deque([(i, requests[i]) for i in group] for group in share) for share in shares]
@@ -280,7 +274,7 @@ class Engine:
         """
         numbered = numbered_workflows(workflows, numbers)
         count = self.programs.shards * self.programs.workers
-        stops = self._stop_table([(), *environment.stop_sets])
+        stops = self._stop_tables.get([(), *environment.stop_sets])
         in_flight = InFlightSearches(self._logged_errors)
         schedulers = [
             self._scheduler(collections.deque(), environment, stops, retriever, in_flight)
@@ -353,26 +347,6 @@ class Engine:
                 )
         return retriever
 
-    def _stop_table(self, sets: Sequence[tuple[str, ...]]) -> StopSets:
-        """Return the automata of these sets of stop strings, perhaps with more sets: a compiled loop also serves a subset.
-
-        Raises:
-          UserError: a stop string contains a special token.
-        """
-        needed = dict.fromkeys(sets)
-        for table in self._stop_tables:
-            if needed.keys() <= table.starts.keys():
-                return table
-        for string in {string for strings in needed for string in strings}:
-            if hidden := [token for token in self._special_tokens if token in string]:
-                raise UserError(
-                    f"the stop string {string!r} could never be seen in the policy's text: {hidden[0]!r} is a special token "
-                    'of the tokenizer, which decoding omits. Make it an ordinary token ("special": false in tokenizer.json '
-                    "and tokenizer_config.json), or choose another tag"
-                )
-        self._stop_tables.append(compile_sets(tuple(needed), self.bytes))
-        return self._stop_tables[-1]
-
     @contextlib.contextmanager
     def _run_active(self) -> Iterator[None]:
         """A context in which `close` is postponed to its end."""
@@ -424,7 +398,7 @@ class Engine:
             for scheduler, start in starts:
                 if not aborted.is_set():
                     scheduler.begin(start)
-            _gathered(schedulers, None)  # if one failed, no process begins the loop
+            gather_results(schedulers, None)  # if one failed, no process begins the loop
             steps, written = self._run_loops(schedulers, params, environment, key, reference, aborted)
             counts = [
                 (
@@ -436,7 +410,7 @@ class Engine:
                 for scheduler in schedulers
             ]
             not_finite = [episode for scheduler in schedulers for episode in scheduler.not_finite]
-            parts = _gathered(schedulers, (results, counts, not_finite))
+            parts = gather_results(schedulers, (results, counts, not_finite))
         searching, policy_tokens, prefilled, failed = np.sum([counts for _, counts, _ in parts], axis=0).T
         not_finite = sorted(episode for *_, episodes in parts for episode in episodes)
         self.stats = RolloutStats(
@@ -580,41 +554,3 @@ class WeakCallback:
         method = self._method()
         assert method is not None, "the caller of a run holds the engine"
         return method(message)
-
-
-def _gathered(schedulers: Sequence[Scheduler], value: T) -> list[T]:
-    """Return `value` of each process. Raises the error of a scheduler, or a RuntimeError if another process has one."""
-    errors = [scheduler.error for scheduler in schedulers if scheduler.error is not None]
-    parts = gather_objects((value, [describe_error(error) for error in errors]))
-    if errors:
-        raise errors[0]
-    for process, (_, messages) in enumerate(parts):
-        if messages:
-            raise RuntimeError(f"the rollout failed in process {process}: {messages[0]}")
-    return [value for value, _ in parts]
-
-
-def assign_to_shards(
-    prompts: Sequence[Int[np.ndarray, "T"]], shards: int, workers: int = 1
-) -> list[list[list[int]]]:
-    """Assign requests to data shards, in groups for one worker.
-
-    Requests with the same prompt form a group, as long as each worker gets the same number of groups; the requests of the
-    remaining prompts are assigned one by one. Long prompts come first, since long questions tend to take more turns: short
-    episodes then fill the slots at the end (longest processing time first, Graham 1969).
-
-    Args:
-      prompts: prompt of each request.
-      shards: number of data shards.
-      workers: number of workers of each shard.
-
-    Returns:
-      for each shard, groups of indices into `prompts`.
-    """
-    groups: dict[bytes, list[int]] = {}
-    for index, prompt in enumerate(prompts):
-        groups.setdefault(np.asarray(prompt, np.int32).tobytes(), []).append(index)
-    ordered = sorted(groups.values(), key=lambda group: -len(prompts[group[0]]))
-    whole = len(ordered) - len(ordered) % (shards * workers)
-    ordered[whole:] = [[index] for group in ordered[whole:] for index in group]
-    return [ordered[shard::shards] for shard in range(shards)]

@@ -175,7 +175,7 @@ class RolloutPrograms:
             model = self.model(params)
             sampler = self.sampler(key, table, first_accept)
 
-            def going(carry: tuple) -> jax.Array:
+            def cond(carry: tuple) -> jax.Array:
                 return jnp.any(carry[0].status != OFF) & (carry[4] != ABORT)
 
             def body(carry: tuple) -> tuple:
@@ -196,7 +196,7 @@ class RolloutPrograms:
                 jnp.int32(self.sizes.max_wait_steps),
                 jnp.zeros(2, jnp.int32),
             )
-            return jax.lax.while_loop(going, body, start)[-1]
+            return jax.lax.while_loop(cond, body, start)[-1]
 
         return episode_loop
 
@@ -424,8 +424,8 @@ class RolloutPrograms:
         def per_device(
             worker: jax.Array, active: jax.Array, state: DecodeState, embeddings: jax.Array
         ) -> jax.Array:
-            place = worker * self.shards + jax.lax.axis_index(ROW_AXES)
-            message = _pack_report(place, active, state, embeddings)
+            scheduler = worker * self.shards + jax.lax.axis_index(ROW_AXES)
+            message = _pack_report(scheduler, active, state, embeddings)
 
             def call() -> jax.Array:
                 shape = jax.ShapeDtypeStruct((length,), jnp.int32)
@@ -447,7 +447,7 @@ class RolloutPrograms:
 
 
 def _pack_report(
-    place: jax.Array, active: jax.Array, state: DecodeState, embeddings: jax.Array
+    scheduler: jax.Array, active: jax.Array, state: DecodeState, embeddings: jax.Array
 ) -> Int[Array, "message"]:
     """Return the message of one data shard (see `HostCallback`)."""
     floats = (
@@ -455,5 +455,5 @@ def _pack_report(
         for part in (state.logps, state.sampled_logps, embeddings)
     )
     logps, sampled, vectors = floats
-    parts = (place, active, state.status, state.stop, state.ids, logps, sampled, state.length, vectors)
+    parts = (scheduler, active, state.status, state.stop, state.ids, logps, sampled, state.length, vectors)
     return jnp.concatenate([part.reshape(-1) for part in parts])
