@@ -445,7 +445,7 @@ def test_unsupported_dtypes_and_head_dimensions_use_xla(dtype, width):
 def test_the_kernels_are_compiled_once(compiled, tmp_path, monkeypatch):
     first, run = kernel._library(tmp_path), subprocess.run
 
-    def only_sampling_inputs(command, **how):
+    def only_version(command, **how):
         assert command[1:] == ["--version"]
         return run(command, **how)
 
