@@ -126,7 +126,8 @@ def pack(
     row_of, start_of, used = first_fit_decreasing(lengths, row_length)
     if rows is not None and used > rows:
         raise UserError(
-            f"{len(retained)} sequences need {used} rows of row_length={row_length}, more than rows={rows}; raise rows or row_length."
+            f"{len(retained)} sequences need {used} rows of row_length={row_length}, more than rows={rows}; "
+            "raise rows or row_length."
         )
     count = used if rows is None else rows
     count = max(1, -(-count // multiple)) * multiple

@@ -209,9 +209,9 @@ def test_a_tied_head_that_differs_is_loaded_as_a_separate_head(folder, caplog):
 
 def test_truncated_file_is_named(folder):
     data = (folder / WEIGHTS).read_bytes()
-    for kept in (len(data) // 2, 4, 0):
-        (folder / WEIGHTS).write_bytes(data[:kept])
-        with pytest.raises(UserError, match=rf"model.safetensors \({kept} bytes\) is truncated"):
+    for size in (len(data) // 2, 4, 0):
+        (folder / WEIGHTS).write_bytes(data[:size])
+        with pytest.raises(UserError, match=rf"model.safetensors \({size} bytes\) is truncated"):
             load_decoder(folder)
 
 

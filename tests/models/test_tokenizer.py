@@ -213,8 +213,8 @@ def test_a_qwen_tokenizer_without_normalizer_in_its_file_is_warned_about_once(
         loaded = load_tokenizer(folder)
         load_tokenizer(folder)
     assert isinstance(loaded, Qwen2Tokenizer) == (declared == "Qwen2Tokenizer")
-    said = [record.getMessage() for record in caplog.records if "NFC" in record.getMessage()]
-    assert len(said) == bool(words) and words in "".join(said)
+    warnings = [record.getMessage() for record in caplog.records if "NFC" in record.getMessage()]
+    assert len(warnings) == bool(words) and words in "".join(warnings)
     composed = loaded.encode("e\u0301") == loaded.encode("\u00e9")
     assert composed == (words != "become other tokens than the model was trained on")
 

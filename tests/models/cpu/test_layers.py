@@ -170,8 +170,8 @@ def test_layers_equal_those_of_xla(compiled, shape):
     alike(ours, theirs)
     last = jnp.array([[160], [70], [slots], [20], [0]])
     (found, _), (wanted, _) = (extend(decoder, draw(config, 5, 1), last, cache) for cache in (ours, theirs))
-    kept = np.array([0, 1, 3, 4])
-    np.testing.assert_allclose(found[kept], wanted[kept], rtol=2e-5, atol=2e-5)
+    stored = np.array([0, 1, 3, 4])
+    np.testing.assert_allclose(found[stored], wanted[stored], rtol=2e-5, atol=2e-5)
 
 
 def test_tokens_without_a_slot_give_zeros(compiled):
@@ -252,8 +252,8 @@ def test_copying_reads_all_sources_before_writing(compiled, threads):
     k, v = (jnp.asarray(part, jnp.float32) for part in held)
     cache = KVCache(k, v, SLOTS, slots_last=True, cpu_kernel=threads > 0, threads=threads)
     source, target = jnp.array([0, 1, 2, 2, 0, 1]), jnp.array([1, 2, 0, 3, ROWS, 4])
-    slots, kept = jnp.array([200, 1, 2 * BLOCK, SLOTS, SLOTS, 0]), jnp.array([0, 0, BLOCK + 3, 5, 0, 0])
-    found = jax.jit(lambda cache: cache.copy_rows(source, target, slots, kept))(cache)
+    slots, shared = jnp.array([200, 1, 2 * BLOCK, SLOTS, SLOTS, 0]), jnp.array([0, 0, BLOCK + 3, 5, 0, 0])
+    found = jax.jit(lambda cache: cache.copy_rows(source, target, slots, shared))(cache)
     for name, before in (("k", k), ("v", v)):
         wanted, before = np.array(before), np.asarray(before)
         for row, blocks, of in (
@@ -299,15 +299,15 @@ def test_sampling_inverts_the_cumulative_distribution(compiled, rows, width, voc
     assert (begins[places, ids] <= at + 1e-6)[hot].all() and (ends[places, ids] >= at - 1e-6)[hot].all()
 
 
-@pytest.mark.parametrize("kept", [{}, {"top_p": 0.9, "top_k": 30}])
-def test_a_sampled_token_depends_only_on_its_row(compiled, kept):
+@pytest.mark.parametrize("options", [{}, {"top_p": 0.9, "top_k": 30}])
+def test_a_sampled_token_depends_only_on_its_row(compiled, options):
     given = sampling_inputs(50, 256, 1040)  # a table that is large enough to be packed
-    whole = cpu_draw(*given, **kept)
-    for part, threaded in zip(whole, cpu_draw(*given, **kept, threads=4), strict=True):
+    whole = cpu_draw(*given, **options)
+    for part, threaded in zip(whole, cpu_draw(*given, **options, threads=4), strict=True):
         np.testing.assert_array_equal(part, threaded)
     hidden, table, *rest = given
     for some in (slice(7, 8), slice(20, 23)):
-        alone = cpu_draw(hidden[some], table, *(part[some] for part in rest), **kept)
+        alone = cpu_draw(hidden[some], table, *(part[some] for part in rest), **options)
         for part, own in zip(whole, alone, strict=True):
             np.testing.assert_array_equal(part[some], own)
 
@@ -323,20 +323,20 @@ def test_tokens_with_probability_0_are_never_sampled_and_nan_gives_nan(compiled)
     assert np.isfinite(np.asarray(full)[:3]).all() and np.isnan([full[3], drawn[3]]).all()
 
 
-@pytest.mark.parametrize("kept", [{}, {"top_p": 0.9}, {"top_k": 3}])
+@pytest.mark.parametrize("options", [{}, {"top_p": 0.9}, {"top_k": 3}])
 @pytest.mark.parametrize(
     ("logit", "finite"), [(np.nan, False), (-np.nan, False), (np.inf, False), (-np.inf, True), (0.0, True)]
 )
 @pytest.mark.parametrize("place", [0, 39, 47])
 def test_rows_that_are_no_distribution_give_non_finite_log_probabilities(
-    compiled, kept, logit, finite, place
+    compiled, options, logit, finite, place
 ):
     table = jnp.asarray(np.random.default_rng(0).normal(size=(16, 48)), jnp.float32).at[0, place].set(logit)
     hidden, heat = jnp.ones((4, 16)), jnp.array([1.0, 0.5, 1.5, 0.0])
     keys = jax.random.split(jax.random.key(0), 4)
     for drawn in (
-        cpu_draw(hidden, table, uniform(keys), heat, **kept),
-        sample(hidden @ table, keys, heat, **kept),
+        cpu_draw(hidden, table, uniform(keys), heat, **options),
+        sample(hidden @ table, keys, heat, **options),
     ):
         ids, full, as_drawn = (np.asarray(part) for part in drawn)
         assert ((ids >= 0) & (ids < 48)).all()
@@ -347,7 +347,7 @@ def test_rows_that_are_no_distribution_give_non_finite_log_probabilities(
 
 
 @pytest.mark.parametrize(
-    "kept",
+    "options",
     [
         {"top_p": 0.95},
         {"top_p": 0.5, "top_k": 7},
@@ -360,16 +360,16 @@ def test_rows_that_are_no_distribution_give_non_finite_log_probabilities(
     ],
 )
 @pytest.mark.parametrize("vocabulary", [1664, 8320])
-def test_top_p_and_top_k_equal_those_of_xla(compiled, kept, vocabulary):
-    check_equals_sample(sampling_inputs(100, 64, vocabulary), kept)
+def test_top_p_and_top_k_equal_those_of_xla(compiled, options, vocabulary):
+    check_equals_sample(sampling_inputs(100, 64, vocabulary), options)
 
 
-def check_equals_sample(given, kept):
+def check_equals_sample(given, options):
     """Checks that the CPU kernel samples the same tokens as `sample`, with the same top-p and top-k."""
     hidden, table, _, temperature = given
     keys, logits = jax.random.split(jax.random.key(1), len(hidden)), hidden @ table
-    ids, full, drawn = cpu_draw(hidden, table, uniform(keys), temperature, **kept)
-    known = kept | {"top_k": min(kept.get("top_k", 0), table.shape[1])}
+    ids, full, drawn = cpu_draw(hidden, table, uniform(keys), temperature, **options)
+    known = options | {"top_k": min(options.get("top_k", 0), table.shape[1])}
     their_ids, their_full, their_drawn = sample(logits, keys, temperature, **known)
     same = np.asarray(ids == their_ids)
     assert same.mean() > 0.98  # rounding decides if the uniform number is at the border of two tokens
@@ -383,12 +383,12 @@ def test_ties_are_kept_together_and_nan_rows_stay_nan(compiled):
     table = jnp.full((16, 48), -3.0).at[:, 5].set(0.0).at[:, jnp.array([9, 20, 33])].set(-0.125)
     hidden = jnp.ones((64, 16)).at[63, 2].set(jnp.nan)
     given = hidden, table, jnp.arange(64) / 64, jnp.ones(64)
-    for kept, wanted in (
+    for options, wanted in (
         ({"top_k": 2}, {5, 9, 20, 33}),
         ({"top_p": 0.8}, {5, 9, 20, 33}),
         ({"top_p": 0.7}, {5}),
     ):
-        ids, _, drawn = cpu_draw(*given, **kept)
+        ids, _, drawn = cpu_draw(*given, **options)
         assert set(np.asarray(ids[:63]).tolist()) == wanted and np.isnan(drawn[63])
         share = np.bincount(np.asarray(ids[:63]), minlength=48) / 63
         np.testing.assert_allclose(np.exp(np.asarray(drawn[:63])), share[np.asarray(ids[:63])], atol=0.02)
@@ -478,8 +478,8 @@ def test_the_kernels_run_without_avx512(compiled, tmp_path, monkeypatch):
     )
     np.testing.assert_allclose(found, wanted, rtol=2e-5, atol=2e-5)
     alike(ours, theirs)
-    for kept in ({}, {"top_p": 0.8, "top_k": 30}):
-        check_equals_sample(sampling_inputs(100, 64, 1664), kept)
+    for options in ({}, {"top_p": 0.8, "top_k": 30}):
+        check_equals_sample(sampling_inputs(100, 64, 1664), options)
     several = [jnp.array(numbers) for numbers in ((0, 1), (1, 2), (0, 0), (1, 1))]
     for part, whole in zip(cpu_copy(ours.k, ours.v, *several), (ours.k, ours.v), strict=True):
         np.testing.assert_array_equal(part[:, 0, 1:], whole[:, 0, :2])
