@@ -20,7 +20,7 @@ _FORM = flags.DEFINE_enum(
 )
 _K = flags.DEFINE_list("k", ["5"], "Passages for each query; with --questions, ranks at which to measure.")
 _QUESTIONS = flags.DEFINE_string(
-    "questions", None, "File of questions with gold passages or answers, to measure on."
+    "questions", None, "File of questions with gold ids, gold titles or answers, to measure on."
 )
 _BY = flags.DEFINE_enum("by", None, ["kind", "hops"], "With --questions: groups in the table.")
 _HTML = flags.DEFINE_string("html", None, "File of a page to write in place of printing.")
@@ -53,10 +53,11 @@ def main(argv: Sequence[str]) -> None:
             raise UserError(f"--{flag.name} has no meaning with --index={index}; leave it out")
     retriever = open_remote(index, _FORM.value) if remote else open_with_encoder(index, _ENCODER.value)
     if _QUESTIONS.value:
-        from rrl.data.questions import load_questions
+        from rrl.data.questions import has_answers, load_questions
         from rrl.eval.retrieval_report import retrieval_report
 
-        questions = load_questions(_QUESTIONS.value)
+        # Files of retrieval benchmarks have gold ids and no answers.
+        questions = load_questions(_QUESTIONS.value, unanswered=not has_answers(_QUESTIONS.value))
         print(retrieval_report(retriever, questions, cuts, _BY.value or "").as_text())
         return
     if len(cuts) > 1:

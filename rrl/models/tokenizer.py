@@ -12,6 +12,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from rrl.errors import UserError
+from rrl.files import looked_in, shipped
 from rrl.models.config import DecoderConfig, EncoderConfig
 from rrl.text.chat import end_of_turn
 
@@ -80,10 +81,10 @@ def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerFast:
     Raises:
       UserError: the folder is missing, has no tokenizer files, or its tokenizer has no fast (Rust) version.
     """
-    folder = Path(folder)
+    folder = shipped(folder)
     if not folder.is_dir():
         raise UserError(
-            f"tokenizer folder {folder}: not a folder; give a Hugging Face folder with tokenizer.json"
+            f"tokenizer folder {folder}: not a folder {looked_in(folder)}; give a Hugging Face folder with tokenizer.json"
         )
     files = ("tokenizer.json", "vocab.json", "tokenizer.model", "vocab.txt")
     if not any((folder / name).is_file() for name in files):

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from rrl.errors import UserError
+from rrl.files import looked_in, shipped
 from rrl.models.tensor_files import StoredTensor, TensorFileWriter, read_header
 
 CONFIG_FILE = "config.json"
@@ -40,20 +41,20 @@ def read_json(file: Path, what: str) -> dict[str, Any]:
 
 def require_folder(field: str, folder: str | Path) -> None:
     """Raises UserError, which names the config field, if its value is not a model folder."""
-    if not folder or not (Path(folder) / CONFIG_FILE).is_file():
+    if not folder or not (shipped(folder) / CONFIG_FILE).is_file():
         raise UserError(
-            f"{field}={str(folder)!r} is no Hugging Face folder (no {CONFIG_FILE} there); give a Hugging Face model folder"
+            f"{field}={str(folder)!r} is no Hugging Face folder (no {CONFIG_FILE} {looked_in(folder)}); give a model folder"
         )
 
 
 def read_config(folder: str | Path) -> dict[str, Any]:
     """Reads config.json of a model folder."""
-    return read_json(Path(folder) / CONFIG_FILE, "which describes the model")
+    return read_json(shipped(folder) / CONFIG_FILE, "which describes the model")
 
 
 def read_generation_config(folder: str | Path) -> dict[str, Any]:
     """Reads generation_config.json of a model folder; empty if the file is missing."""
-    file = Path(folder) / GENERATION_FILE
+    file = shipped(folder) / GENERATION_FILE
     return read_json(file, "") if file.is_file() else {}
 
 
@@ -66,7 +67,7 @@ class SafetensorsFolder:
     """
 
     def __init__(self, folder: str | Path):
-        folder = Path(folder)
+        folder = shipped(folder)
         self._tensors: dict[str, StoredTensor] = {}
         for file in _weight_files(folder):
             for name, stored in read_header(file).items():
@@ -126,7 +127,7 @@ def write_folder(
         tensors: (name, value) in any order; each value is released after it is written.
         shard_size: most bytes per file; larger models are written to several files with an index.
     """
-    folder = Path(folder)
+    folder = shipped(folder)
     folder.mkdir(parents=True, exist_ok=True)
     shards = _split(shapes, dtype, shard_size)
     names = _shard_names(len(shards))
@@ -157,7 +158,7 @@ def write_json(file: Path, value: Mapping[str, Any]) -> None:
 
 def folder_hash(folder: str | Path) -> str:
     """SHA-256 of config.json and all weight files."""
-    folder = Path(folder)
+    folder = shipped(folder)
     digest = hashlib.sha256()
     for file in [folder / CONFIG_FILE, *_weight_files(folder)]:
         read_config(folder)
