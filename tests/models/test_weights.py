@@ -67,6 +67,20 @@ def test_no_file_of_an_older_export_is_left(sharded):
         assert names == expected
 
 
+def test_an_export_is_written_to_the_current_folder_although_the_checkout_has_one_of_that_name(
+    tmp_path, monkeypatch
+):
+    checkout, work = tmp_path / "checkout", tmp_path / "work"
+    monkeypatch.setattr("rrl.files.CHECKOUT", checkout)
+    work.mkdir()
+    monkeypatch.chdir(work)
+    save_decoder(checkout / "assets" / "model", filled(SMALL))
+    before = folder_hash(checkout / "assets" / "model")
+    save_decoder("assets/model", filled(SMALL, 1))
+    assert same(load_decoder(work / "assets" / "model"), filled(SMALL, 1))
+    assert folder_hash(checkout / "assets" / "model") == before
+
+
 def test_a_failed_export_does_not_change_the_folder(sharded):
     before, names = folder_hash(sharded), sorted(sharded.iterdir())
     large = filled(SMALL)
