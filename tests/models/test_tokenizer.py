@@ -199,8 +199,8 @@ def of_qwen(folder: Path, normalizer: normalizers.Normalizer | None, declared: s
 @pytest.mark.parametrize(
     ("normalizer", "declared", "words"),
     [
-        (None, "TokenizersBackend", "become other tokens than the model was trained on"),
-        (None, "Qwen2Tokenizer", "transformers' Qwen2Tokenizer applies it all the same"),
+        (None, "TokenizersBackend", "become tokens that the model was not trained on"),
+        (None, "Qwen2Tokenizer", "transformers' Qwen2Tokenizer adds it"),
         (normalizers.NFC(), "TokenizersBackend", ""),
         (normalizers.NFC(), "Qwen2Tokenizer", ""),
     ],
@@ -216,7 +216,7 @@ def test_a_qwen_tokenizer_without_normalizer_in_its_file_is_warned_about_once(
     warnings = [record.getMessage() for record in caplog.records if "NFC" in record.getMessage()]
     assert len(warnings) == bool(words) and words in "".join(warnings)
     composed = loaded.encode("e\u0301") == loaded.encode("\u00e9")
-    assert composed == (words != "become other tokens than the model was trained on")
+    assert composed == (words != "become tokens that the model was not trained on")
 
 
 def test_a_trained_tokenizer_without_normalizer_gives_no_warning(caplog: pytest.LogCaptureFixture) -> None:
