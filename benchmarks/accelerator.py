@@ -1,9 +1,9 @@
-"""Rollouts of a published shape on one accelerator, beside what its memory and its matrix units give:
-`python -m benchmarks.accelerator [--shape=Qwen2.5-7B] [--rounds=5] [--hf_python=PYTHON]`; rows go to RESULTS.md.
+"""Measures rollouts of a published model shape on one accelerator, against the device's roofline and against Hugging Face's
+generate: `python -m benchmarks.accelerator [--shape=Qwen2.5-7B] [--rounds=5] [--hf_python=PYTHON]`; rows go to RESULTS.md.
 
-The roofs are measured first: bytes a second of a copy, and operations a second of a bfloat16 matrix product. The weights are
-random, in bfloat16; on a CPU, where `--shape=tiny` shows that all of it runs, in float32. There other shapes are not measured,
-and the rows say so.
+The roofline is measured first: bytes per second of a copy, and FLOP/s of a bfloat16 matrix product. The weights are random, in
+bfloat16. On a CPU only `--shape=tiny` is measured, in float32, to show that the benchmark works; the rows of other shapes say
+that they are not measured.
 """
 
 import argparse
@@ -43,24 +43,26 @@ from rrl.rollout.protocol import SingleTurn
 
 TINY = "assets/miniwiki-policy"
 TARGETS = {"decoding": "at least 70 %", "prefilling": "at least 50 %", HF: "at least 5x"}
+"""Row -> target."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Roofline:
-    """What the device reaches by itself."""
+    """Measured peak rates of the device."""
 
     bandwidth: float
-    """Bytes a second, read and written, of a copy."""
+    """Bytes per second of a copy, reads plus writes."""
     flops: float
-    """Operations a second of a square matrix product."""
+    """FLOP/s of a square matrix product."""
 
 
 def measure_roofline(dtype: DTypeLike, on_cpu: bool) -> Roofline:
-    """Measures both: the fastest of ten calls, each long enough for its start not to count."""
+    """Measure both rates. Each is the fastest of ten calls, which are long enough to hide the launch
+    overhead."""
     size, side = (2**26, 1024) if on_cpu else (2**31, 8192)
     data = jnp.zeros(size // 4, jnp.uint32)
     copy = jax.jit(lambda x: x ^ 1)
-    # Of a size that leaves products as large as their factors: nothing but products is to be done.
+    # Scaled so that products stay as large as their factors, without further operations.
     matrix = jax.random.normal(jax.random.key(0), (side, side), dtype) * jnp.asarray(side**-0.5, dtype)
     times = 8
 
@@ -79,22 +81,26 @@ def measure_roofline(dtype: DTypeLike, on_cpu: bool) -> Roofline:
 
 
 class TimedRollouts:
-    """Rollouts of one turn, whose rows all write as many tokens."""
+    """Rollouts of one turn in which all rows write the same number of tokens."""
 
     def __init__(self, decoder: Decoder, batch: int, longest: int) -> None:
-        """`longest`: tokens of a row, with those that it writes."""
+        """Args:
+        decoder: the model.
+        batch: number of rows.
+        longest: maximum tokens of a row, prompt included."""
         self.model, self.batch = FixedLengths(decoder, load_tokenizer(TINY)), batch
-        # Two more than a prompt is what the engine asks for.
+        # The engine needs room for two tokens beyond the prompt.
         config = EngineConfig(rows=batch, context=longest + 1, wake_threshold=batch, prefill_tokens=8192)
         self._engine = self.model.engine(config)
 
     def seconds(self, prompt: int, new: int) -> float:
-        """How long `batch` prompts of so many random tokens take to be continued by `new`, drawn."""
+        """Return the time in which `batch` random prompts of `prompt` tokens are continued by `new`
+        sampled tokens."""
         asked, environment = self.model.requests(self.batch, prompt), SingleTurn(turn_tokens=new)
         return self.model.timed(self._engine, asked, environment, self.batch * new)()
 
     def greedy(self, prompt: int, new: int) -> list[np.ndarray]:
-        """The most probable continuations."""
+        """Return the greedy continuations."""
         asked = self.model.requests(self.batch, prompt, temperature=0.0)
         found = self._engine.run(nnx.state(self.model.decoder), asked, SingleTurn(turn_tokens=new), KEY)
         return [trajectory.tokens[prompt:] for trajectory in found]
@@ -103,7 +109,7 @@ class TimedRollouts:
 def against_roofline(
     decoder: Decoder, args: argparse.Namespace, roof: Roofline
 ) -> tuple[list[BenchmarkRow], str]:
-    """A decode step against the bytes that it must read, prefilling against the operations that it must do."""
+    """Compare a decode step with the bytes that it must read, and the prefill with its FLOPs."""
     config, itemsize = decoder.config, decoder.dtype.itemsize
     batch, prompt, new, read = args.batch, args.prompt, args.new, args.read
     made, reading = TimedRollouts(decoder, batch, prompt + new + 1), TimedRollouts(decoder, batch, read + 1)
@@ -139,8 +145,11 @@ def against_roofline(
 
 
 def against_hf(decoder: Decoder, args: argparse.Namespace) -> tuple[list[BenchmarkRow], list[str]]:
-    """Tokens a second against Hugging Face's generate with the same weights and its faster cache; they are compared by the
-    first token that is most probable."""
+    """Compare tokens per second with Hugging Face's generate, with the same weights and the faster of its
+    caches.
+
+    The outputs are compared by their most probable first token.
+    """
     batch, prompt, new = args.batch, args.prompt, args.new
     what = f"one turn, batch {batch}, {prompt} prompt and {new} new tokens, drawn: tokens/s"
     made = TimedRollouts(decoder, batch, prompt + new)
@@ -151,7 +160,7 @@ def against_hf(decoder: Decoder, args: argparse.Namespace) -> tuple[list[Benchma
         times = interleave({"ours": lambda: made.seconds(prompt, new)} | hf.sides("sample"), args.rounds)
         ours = [int(row[0]) for row in made.greedy(prompt, new)]
         first = np.mean([one == other[0] for one, other in zip(ours, hf.peer.ask("greedy")["tokens"])])
-        # Of random weights in bfloat16 many logits round to the best; from there on texts have nothing in common.
+        # With random weights in bfloat16 many logits tie for the best; after a different choice the texts diverge.
         below = max(hf.peer.ask(" ".join(map(str, ["below", *ours])))["below"])
     took = medians(times)
     seconds, words = hf.best(took, lambda seconds: f"{batch * new / seconds:.0f}")
@@ -175,7 +184,7 @@ def against_hf(decoder: Decoder, args: argparse.Namespace) -> tuple[list[Benchma
 
 
 def unmeasured_rows(args: argparse.Namespace) -> list[BenchmarkRow]:
-    """The rows that wait for a GPU or TPU."""
+    """Return the rows that need a GPU or TPU."""
     why = f"{NOT_MEASURED}: this is a CPU"
     return [
         BenchmarkRow(
@@ -189,19 +198,21 @@ def unmeasured_rows(args: argparse.Namespace) -> list[BenchmarkRow]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measures all of it."""
+    """Run all measurements."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--shape", choices=("tiny", *PUBLISHED), default="Qwen2.5-7B")
-    parser.add_argument("--batch", type=int, default=64)
-    parser.add_argument("--prompt", type=int, default=256)
-    parser.add_argument("--new", type=int, default=256, help="tokens that a row writes")
+    parser.add_argument("--shape", choices=("tiny", *PUBLISHED), default="Qwen2.5-7B", help="model shape")
+    parser.add_argument("--batch", type=int, default=64, help="number of rows")
+    parser.add_argument("--prompt", type=int, default=256, help="number of prompt tokens")
+    parser.add_argument("--new", type=int, default=256, help="number of tokens that each row writes")
     parser.add_argument(
-        "--read", type=int, default=1024, help="tokens of the prompts whose prefilling is timed"
+        "--read", type=int, default=1024, help="number of tokens of the prompts whose prefill is timed"
     )
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--hf_python", default=sys.executable, help="a Python with torch and transformers")
+    parser.add_argument("--rounds", type=int, default=5, help="number of timed rounds")
+    parser.add_argument(
+        "--hf_python", default=sys.executable, help="Python interpreter with torch and transformers"
+    )
     args = parser.parse_args(argv)
-    imports(args.hf_python, "torch")  # a Python that is not there is told at once
+    imports(args.hf_python, "torch")  # fails at once if this Python does not exist
     platform = jax.default_backend()
     section, line = f"Rollout: {args.shape}'s shape", command("benchmarks.accelerator", parser, vars(args))
     if platform == "cpu" and args.shape != "tiny":

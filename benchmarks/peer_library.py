@@ -1,4 +1,4 @@
-"""A peer as a side of a comparison, each of its settings by itself: the fastest of them is compared."""
+"""Runs a peer library in each of its settings; the fastest setting is compared."""
 
 import contextlib
 import math
@@ -11,14 +11,22 @@ from rrl.models.hf import save_decoder
 
 
 class PeerLibrary:
-    """A peer's process, and the settings that its script knows: none (""), or one that is named after what is asked."""
+    """The process of a peer library, and the settings that its script supports.
+
+    The only setting may be "" (no choice). Otherwise a setting is the second word of each command.
+    """
 
     def __init__(self, name: str, peer: PeerProcess, settings: tuple[str, ...] = ("",)) -> None:
         self.name, self.peer, self.settings = name, peer, settings
         self._failed: dict[str, str] = {}
 
     def sides(self, asked: str, *more: int) -> dict[str, Callable[[], float]]:
-        """Sides that answer `asked` ("sample", or "turns" or "kept" and their lengths), by their names."""
+        """Return one side of a comparison per setting, by name.
+
+        Args:
+          asked: command of the script: "sample", or "turns" or "kept".
+          more: numbers that follow the command, such as lengths.
+        """
         return {
             self._side(setting): lambda setting=setting: self._seconds(asked, setting, *more)  # type: ignore[misc]
             for setting in self.settings
@@ -33,15 +41,22 @@ class PeerLibrary:
         return math.inf
 
     def best(self, took: Mapping[str, float], render: Callable[[float], str]) -> tuple[float, str]:
-        """The fewest seconds, and words for a row: what `render` makes of them, and of other settings, and the versions."""
+        """Return the fewest seconds, and a text for the row.
+
+        The text holds the rendered times of all settings and the versions.
+
+        Args:
+          took: side -> seconds.
+          render: formats seconds for the row.
+        """
         times = {setting: took[self._side(setting)] for setting in self.settings}
         first, *others = sorted(times, key=times.__getitem__)
-        told = [f"{first} cache"] if first else []
+        details = [f"{first} cache"] if first else []
         for setting in others:
             failed = self._failed.get(setting)
-            told.append(f"{setting} {f'{NOT_MEASURED}, {failed}' if failed else render(times[setting])}")
-        told.append(self.peer.info["versions"])
-        return times[first], f"{self.name} {render(times[first])} ({'; '.join(told)})"
+            details.append(f"{setting} {f'{NOT_MEASURED}, {failed}' if failed else render(times[setting])}")
+        details.append(self.peer.info["versions"])
+        return times[first], f"{self.name} {render(times[first])} ({'; '.join(details)})"
 
     def _side(self, setting: str) -> str:
         return f"{self.name}, {setting} cache" if setting else self.name
@@ -49,7 +64,7 @@ class PeerLibrary:
 
 HF, TUNIX = "HF generate", "Tunix Sampler"
 CACHES = ("dynamic", "static")
-"""Hugging Face's."""
+"""Cache implementations of Hugging Face's generate."""
 _NEEDED = {HF: ("torch", "hf_generate.py"), TUNIX: ("tunix", "tunix_sampler.py")}
 _SETTINGS = {HF: CACHES, TUNIX: ("",)}
 
@@ -58,7 +73,10 @@ _SETTINGS = {HF: CACHES, TUNIX: ("",)}
 def peers(
     model: FixedLengths, pythons: Mapping[str, str], batch: int, prompt: int, new: int
 ) -> Iterator[tuple[dict[str, PeerLibrary], dict[str, str]]]:
-    """Those named in `pythons` over the model's weights, in processes of those Pythons; and why one of them is not there."""
+    """Start the peers in `pythons`, with the model's weights, each in a process of its Python.
+
+    Yields (name -> started peer, name -> reason why it is not measured).
+    """
     found: dict[str, PeerLibrary] = {}
     missing: dict[str, str] = {}
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:

@@ -1,8 +1,8 @@
-"""Rollout speed: `python -m benchmarks.rollout [--only=NAME] [--rounds=5] [--hf_python=PYTHON]
-[--tunix_python=PYTHON]`; rows go to RESULTS.md.
+"""Measures rollout speed: `python -m benchmarks.rollout [--only=NAME] [--rounds=5] [--hf_python=PYTHON] [--tunix_python=PYTHON]`;
+rows go to RESULTS.md.
 
-Every comparison runs both sides in turn, on the same random Qwen2-shaped model, with lengths fixed by forbidding the end of
-sequence. Compilation is in the first round, which is not counted. On a GPU or TPU a published shape is measured too
+Each comparison runs both sides in turn on the same random Qwen2-shaped model. Lengths are fixed, since the end of sequence is
+never sampled. The first round compiles and is not counted. On a GPU or TPU a published shape is measured too
 (`benchmarks.accelerator`).
 """
 
@@ -45,17 +45,17 @@ from rrl.rollout.protocol import Append, Finish, Restart, SearchFor, SingleTurn
 
 SHAPE = "assets/miniwiki-policy"
 TRAINING = {"max_searches": 4, "turn_tokens": 128, "observation_tokens": 256, "correction": ""}
-"""The environment of configs/rsearch_grpo.py."""
+"""Environment fields of configs/rsearch_grpo.py."""
 DRAFT_TOKENS = 1
-"""Of configs/rsearch_grpo.py."""
+"""As in configs/rsearch_grpo.py."""
 
 SectionResult = tuple[list[BenchmarkRow], list[str]]
-"""Rows, and notes below them."""
+"""(rows, notes below them)."""
 
 
 @functools.cache
 def model() -> FixedLengths:
-    """A model of the shipped policy's shape, and its tokenizer; peers compute in the type of its weights too."""
+    """Return a model of the shipped policy's shape; peers compute in the dtype of its weights too."""
     config = dataclasses.replace(DecoderConfig.from_hf(read_config(SHAPE)), max_positions=8192)
     dtype = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
     decoder = Decoder(config, rngs=nnx.Rngs(0), dtype=dtype, param_dtype=dtype)
@@ -63,12 +63,13 @@ def model() -> FixedLengths:
 
 
 def pythons(args: argparse.Namespace) -> dict[str, str]:
-    """Whose Python is whose."""
+    """Return the Python of each peer."""
     return {HF: args.hf_python, TUNIX: args.tunix_python}
 
 
 def single_turn(args: argparse.Namespace) -> SectionResult:
-    """One turn: drawn, against Hugging Face's generate that draws; greedy, against Tunix's Sampler, which is fastest so."""
+    """Compare one turn: sampling against Hugging Face's generate; greedy against Tunix's Sampler, which is
+    fastest when greedy."""
     batch, prompt, new = args.batch, 256, 256
     what = f"one turn, batch {batch}, {prompt} prompt and {new} new tokens, tokens/s"
     target = {HF: "1.5x", TUNIX: "3x"}
@@ -111,7 +112,8 @@ def single_turn(args: argparse.Namespace) -> SectionResult:
 
 @dataclasses.dataclass(frozen=True)
 class FixedTurns:
-    """Search episodes of fixed lengths; `again` clears the context at each turn and prefills all of it once more."""
+    """Search episodes of fixed lengths. With `again`, each turn clears the context and prefills all of it
+    again."""
 
     searches: int
     again: bool = False
@@ -124,7 +126,7 @@ class FixedTurns:
         return ()
 
     def react(self, episode: Any, text: str, stop: str) -> Any:
-        # Who asks what another asks waits for the same search.
+        # Equal queries would share one search, so queries are distinct.
         query = f"question {episode.question.id}, turn {episode.turn}"
         return SearchFor(query) if episode.turn < self.searches else Finish("done")
 
@@ -143,15 +145,18 @@ class FixedTurns:
 KEPT = f"{HF} that keeps its cache, all episodes in step"
 UNCUT = f"{HF}, each turn written to its limit"
 RESPONSE_TOKENS = 500
-"""Of a turn in Search-R1's scripts (max_response_length). Its loop samples without stop strings, and cuts the text behind its tag
-when a turn is written to the end or the limit."""
+"""Limit per turn in Search-R1's scripts (max_response_length). Its loop samples without stop strings, and
+cuts the text after its tag when the turn has ended or reached the limit."""
 
 
 def episodes(args: argparse.Namespace) -> SectionResult:
-    """Search episodes, against loops that read the whole history again at every turn: Search-R1's over Hugging Face's generate,
-    with turns written to their limit, as published, and no longer than what is kept of them; Tunix's over its Sampler; one over
-    this engine. And against one over generate that keeps its cache, which it can as long as all turns and observations are of one
-    length. A batch four times as large is measured with generate alone, of the other libraries."""
+    """Compare search episodes with loops that prefill the whole history again at every turn.
+
+    The loops are: Search-R1's over Hugging Face's generate, with each turn written to its limit, as
+    published, and with turns that end at the tag; Tunix's over its Sampler; and one over this engine. A
+    further one uses generate and keeps its cache, which works only if all turns and observations have
+    the same length. A batch four times as large is measured with generate only.
+    """
     rows, notes = [], []
     for searches, batch in ((2, args.batch // 4), (4, args.batch // 4), (4, args.batch)):
         live, again, all_peers = FixedTurns(searches), FixedTurns(searches, again=True), batch < args.batch
@@ -185,13 +190,13 @@ def episodes(args: argparse.Namespace) -> SectionResult:
                 sides |= found[UNCUT].sides("uncut", RESPONSE_TOKENS, *histories)
             times = interleave(sides, args.rounds)
         took = medians(times)
-        # With decoding that takes no time at all.
+        # The ratio if decoding took no time.
         most = sum(histories) / (live.prompt + searches * live.observation_tokens)
         compared = [(took[own], f"{own} {took[own]:.2f}", f" (at most {most:.1f}x: tokens read)", target)]
         for name, peer in found.items():
             seconds, words = peer.best(took, "{:.2f}".format)
             reads = "" if name == KEPT else "all read again at every turn: "
-            # The target is of turns of one length on both sides.
+            # The target is for equal turn lengths on both sides.
             compared.append((seconds, reads + words, "", "" if name in (KEPT, UNCUT) else target))
         rows += [
             BenchmarkRow(what, f"{took['ours']:.2f}", words, f"{seconds / took['ours']:.2f}x{more}", goal)
@@ -203,7 +208,7 @@ def episodes(args: argparse.Namespace) -> SectionResult:
 
 
 def group(args: argparse.Namespace) -> SectionResult:
-    """The prefill of eight samples of a prompt, against one sample's."""
+    """Compare the prefill of eight samples of a prompt with that of one sample."""
     config = EngineConfig(rows=8, context=1100, wake_threshold=8, prefill_tokens=256)
     environment, params = SingleTurn(turn_tokens=1), nnx.state(model().decoder)
     sides = {}
@@ -230,7 +235,7 @@ def group(args: argparse.Namespace) -> SectionResult:
 
 
 class DelayedRetriever:
-    """A retriever that takes its time."""
+    """A retriever that sleeps before it answers."""
 
     needs_embeddings = False
 
@@ -245,8 +250,8 @@ class DelayedRetriever:
 
 
 def latency(args: argparse.Namespace) -> SectionResult:
-    """Searches of 50 ms, against searches of no time, with the spare rows that the configs have for waiting. No two episodes or
-    turns ask the same, so that none waits for another's search."""
+    """Compare searches that take 50 ms with searches that take no time, with the oversubscribed slots that
+    the configs have for this. No two queries are equal, so none shares another's search."""
     spare, searches = args.batch // 2, 4
     config = EngineConfig(
         rows=args.batch, oversubscribed_slots=spare, context=1600, wake_threshold=16, prefill_tokens=256
@@ -254,7 +259,7 @@ def latency(args: argparse.Namespace) -> SectionResult:
 
     @dataclasses.dataclass(frozen=True)
     class VariedTurns(FixedTurns):
-        """Turns of different lengths, as real ones are, so that not all rows search at once."""
+        """Turns of different lengths, as in practice, so that not all rows search at the same time."""
 
         stops: tuple[str, ...] = ("e",)  # type: ignore[misc]
 
@@ -287,7 +292,7 @@ def latency(args: argparse.Namespace) -> SectionResult:
 
 
 def mixed(args: argparse.Namespace) -> SectionResult:
-    """How many slots write, where lengths are geometric, ten to one; and how many would if each were refilled at once."""
+    """Measure the share of slots that decode if lengths vary tenfold, against refilling each slot at once."""
     config = EngineConfig(rows=args.batch, context=640, wake_threshold=16, prefill_tokens=256)
     draws = np.random.default_rng(0).geometric(1 / 100, 16 * args.batch).clip(20, 200)
     asked = [
@@ -312,8 +317,8 @@ def mixed(args: argparse.Namespace) -> SectionResult:
 
 
 def training(args: argparse.Namespace) -> SectionResult:
-    """The shipped policy's training rollouts in the built-in world, with the config's draft tokens and without, against decoding
-    alone at the same batch, one token a step."""
+    """Compare the shipped policy's training rollouts, with and without draft tokens, with decoding alone
+    at the same batch, one token per step."""
     decoder, tokenizer = load_language_model(SHAPE, "policy")
     card = read_card(SHAPE)
     assert card is not None
@@ -332,7 +337,7 @@ def training(args: argparse.Namespace) -> SectionResult:
                 decoder,
                 tokenizer,
                 dataclasses.replace(more, draft_tokens=guessed),
-                # Each has its own: what one has searched for is not at hand for the other.
+                # Each engine has its own retriever, so that they share no cached searches.
                 retriever=make_retriever(wiki.passages, "scann", encoder),
             )
             for guessed in (DRAFT_TOKENS, 0)
@@ -365,8 +370,8 @@ def _training_rates(
     recipe: Any,
     questions: Sequence[Question],
 ) -> tuple[dict[Any, float], dict[str, list[float]]]:
-    """Medians: of both engines' episodes the policy tokens/s, the share of rows that write, and the tokens that each writes in a
-    step; tokens/s of decoding alone. And the times of all runs."""
+    """Return medians, and the times of all runs. The medians are: policy tokens/s, share of decoding rows,
+    and tokens per row and step of both engines' episodes; tokens/s of decoding alone."""
     rates = collections.defaultdict[Any, list[float]](list)
 
     def episodes(side: str, engine: Engine) -> float:
@@ -381,7 +386,7 @@ def _training_rates(
         return stats.seconds
 
     def decoding() -> float:
-        # One prompt, which all rows share: nearly nothing is read.
+        # All rows share one prompt, so the prefill is negligible.
         asked = model().requests(1, 64, samples=alone.config.rows)
         alone.run(params, asked, SingleTurn(turn_tokens=256), KEY)
         rates["decoding"].append(alone.stats.tokens_per_second)
@@ -401,7 +406,7 @@ SECTIONS: dict[str, Callable[[argparse.Namespace], SectionResult]] = {
 }
 
 PEERS = ("single_turn", "episodes")
-"""Sections that have other libraries as peers."""
+"""Sections that measure other libraries."""
 
 NOTES = {
     "single_turn": ["Tunix recommends vLLM for rollouts in production; its Sampler is what runs without."],
@@ -425,13 +430,15 @@ NOTES = {
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measures what is asked for."""
+    """Run the selected sections."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", choices=SECTIONS)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--batch", type=int, default=64)
-    parser.add_argument("--hf_python", default=sys.executable, help="a Python with torch and transformers")
-    parser.add_argument("--tunix_python", default=sys.executable, help="a Python with google-tunix")
+    parser.add_argument("--only", choices=SECTIONS, help="section to run (default: all)")
+    parser.add_argument("--rounds", type=int, default=5, help="number of timed rounds")
+    parser.add_argument("--batch", type=int, default=64, help="number of rows")
+    parser.add_argument(
+        "--hf_python", default=sys.executable, help="Python interpreter with torch and transformers"
+    )
+    parser.add_argument("--tunix_python", default=sys.executable, help="Python interpreter with google-tunix")
     args = parser.parse_args(argv)
     for name, section in SECTIONS.items():
         if args.only in (None, name):
@@ -447,5 +454,5 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    use_huge_pages()  # as every training run; the peers get them too
+    use_huge_pages()  # as in every training run; the peers get them too
     main()

@@ -1,7 +1,7 @@
-"""Update speed and memory: `python -m benchmarks.update [--only=NAME] [--rounds=5] [--torch_python=PYTHON]`; rows go to
+"""Measures update speed and memory: `python -m benchmarks.update [--only=NAME] [--rounds=5] [--torch_python=PYTHON]`; rows go to
 RESULTS.md.
 
-The step is GRPO's: log-probabilities under policy and frozen reference, clipped ratio, k3, gradient, AdamW, in float32.
+The step is GRPO's, in float32: log-probabilities under policy and frozen reference, clipped ratio, k3, gradient, AdamW.
 """
 
 import argparse
@@ -59,13 +59,13 @@ QWEN_HALF_BILLION = {
 
 
 class StepRunner:
-    """A decoder with its optimiser and reference, which takes steps."""
+    """A decoder with its optimiser and reference, which takes training steps."""
 
     def __init__(self, decoder: Decoder, config: ObjectiveConfig) -> None:
         graph, params, self.fixed = split_trained(decoder, ())
         self.reference = jax.tree.map(jnp.copy, params)
         optimizer = make_optimizer(OPTIM)
-        # Put where a step returns them, for which it would be compiled again.
+        # With the sharding that a step returns, so that the second step is not compiled again.
         self.params, self.state = jax.tree.map(
             lambda x: jax.device_put(x, x.sharding), (params, optimizer.init(params))
         )
@@ -73,7 +73,7 @@ class StepRunner:
         self.loss = 0.0
 
     def step(self, batches: Sequence[Batch], total: float) -> None:
-        """One optimiser step on packed rows."""
+        """Take one optimiser step on packed rows."""
         frozen = (self.reference, self.fixed)
         self.params, self.state, found = self.updater.accumulator.step(
             self.params, self.state, frozen, batches, total
@@ -84,7 +84,8 @@ class StepRunner:
 def random_trajectories(
     rows: int, length: int, prompt: int, vocabulary: int
 ) -> tuple[list[Trajectory], np.ndarray]:
-    """Trajectories of one length, as `peers/torch_step.py` draws them, and their advantages."""
+    """Return random trajectories of one length, with the same draws as `peers/torch_step.py`, and their
+    advantages."""
     draws = np.random.default_rng(0)
     tokens = draws.integers(0, vocabulary, (rows, length))
     old = draws.normal(-np.log(vocabulary), 0.1, (rows, length)).astype(np.float32)
@@ -99,7 +100,7 @@ def random_trajectories(
 
 
 def step(args: argparse.Namespace) -> list[BenchmarkRow]:
-    """One step, against torch and transformers."""
+    """Compare one step with torch and transformers."""
     found = []
     wide = dataclasses.replace(
         DecoderConfig.from_hf(read_config(TINY)), vocab_size=8192, hidden=512, heads=8, kv_heads=2, mlp=1536
@@ -159,7 +160,7 @@ def step(args: argparse.Namespace) -> list[BenchmarkRow]:
 
 
 def memory(args: argparse.Namespace) -> list[BenchmarkRow]:
-    """The compiler's count of what a step needs, against one whose logits exist all at once."""
+    """Compare the compiler's memory of a step with that of one whose logits exist all at once."""
     config, length = DecoderConfig.from_hf(QWEN_HALF_BILLION), 4096
     graph, params = nnx.split(
         nnx.eval_shape(
@@ -196,7 +197,7 @@ def memory(args: argparse.Namespace) -> list[BenchmarkRow]:
 
 
 def packing(args: argparse.Namespace) -> list[BenchmarkRow]:
-    """Search traces of the shipped policy in packed rows, against one padded row each."""
+    """Compare search trajectories in packed rows with one padded row each."""
     decoder, tokenizer = load_language_model(TINY, "policy")
     card = read_card(TINY)
     assert card is not None
@@ -244,7 +245,7 @@ def packing(args: argparse.Namespace) -> list[BenchmarkRow]:
 
 
 def prompts(args: argparse.Namespace) -> list[BenchmarkRow]:
-    """Groups whose samples share their prompt in the rows, against a copy of it for each."""
+    """Compare groups whose samples share their prompt in a row with one copy of the prompt per sample."""
     config = DecoderConfig.from_hf(read_config(TINY))
     groups, samples, output = 8, 8, 128
     found = []
@@ -291,13 +292,15 @@ SECTIONS: dict[str, Callable[[argparse.Namespace], list[BenchmarkRow]]] = {
 
 
 def main() -> None:
-    """Measures what is asked for."""
+    """Run the selected sections."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", choices=SECTIONS)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--torch_python", default=sys.executable, help="a Python with torch and transformers")
+    parser.add_argument("--only", choices=SECTIONS, help="section to run (default: all)")
+    parser.add_argument("--rounds", type=int, default=5, help="number of timed rounds")
+    parser.add_argument(
+        "--torch_python", default=sys.executable, help="Python interpreter with torch and transformers"
+    )
     args = parser.parse_args()
-    use_huge_pages()  # as every training run
+    use_huge_pages()  # as in every training run
     for name, section in SECTIONS.items():
         if args.only in (None, name):
             write(f"Update: {name}", f"python -m benchmarks.update --only={name}", section(args), [])

@@ -1,11 +1,14 @@
-"""Hugging Face generate: python hf_generate.py FOLDER BATCH PROMPT NEW; a line in, seconds out, and the tokens of `greedy`.
+"""Hugging Face generate: python hf_generate.py FOLDER BATCH PROMPT NEW. Each line of input is answered with the seconds as JSON.
 
-The line `sample CACHE` draws NEW tokens after each prompt. The line `turns CACHE A B C` runs prompts of each of the lengths
-A, B, C, ... in turn, with NEW tokens drawn after them, as a loop does that reads the whole history again at every turn; PROMPT
-is the longest. So does `uncut CACHE LIMIT A B C`, which draws LIMIT tokens a turn, as a loop does that cuts a turn when it is
-written; and `kept CACHE A B C`, which keeps the cache and reads what is new: that asks for texts of one length.
-CACHE is dynamic or static; transformers compiles what decodes with a static one, on a GPU. The line `below T U V ...` is
-answered with how far below the best logit those tokens lie after the prompts, one each, in standard deviations of the logits.
+- `sample CACHE` samples NEW tokens after each prompt.
+- `greedy` writes the most probable NEW tokens and returns them.
+- `turns CACHE A B C ...` runs prompts of the lengths A, B, C, ... in turn, and samples NEW tokens after each. This is a loop that
+  reads the whole history again at every turn. PROMPT is the longest length.
+- `uncut CACHE LIMIT A B C ...` does the same with LIMIT tokens per turn, as a loop that cuts the text of a turn afterwards.
+- `kept CACHE A B C ...` keeps the cache and reads only new tokens, which needs texts of equal length.
+- `below T U V ...` returns how far these tokens, one per prompt, lie below the best logit, in standard deviations of the logits.
+
+CACHE is dynamic or static. On a GPU, transformers compiles the decode step of a static cache.
 """
 
 import json
@@ -76,28 +79,28 @@ def below(chosen: list[int]) -> list[float]:
 
 
 for line in sys.stdin:
-    said, *rest = line.split()
+    command, *rest = line.split()
     cache, *lengths = rest or ["dynamic"]
-    if said == "ready":
+    if command == "ready":
         answer: dict = {
             "versions": f"transformers {transformers.__version__}, torch {torch.__version__}",
             "device": "gpu" if device == "cuda" else device,
         }
-    elif said == "below":
+    elif command == "below":
         answer = {"below": below([*map(int, rest)])}
     else:
         began = time.perf_counter()
         try:
             with torch.inference_mode():
                 run, how = (
-                    {"kept": kept, "uncut": uncut}.get(said, turns),
-                    GREEDY if said == "greedy" else DRAWN,
+                    {"kept": kept, "uncut": uncut}.get(command, turns),
+                    GREEDY if command == "greedy" else DRAWN,
                 )
                 out = run(cache, [*map(int, lengths)] or [prompt], how)
             if device == "cuda":
                 torch.cuda.synchronize()
             answer = {"seconds": time.perf_counter() - began}
-            if said == "greedy":
+            if command == "greedy":
                 answer["tokens"] = out.tolist()
         except Exception as error:  # what compiles needs a compiler; the other cache needs none
             if cache == "dynamic":
