@@ -151,7 +151,7 @@ def against_hf(decoder: Decoder, args: argparse.Namespace) -> tuple[list[Benchma
     The outputs are compared by their most probable first token.
     """
     batch, prompt, new = args.batch, args.prompt, args.new
-    what = f"one turn, batch {batch}, {prompt} prompt and {new} new tokens, drawn: tokens/s"
+    what = f"one turn, batch {batch}, {prompt} prompt and {new} new tokens, sampled: tokens/s"
     made = TimedRollouts(decoder, batch, prompt + new)
     with peers(made.model, {HF: args.hf_python}, batch, prompt, new) as (found, missing):
         if missing:
@@ -173,7 +173,7 @@ def against_hf(decoder: Decoder, args: argparse.Namespace) -> tuple[list[Benchma
             TARGETS[HF],
         ),
         BenchmarkRow(
-            "the same, greedy: equal first tokens; at most so far below its best logit, in their deviations",
+            "the same, greedy: equal first tokens; largest distance below the peer's best logit, in standard deviations",
             f"{100 * first:.0f} %; {below:.3f}",
             HF,
             "",
@@ -193,7 +193,7 @@ def unmeasured_rows(args: argparse.Namespace) -> list[BenchmarkRow]:
         BenchmarkRow(
             f"prefilling, batch {args.batch}", why, "the rate of a matrix product", "", TARGETS["prefilling"]
         ),
-        BenchmarkRow(f"one turn, batch {args.batch}, drawn: tokens/s", why, HF, "", TARGETS[HF]),
+        BenchmarkRow(f"one turn, batch {args.batch}, sampled: tokens/s", why, HF, "", TARGETS[HF]),
     ]
 
 

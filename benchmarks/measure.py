@@ -64,8 +64,8 @@ def warm_up(found: Mapping[str, list[float]]) -> str:
     rounds = len(next(iter(found.values()))) - 1
     first = ", ".join(f"{name} {values[0]:.1f} s" for name, values in found.items())
     return (
-        f"Medians of {rounds} rounds, in each of which all sides took their turn; a first round, with compilation, is not "
-        f"counted: {first}."
+        f"Medians of {rounds} rounds, with the sides interleaved. A warm-up round, which includes compilation, is not counted; "
+        f"it took: {first}."
     )
 
 
@@ -170,7 +170,7 @@ def write(
     where = (
         (device.platform if device.platform == "cpu" else device.device_kind) if measured else NOT_MEASURED
     )
-    head = "| what | ours | peer | ratio | wanted |\n|---|---|---|---|---|"
+    head = "| what | ours | peer | ratio | target |\n|---|---|---|---|---|"
     body = "\n".join(
         [f"## {section}, {where}", "", f"`{line}` on {machine()}", "", head, *map(str, rows), ""]
     )

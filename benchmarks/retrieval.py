@@ -174,7 +174,7 @@ def compare(folder: Path, index: ScannIndex, python: str, rounds: int) -> list[B
             f"{took['ivf'] / took['ours']:.1f}×",
             "≥ 1×",
         ),
-        BenchmarkRow("IVF: building", "", f"{peer.info['build_seconds']:.0f} s", "", ""),
+        BenchmarkRow("IVF: time to build", "", f"{peer.info['build_seconds']:.0f} s", "", ""),
     ]
 
 
@@ -199,17 +199,19 @@ def opening(folder: Path, dim: int) -> list[BenchmarkRow]:
     continued = ", of a build that was continued" if built["continued"] else ""
     return [
         BenchmarkRow(
-            "memory of the open index: after a query, at most meanwhile",
+            "memory of the open index: after a query, peak",
             f"{cold['held'] / 1e6:.0f} MB, {cold['peak'] / 1e6:.0f} MB",
             f"{size / 1e6:.0f} MB on the disk",
             f"{cold['peak'] / size:.2f}",
             "≤ 1.2",
         ),
         *(
-            BenchmarkRow(f"opening, and with the first query, {how}", seconds_of(found), "", "", "< 2 s")
+            BenchmarkRow(
+                f"opening, and opening with the first query, {how}", seconds_of(found), "", "", "< 2 s"
+            )
             for how, found in (
-                ("none of it in the page cache", [cold]),
-                (f"opened before (median of {OPENINGS})", warm),
+                ("empty page cache", [cold]),
+                (f"filled page cache (median of {OPENINGS})", warm),
             )
         ),
         BenchmarkRow(

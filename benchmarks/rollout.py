@@ -77,12 +77,12 @@ def single_turn(args: argparse.Namespace) -> SectionResult:
         EngineConfig(rows=batch, context=prompt + new, wake_threshold=batch, prefill_tokens=512)
     )
     environment = SingleTurn(turn_tokens=new)
-    ours = {HF: "ours, drawn", TUNIX: "ours, greedy"}
+    ours = {HF: "ours, sampled", TUNIX: "ours, greedy"}
     sides = {
         side: model().timed(
             made, model().requests(batch, prompt, temperature=temperature), environment, batch * new
         )
-        for side, temperature in (("ours, drawn", 1.0), ("ours, greedy", 0.0))
+        for side, temperature in (("ours, sampled", 1.0), ("ours, greedy", 0.0))
     }
     equal = []
     with peers(model(), pythons(args), batch, prompt, new) as (found, missing):
@@ -142,7 +142,7 @@ class FixedTurns:
         return Restart(draw.integers(0, 1000, length).astype(np.int32))
 
 
-KEPT = f"{HF} that keeps its cache, all episodes in step"
+KEPT = f"{HF} with a kept cache, all episodes in lockstep"
 UNCUT = f"{HF}, each turn written to its limit"
 RESPONSE_TOKENS = 500
 """Limit per turn in Search-R1's scripts (max_response_length). Its loop samples without stop strings, and
@@ -174,7 +174,7 @@ def episodes(args: argparse.Namespace) -> SectionResult:
         )
         asked = model().requests(batch, live.prompt)
         tokens = batch * (searches + 1) * live.turn_tokens
-        own = "this engine, all read again at every turn"
+        own = "this engine, whole history prefilled at every turn"
         sides = {
             "ours": model().timed(model().engine(config), asked, live, tokens),
             own: model().timed(model().engine(config), asked, again, tokens),
@@ -195,7 +195,7 @@ def episodes(args: argparse.Namespace) -> SectionResult:
         compared = [(took[own], f"{own} {took[own]:.2f}", f" (at most {most:.1f}x: tokens read)", target)]
         for name, peer in found.items():
             seconds, words = peer.best(took, "{:.2f}".format)
-            reads = "" if name == KEPT else "all read again at every turn: "
+            reads = "" if name == KEPT else "whole history prefilled at every turn: "
             # The target is for equal turn lengths on both sides.
             compared.append((seconds, reads + words, "", "" if name in (KEPT, UNCUT) else target))
         rows += [
@@ -281,8 +281,8 @@ def latency(args: argparse.Namespace) -> SectionResult:
     times = interleave(sides, args.rounds)
     fast, slow = medians(times).values()
     row = BenchmarkRow(
-        f"{len(asked)} episodes of {searches} searches over {args.batch} rows and {spare} spare ones, no query twice, seconds by "
-        "search latency",
+        f"{len(asked)} episodes of {searches} searches over {args.batch} rows and {spare} oversubscribed slots, distinct "
+        "queries, seconds by search latency",
         f"50 ms {slow:.2f}",
         f"0 ms {fast:.2f}",
         f"{100 * (slow / fast - 1):+.1f} %",
@@ -307,9 +307,9 @@ def mixed(args: argparse.Namespace) -> SectionResult:
     run = model().timed(made, asked, SingleTurn(turn_tokens=200), int(draws.sum()))
     times = interleave({"ours": run}, args.rounds)
     row = BenchmarkRow(
-        f"{len(draws)} requests of 20 to 200 tokens over {args.batch} slots: slots that write",
+        f"{len(draws)} requests of 20 to 200 tokens over {args.batch} slots: share of slots that decode",
         f"{100 * made.stats.busy:.1f} % ({medians(times)['ours']:.2f} s)",
-        f"refilled at once, in the same order {100 * most:.1f} %",
+        f"if refilled at once, in the same order {100 * most:.1f} %",
         f"{made.stats.busy / most:.3f}",
         "at least 85 %",
     )
@@ -350,9 +350,9 @@ def training(args: argparse.Namespace) -> SectionResult:
             useful, busy, each = (rates[side, what] for what in ("rate", "busy", "each"))
             found.append(
                 BenchmarkRow(
-                    f"{how}128 training episodes of the built-in world over {batch} rows and {batch // 2} spare ones, prompts, "
-                    "searches and all: policy tokens/s",
-                    f"{useful:.0f} ({100 * busy:.0f} % of {batch} write, {each:.2f} tokens a step)",
+                    f"{how}128 training episodes of the built-in world over {batch} rows and {batch // 2} oversubscribed "
+                    "slots, prompts and searches included: policy tokens/s",
+                    f"{useful:.0f} ({100 * busy:.0f} % of {batch} rows decode, {each:.2f} tokens per step)",
                     f"{batch} rows that only decode {raw:.0f}",
                     f"{100 * useful / raw:.1f} %",
                     "at least 60 %",
@@ -409,22 +409,23 @@ PEERS = ("single_turn", "episodes")
 """Sections that measure other libraries."""
 
 NOTES = {
-    "single_turn": ["Tunix recommends vLLM for rollouts in production; its Sampler is what runs without."],
+    "single_turn": [
+        "Tunix recommends vLLM for rollouts in production; its Sampler is what runs without vLLM."
+    ],
     "episodes": [
-        "This engine and Hugging Face's generate draw; Tunix's Sampler is greedy, which is faster. Its cache is as long as each "
-        "turn needs. A loop that reads again, or keeps generate's cache, waits for the longest turn of all; here all are of one "
-        "length, which costs such a loop nothing.",
-        f"{UNCUT}: Search-R1's loop as published. It samples without stop strings and cuts a text behind its tag afterwards; "
-        f"its scripts allow a turn {RESPONSE_TOKENS} tokens, of which 64 are kept here. (It does so over vLLM.) A model that "
-        "ends its sequence behind a tag writes fewer; here none does, so this is the most that its loop can take, most of it "
-        "for text that is cut: no measure of reading again, and no target is held against it. In the other rows a turn ends "
-        "where its tag does, as if generate had been told to stop there; the target is of those.",
+        "This engine and Hugging Face's generate sample; Tunix's Sampler is greedy, which is faster, and its cache is only as "
+        "long as each turn needs. A loop that prefills the history again, or that keeps generate's cache, waits for the longest "
+        "turn of the batch. Here all turns have the same length, so such a loop loses no time by waiting.",
+        f"{UNCUT}: Search-R1's loop as published (there over vLLM). It samples without stop strings and cuts the text after its "
+        f"tag afterwards. Its scripts allow {RESPONSE_TOKENS} tokens per turn, of which 64 are kept here. A model that ends its "
+        "sequence after a tag writes fewer; here none does, so this is the longest time of its loop, most of it for text that "
+        "is cut. This row has no target. In the other rows a turn ends at its tag, as with a stop string; they have targets.",
     ],
     "training": [
-        "An episode is prefilled what it reads, but for what another sample of its question has read alike; it looks further "
-        "back in its context than the peer does; and rows run out of questions before the last one is done: that is in its "
-        "time, not in the peer's. Draft tokens are guesses at what a row writes next, from what all rows have read and written; "
-        "where one is right, a step writes two tokens, the same that two steps would have. The peer writes one a step.",
+        "An episode prefills its prompt and observations, except for a prefix that it shares with another sample of its "
+        "question. It attends to a longer context than the peer. Its time includes the end of the batch, when some rows have no "
+        "questions left. Draft tokens are guesses of the next token, from what all rows have read and written; if a guess is "
+        "right, one step yields two tokens, the same ones that two steps would yield. The peer yields one token per step.",
     ],
 }
 

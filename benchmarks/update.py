@@ -153,7 +153,7 @@ def step(args: argparse.Namespace) -> list[BenchmarkRow]:
         )
         found.append(
             BenchmarkRow(
-                "the loss of its first step", f"{gap:.0e} apart, relatively", f"{theirs:.6f}", "", "the same"
+                "loss of the first step", f"relative difference {gap:.0e}", f"{theirs:.6f}", "", "the same"
             )
         )
     return found
@@ -186,7 +186,8 @@ def memory(args: argparse.Namespace) -> list[BenchmarkRow]:
             peaks.append(compiled.memory_analysis().temp_size_in_bytes / 2**30)
         rows_of_table.append(
             BenchmarkRow(
-                f"log-probabilities and gradient, {rows} x {length} tokens, 151,936 words, 0.5B shape: GiB beside the arguments",
+                f"log-probabilities and gradient, {rows} x {length} tokens, vocabulary of 151,936, 0.5B shape: GiB "
+                "beside the arguments",
                 f"{peaks[0]:.2f}",
                 f"all logits at once {peaks[1]:.2f}",
                 f"{peaks[0] / peaks[1]:.2f}",
@@ -235,7 +236,8 @@ def packing(args: argparse.Namespace) -> list[BenchmarkRow]:
     tokens = [len(t.tokens) for t in traces]
     return [
         BenchmarkRow(
-            f"{len(traces)} search traces of {min(tokens)} to {max(tokens)} tokens (mean {np.mean(tokens):.0f}): seconds a step",
+            f"{len(traces)} search trajectories of {min(tokens)} to {max(tokens)} tokens "
+            f"(mean {np.mean(tokens):.0f}): seconds per step",
             f"{took['packed']:.2f}",
             f"a padded row each {took['padded']:.2f}",
             f"{took['padded'] / took['packed']:.2f}x",
@@ -276,7 +278,7 @@ def prompts(args: argparse.Namespace) -> list[BenchmarkRow]:
         took = interleaved_medians(sides, args.rounds)
         found.append(
             BenchmarkRow(
-                f"{groups} groups of {samples} outputs of {output} tokens after a prompt of {prompt}: seconds a step",
+                f"{groups} groups of {samples} outputs of {output} tokens after a prompt of {prompt}: seconds per step",
                 f"{took['shared']:.2f} ({slots['shared']:,} slots)",
                 f"the prompt once a sample {took['apart']:.2f} ({slots['apart']:,} slots)",
                 f"{took['apart'] / took['shared']:.2f}x",
