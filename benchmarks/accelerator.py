@@ -96,14 +96,16 @@ class TimedRollouts:
     def seconds(self, prompt: int, new: int) -> float:
         """Return the time in which `batch` random prompts of `prompt` tokens are continued by `new`
         sampled tokens."""
-        asked, environment = self.model.requests(self.batch, prompt), SingleTurn(turn_tokens=new)
-        return self.model.timed(self._engine, asked, environment, self.batch * new)()
+        requests, environment = self.model.requests(self.batch, prompt), SingleTurn(turn_tokens=new)
+        return self.model.timed(self._engine, requests, environment, self.batch * new)()
 
     def greedy(self, prompt: int, new: int) -> list[np.ndarray]:
         """Return the greedy continuations."""
-        asked = self.model.requests(self.batch, prompt, temperature=0.0)
-        found = self._engine.run(nnx.state(self.model.decoder), asked, SingleTurn(turn_tokens=new), KEY)
-        return [trajectory.tokens[prompt:] for trajectory in found]
+        requests = self.model.requests(self.batch, prompt, temperature=0.0)
+        trajectories = self._engine.run(
+            nnx.state(self.model.decoder), requests, SingleTurn(turn_tokens=new), KEY
+        )
+        return [trajectory.tokens[prompt:] for trajectory in trajectories]
 
 
 def against_roofline(
@@ -112,19 +114,22 @@ def against_roofline(
     """Compare a decode step with the bytes that it must read, and the prefill with its FLOPs."""
     config, itemsize = decoder.config, decoder.dtype.itemsize
     batch, prompt, new, read = args.batch, args.prompt, args.new, args.read
-    made, reading = TimedRollouts(decoder, batch, prompt + new + 1), TimedRollouts(decoder, batch, read + 1)
+    rollouts, reading = (
+        TimedRollouts(decoder, batch, prompt + new + 1),
+        TimedRollouts(decoder, batch, read + 1),
+    )
     sides = {
-        "one token": lambda: made.seconds(prompt, 1),
-        "all tokens": lambda: made.seconds(prompt, new + 1),
+        "one token": lambda: rollouts.seconds(prompt, 1),
+        "all tokens": lambda: rollouts.seconds(prompt, new + 1),
         "prefilling": lambda: reading.seconds(read, 1),
     }
     times = interleave(sides, args.rounds)
-    took = medians(times)
-    step = (took["all tokens"] - took["one token"]) / new
+    seconds = medians(times)
+    step = (seconds["all tokens"] - seconds["one token"]) / new
     weights = itemsize * (matrix_parameters(config) + config.hidden * config.vocab_size)
-    must = weights + cache_bytes(config, batch, prompt + new / 2, itemsize)
+    bytes_per_step = weights + cache_bytes(config, batch, prompt + new / 2, itemsize)
     flops = forward_flops(config, batch * read, read / 2, batch)
-    rates = must / step, flops / took["prefilling"]
+    rates = bytes_per_step / step, flops / seconds["prefilling"]
     rows = [
         BenchmarkRow(
             f"decoding, batch {batch}, {prompt} to {prompt + new} tokens: GB/s of weights, keys and values read",
@@ -135,7 +140,7 @@ def against_roofline(
         ),
         BenchmarkRow(
             f"prefilling {batch} prompts of {read} tokens: TFLOP/s",
-            f"{rates[1] / 1e12:.3g} ({batch * read / took['prefilling']:.0f} tokens/s)",
+            f"{rates[1] / 1e12:.3g} ({batch * read / seconds['prefilling']:.0f} tokens/s)",
             f"a matrix product {roof.flops / 1e12:.3g}",
             f"{100 * rates[1] / roof.flops:.0f} %",
             TARGETS["prefilling"],
@@ -152,24 +157,24 @@ def against_hf(decoder: Decoder, args: argparse.Namespace) -> tuple[list[Benchma
     """
     batch, prompt, new = args.batch, args.prompt, args.new
     what = f"one turn, batch {batch}, {prompt} prompt and {new} new tokens, sampled: tokens/s"
-    made = TimedRollouts(decoder, batch, prompt + new)
-    with peers(made.model, {HF: args.hf_python}, batch, prompt, new) as (found, missing):
+    rollouts = TimedRollouts(decoder, batch, prompt + new)
+    with peers(rollouts.model, {HF: args.hf_python}, batch, prompt, new) as (started, missing):
         if missing:
             return [BenchmarkRow(what, "", HF, missing[HF], TARGETS[HF])], []
-        hf = found[HF]
-        times = interleave({"ours": lambda: made.seconds(prompt, new)} | hf.sides("sample"), args.rounds)
-        ours = [int(row[0]) for row in made.greedy(prompt, new)]
+        hf = started[HF]
+        times = interleave({"ours": lambda: rollouts.seconds(prompt, new)} | hf.sides("sample"), args.rounds)
+        ours = [int(row[0]) for row in rollouts.greedy(prompt, new)]
         first = np.mean([one == other[0] for one, other in zip(ours, hf.peer.ask("greedy")["tokens"])])
         # With random weights in bfloat16 many logits tie for the best; after a different choice the texts diverge.
         below = max(hf.peer.ask(" ".join(map(str, ["below", *ours])))["below"])
-    took = medians(times)
-    seconds, words = hf.best(took, lambda seconds: f"{batch * new / seconds:.0f}")
+    seconds_of = medians(times)
+    seconds, words = hf.best(seconds_of, lambda seconds: f"{batch * new / seconds:.0f}")
     rows = [
         BenchmarkRow(
             what,
-            f"{batch * new / took['ours']:.0f}",
+            f"{batch * new / seconds_of['ours']:.0f}",
             words,
-            f"{seconds / took['ours']:.2f}x",
+            f"{seconds / seconds_of['ours']:.2f}x",
             TARGETS[HF],
         ),
         BenchmarkRow(

@@ -28,9 +28,9 @@ class FixedLengths:
 
     def engine(self, config: EngineConfig, retriever: Any = None) -> Engine:
         """Return an engine that never samples an end of sequence."""
-        made = Engine(self.decoder, self.tokenizer, config, retriever=retriever)
-        made.programs.eos = np.full(1, -1, np.int32)
-        return made
+        engine = Engine(self.decoder, self.tokenizer, config, retriever=retriever)
+        engine.programs.eos = np.full(1, -1, np.int32)
+        return engine
 
     def requests(
         self, count: int, length: int, *, samples: int = 1, temperature: float = 1.0
@@ -54,15 +54,15 @@ class FixedLengths:
         ]
 
     def timed(
-        self, made: Engine, asked: Sequence[Request], environment: Any, tokens: int | None = None
+        self, engine: Engine, requests: Sequence[Request], environment: Any, tokens: int | None = None
     ) -> Callable[[], float]:
         """Return a function that runs the requests and returns the seconds; it checks that `tokens` were
         written in total."""
         params = nnx.state(self.decoder)
 
         def run() -> float:
-            took = seconds(lambda: made.run(params, asked, environment, KEY))
-            assert tokens is None or made.stats.policy_tokens == tokens, made.stats
+            took = seconds(lambda: engine.run(params, requests, environment, KEY))
+            assert tokens is None or engine.stats.policy_tokens == tokens, engine.stats
             return took
 
         return run

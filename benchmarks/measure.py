@@ -43,26 +43,26 @@ class BenchmarkRow:
 
 def interleave(sides: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
     """Run all sides in turn, `rounds` + 1 times, and return the values of each; the first is the warm-up."""
-    found: dict[str, list[float]] = {name: [] for name in sides}
+    times: dict[str, list[float]] = {name: [] for name in sides}
     for turn in range(rounds + 1):
         for name, side in sides.items():
-            found[name].append(side())
+            times[name].append(side())
             print(
-                f"  {name}: {found[name][-1]:.3f} s{' (warm-up, with compilation)' if not turn else ''}",
+                f"  {name}: {times[name][-1]:.3f} s{' (warm-up, with compilation)' if not turn else ''}",
                 file=sys.stderr,
             )
-    return found
+    return times
 
 
-def medians(found: Mapping[Any, list[float]]) -> dict[Any, float]:
+def medians(times: Mapping[Any, list[float]]) -> dict[Any, float]:
     """Return the medians of the values of `interleave`, without the warm-up."""
-    return {name: statistics.median(values[1:]) for name, values in found.items()}
+    return {name: statistics.median(values[1:]) for name, values in times.items()}
 
 
-def warm_up(found: Mapping[str, list[float]]) -> str:
+def warm_up(times: Mapping[str, list[float]]) -> str:
     """Return a note about the warm-up times of `interleave`."""
-    rounds = len(next(iter(found.values()))) - 1
-    first = ", ".join(f"{name} {values[0]:.1f} s" for name, values in found.items())
+    rounds = len(next(iter(times.values()))) - 1
+    first = ", ".join(f"{name} {values[0]:.1f} s" for name, values in times.items())
     return (
         f"Medians of {rounds} rounds, with the sides interleaved. A warm-up round, which includes compilation, is not counted; "
         f"it took: {first}."
@@ -182,8 +182,8 @@ def write(
         title = rf"^## {re.escape(section)}, {device}$"
         return re.search(rf"{title}.*?(?=^## |\Z)", old, re.MULTILINE | re.DOTALL)
 
-    found = older(re.escape(where)) or older(NOT_MEASURED)
-    if not measured and not found and older("[^,\n]*"):
+    replaced = older(re.escape(where)) or older(NOT_MEASURED)
+    if not measured and not replaced and older("[^,\n]*"):
         return
-    new = old.replace(found[0], body + "\n") if found else f"{old.rstrip()}\n\n{body}"
+    new = old.replace(replaced[0], body + "\n") if replaced else f"{old.rstrip()}\n\n{body}"
     RESULTS.write_text(new.rstrip() + "\n", encoding="utf-8")

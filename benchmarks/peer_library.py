@@ -20,36 +20,36 @@ class PeerLibrary:
         self.name, self.peer, self.settings = name, peer, settings
         self._failed: dict[str, str] = {}
 
-    def sides(self, asked: str, *more: int) -> dict[str, Callable[[], float]]:
+    def sides(self, command: str, *more: int) -> dict[str, Callable[[], float]]:
         """Return one side of a comparison per setting, by name.
 
         Args:
-          asked: command of the script: "sample", or "turns" or "kept".
+          command: command of the script: "sample", or "turns" or "kept".
           more: numbers that follow the command, such as lengths.
         """
         return {
-            self._side(setting): lambda setting=setting: self._seconds(asked, setting, *more)  # type: ignore[misc]
+            self._side(setting): lambda setting=setting: self._seconds(command, setting, *more)  # type: ignore[misc]
             for setting in self.settings
         }
 
-    def _seconds(self, asked: str, setting: str, *more: int) -> float:
+    def _seconds(self, command: str, setting: str, *more: int) -> float:
         if setting not in self._failed:
-            answer = self.peer.ask(" ".join(map(str, filter(None, (asked, setting, *more)))))
+            answer = self.peer.ask(" ".join(map(str, filter(None, (command, setting, *more)))))
             if "seconds" in answer:
                 return answer["seconds"]
             self._failed[setting] = answer["error"]
         return math.inf
 
-    def best(self, took: Mapping[str, float], render: Callable[[float], str]) -> tuple[float, str]:
+    def best(self, seconds: Mapping[str, float], render: Callable[[float], str]) -> tuple[float, str]:
         """Return the fewest seconds, and a text for the row.
 
         The text holds the rendered times of all settings and the versions.
 
         Args:
-          took: side -> seconds.
+          seconds: side -> seconds.
           render: formats seconds for the row.
         """
-        times = {setting: took[self._side(setting)] for setting in self.settings}
+        times = {setting: seconds[self._side(setting)] for setting in self.settings}
         first, *others = sorted(times, key=times.__getitem__)
         details = [f"{first} cache"] if first else []
         for setting in others:
@@ -77,7 +77,7 @@ def peers(
 
     Yields (name -> started peer, name -> reason why it is not measured).
     """
-    found: dict[str, PeerLibrary] = {}
+    started: dict[str, PeerLibrary] = {}
     missing: dict[str, str] = {}
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         if any(imports(python, _NEEDED[name][0]) for name, python in pythons.items()):
@@ -87,6 +87,6 @@ def peers(
             if isinstance(peer, str):
                 missing[name] = peer
             else:
-                found[name] = PeerLibrary(name, peer, _SETTINGS[name])
+                started[name] = PeerLibrary(name, peer, _SETTINGS[name])
                 stack.callback(peer.close)
-        yield found, missing
+        yield started, missing

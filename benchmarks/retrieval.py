@@ -122,27 +122,27 @@ def prepare(folder: Path, passages: int, dim: int, memory_gb: float | None) -> N
         with (folder / "corpus.jsonl").open("w") as stream:
             for passage in wiki.passages:
                 stream.write(json.dumps(dataclasses.asdict(passage)) + "\n")
-        asked = queries(wiki)
-        (folder / "queries.json").write_text(json.dumps(asked))
-        np.save(folder / "queries.npy", text_encoder(dim).embed_queries(asked))
+        texts = queries(wiki)
+        (folder / "queries.json").write_text(json.dumps(texts))
+        np.save(folder / "queries.npy", text_encoder(dim).embed_queries(texts))
     subprocess.run([sys.executable, "-c", BUILD, str(folder), str(dim), json.dumps(memory_gb)], check=True)
 
 
 def queries(wiki: MiniWiki) -> list[str]:
     """Return the distinct search queries of the world's questions."""
     items = [item for kind in KINDS for item in wiki.questions(kind, QUERIES, 0)]
-    found = list(dict.fromkeys(hop.query for item in items for hop in item.plan.hops))
-    return [found[i] for i in np.random.default_rng(0).permutation(len(found))[:QUERIES]]
+    distinct = list(dict.fromkeys(hop.query for item in items for hop in item.plan.hops))
+    return [distinct[i] for i in np.random.default_rng(0).permutation(len(distinct))[:QUERIES]]
 
 
 def compare(folder: Path, index: ScannIndex, python: str, rounds: int) -> list[BenchmarkRow]:
     """Return rows of queries/s against faiss's flat index, and against its IVF index at our recall or
     better."""
-    asked, texts = np.load(folder / "queries.npy"), [""] * QUERIES
+    embeddings, texts = np.load(folder / "queries.npy"), [""] * QUERIES
     peer = PeerProcess(python, "faiss_search.py", str(folder))
     peer.ask(f"flat {K}")
     exact = np.load(folder / "found.npy")
-    recall = overlap(index.search(texts, K, asked)[0], exact)
+    recall = overlap(index.search(texts, K, embeddings)[0], exact)
 
     def ivf_recall(nprobe: int) -> float:
         peer.ask(f"ivf {nprobe} {K}")
@@ -151,7 +151,7 @@ def compare(folder: Path, index: ScannIndex, python: str, rounds: int) -> list[B
     nprobe = bisect.bisect_left(range(1, peer.info["leaves"]), recall, key=ivf_recall) + 1
     equal = ivf_recall(nprobe)
     sides: dict[str, Any] = {
-        "ours": lambda: seconds(lambda: index.search(texts, K, asked)),
+        "ours": lambda: seconds(lambda: index.search(texts, K, embeddings)),
         "flat": lambda: peer.ask(f"flat {K}")["seconds"],
         "ivf": lambda: peer.ask(f"ivf {nprobe} {K}")["seconds"],
     }
@@ -224,9 +224,9 @@ def opening(folder: Path, dim: int) -> list[BenchmarkRow]:
     ]
 
 
-def seconds_of(found: Sequence[dict[str, float]]) -> str:
+def seconds_of(openings: Sequence[dict[str, float]]) -> str:
     """Return the medians of opening, and of opening with the first query."""
-    return ", ".join(f"{np.median([one[name] for one in found]):.2f} s" for name in ("opening", "seconds"))
+    return ", ".join(f"{np.median([one[name] for one in openings]):.2f} s" for name in ("opening", "seconds"))
 
 
 def _forget(file: Path) -> None:

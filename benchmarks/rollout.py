@@ -73,40 +73,42 @@ def single_turn(args: argparse.Namespace) -> SectionResult:
     batch, prompt, new = args.batch, 256, 256
     what = f"one turn, batch {batch}, {prompt} prompt and {new} new tokens, tokens/s"
     target = {HF: "1.5x", TUNIX: "3x"}
-    made = model().engine(
+    engine = model().engine(
         EngineConfig(rows=batch, context=prompt + new, wake_threshold=batch, prefill_tokens=512)
     )
     environment = SingleTurn(turn_tokens=new)
     ours = {HF: "ours, sampled", TUNIX: "ours, greedy"}
     sides = {
         side: model().timed(
-            made, model().requests(batch, prompt, temperature=temperature), environment, batch * new
+            engine, model().requests(batch, prompt, temperature=temperature), environment, batch * new
         )
         for side, temperature in (("ours, sampled", 1.0), ("ours, greedy", 0.0))
     }
     equal = []
-    with peers(model(), pythons(args), batch, prompt, new) as (found, missing):
-        for peer in found.values():
+    with peers(model(), pythons(args), batch, prompt, new) as (started, missing):
+        for peer in started.values():
             sides |= peer.sides("sample")
         times = interleave(sides, args.rounds)
-        greedy = made.run(
+        greedy = engine.run(
             nnx.state(model().decoder), model().requests(batch, prompt, temperature=0.0), environment, KEY
         )
-        for name, peer in found.items():
+        for name, peer in started.items():
             theirs = np.array(peer.peer.ask("greedy")["tokens"])
             same = np.mean([t.tokens[prompt:] == other for t, other in zip(greedy, theirs, strict=True)])
             what_is_equal = f"the same, greedy: equal tokens of {batch * new}"
             equal.append(BenchmarkRow(what_is_equal, f"{100 * same:.1f} %", name, "", "100 %"))
-    took = medians(times)
+    seconds_of = medians(times)
 
     def rate(seconds: float) -> str:
         return f"{batch * new / seconds:.0f}"
 
     rows = [BenchmarkRow(what, "", name, why, target[name]) for name, why in missing.items()]
-    for name, peer in found.items():
-        seconds, words = peer.best(took, rate)
-        own = f"{rate(took[ours[name]])} ({ours[name].removeprefix('ours, ')})"
-        rows.append(BenchmarkRow(what, own, words, f"{seconds / took[ours[name]]:.2f}x", target[name]))
+    for name, peer in started.items():
+        seconds, words = peer.best(seconds_of, rate)
+        our_rate = f"{rate(seconds_of[ours[name]])} ({ours[name].removeprefix('ours, ')})"
+        rows.append(
+            BenchmarkRow(what, our_rate, words, f"{seconds / seconds_of[ours[name]]:.2f}x", target[name])
+        )
     return rows + equal, [warm_up(times)]
 
 
@@ -172,34 +174,43 @@ def episodes(args: argparse.Namespace) -> SectionResult:
             prefill_tokens=1024,
             share_prompts=False,
         )
-        asked = model().requests(batch, live.prompt)
+        requests = model().requests(batch, live.prompt)
         tokens = batch * (searches + 1) * live.turn_tokens
-        own = "this engine, whole history prefilled at every turn"
+        reread = "this engine, whole history prefilled at every turn"
         sides = {
-            "ours": model().timed(model().engine(config), asked, live, tokens),
-            own: model().timed(model().engine(config), asked, again, tokens),
+            "ours": model().timed(model().engine(config), requests, live, tokens),
+            reread: model().timed(model().engine(config), requests, again, tokens),
         }
         named = pythons(args) if all_peers else {HF: args.hf_python}
-        with peers(model(), named, batch, histories[-1], live.turn_tokens) as (found, missing):
-            for peer in found.values():
+        with peers(model(), named, batch, histories[-1], live.turn_tokens) as (started, missing):
+            for peer in started.values():
                 sides |= peer.sides("turns", *histories)
-            if all_peers and HF in found:
-                generate = found[HF].peer
-                found |= {name: PeerLibrary(name, generate, CACHES) for name in (KEPT, UNCUT)}
-                sides |= found[KEPT].sides("kept", *histories)
-                sides |= found[UNCUT].sides("uncut", RESPONSE_TOKENS, *histories)
+            if all_peers and HF in started:
+                generate = started[HF].peer
+                started |= {name: PeerLibrary(name, generate, CACHES) for name in (KEPT, UNCUT)}
+                sides |= started[KEPT].sides("kept", *histories)
+                sides |= started[UNCUT].sides("uncut", RESPONSE_TOKENS, *histories)
             times = interleave(sides, args.rounds)
-        took = medians(times)
+        seconds_of = medians(times)
         # The ratio if decoding took no time.
         most = sum(histories) / (live.prompt + searches * live.observation_tokens)
-        compared = [(took[own], f"{own} {took[own]:.2f}", f" (at most {most:.1f}x: tokens read)", target)]
-        for name, peer in found.items():
-            seconds, words = peer.best(took, "{:.2f}".format)
+        compared = [
+            (
+                seconds_of[reread],
+                f"{reread} {seconds_of[reread]:.2f}",
+                f" (at most {most:.1f}x: tokens read)",
+                target,
+            )
+        ]
+        for name, peer in started.items():
+            seconds, words = peer.best(seconds_of, "{:.2f}".format)
             reads = "" if name == KEPT else "whole history prefilled at every turn: "
             # The target is for equal turn lengths on both sides.
             compared.append((seconds, reads + words, "", "" if name in (KEPT, UNCUT) else target))
         rows += [
-            BenchmarkRow(what, f"{took['ours']:.2f}", words, f"{seconds / took['ours']:.2f}x{more}", goal)
+            BenchmarkRow(
+                what, f"{seconds_of['ours']:.2f}", words, f"{seconds / seconds_of['ours']:.2f}x{more}", goal
+            )
             for seconds, words, more, goal in compared
         ]
         rows += [BenchmarkRow(what, "", name, why, target) for name, why in missing.items()]
@@ -213,12 +224,12 @@ def group(args: argparse.Namespace) -> SectionResult:
     environment, params = SingleTurn(turn_tokens=1), nnx.state(model().decoder)
     sides = {}
     for samples in (1, 8):
-        made, asked = model().engine(config), model().requests(1, 1024, samples=samples)
+        engine, requests = model().engine(config), model().requests(1, 1024, samples=samples)
 
-        def run(made: Engine = made, asked: list[Request] = asked) -> float:
+        def run(engine: Engine = engine, requests: list[Request] = requests) -> float:
             began = time.perf_counter()
             for _ in range(5):
-                made.run(params, asked, environment, KEY)
+                engine.run(params, requests, environment, KEY)
             return (time.perf_counter() - began) / 5
 
         sides[f"{samples} of a prompt"] = run
@@ -241,10 +252,10 @@ class DelayedRetriever:
 
     def __init__(self, delay: float) -> None:
         self.delay = delay
-        self.asked: list[str] = []
+        self.queries: list[str] = []
 
     def search(self, queries: Sequence[str], k: int, embeddings: Any = None) -> list[list[Any]]:
-        self.asked += queries
+        self.queries += queries
         time.sleep(self.delay)
         return [[] for _ in queries]
 
@@ -263,16 +274,19 @@ def latency(args: argparse.Namespace) -> SectionResult:
 
         stops: tuple[str, ...] = ("e",)  # type: ignore[misc]
 
-    environment, asked = VariedTurns(searches, observation_tokens=128), model().requests(8 * args.batch, 128)
+    environment, requests = (
+        VariedTurns(searches, observation_tokens=128),
+        model().requests(8 * args.batch, 128),
+    )
 
     def side(delay: float) -> Callable[[], float]:
         retriever = DelayedRetriever(delay)
-        run = model().timed(model().engine(config, retriever), asked, environment)
+        run = model().timed(model().engine(config, retriever), requests, environment)
 
         def timed() -> float:
-            retriever.asked.clear()
+            retriever.queries.clear()
             took = run()
-            assert len(set(retriever.asked)) == len(retriever.asked) == searches * len(asked)
+            assert len(set(retriever.queries)) == len(retriever.queries) == searches * len(requests)
             return took
 
         return timed
@@ -281,7 +295,7 @@ def latency(args: argparse.Namespace) -> SectionResult:
     times = interleave(sides, args.rounds)
     fast, slow = medians(times).values()
     row = BenchmarkRow(
-        f"{len(asked)} episodes of {searches} searches over {args.batch} rows and {spare} oversubscribed slots, distinct "
+        f"{len(requests)} episodes of {searches} searches over {args.batch} rows and {spare} oversubscribed slots, distinct "
         "queries, seconds by search latency",
         f"50 ms {slow:.2f}",
         f"0 ms {fast:.2f}",
@@ -295,7 +309,7 @@ def mixed(args: argparse.Namespace) -> SectionResult:
     """Measure the share of slots that decode if lengths vary tenfold, against refilling each slot at once."""
     config = EngineConfig(rows=args.batch, context=640, wake_threshold=16, prefill_tokens=256)
     draws = np.random.default_rng(0).geometric(1 / 100, 16 * args.batch).clip(20, 200)
-    asked = [
+    requests = [
         dataclasses.replace(request, turn_tokens=int(length))
         for request, length in zip(model().requests(len(draws), 64), draws, strict=True)
     ]
@@ -303,14 +317,14 @@ def mixed(args: argparse.Namespace) -> SectionResult:
     for length in draws.tolist():
         heapq.heapreplace(free_at, free_at[0] + length)
     most = draws.sum() / (max(free_at) * args.batch)
-    made = model().engine(config)
-    run = model().timed(made, asked, SingleTurn(turn_tokens=200), int(draws.sum()))
+    engine = model().engine(config)
+    run = model().timed(engine, requests, SingleTurn(turn_tokens=200), int(draws.sum()))
     times = interleave({"ours": run}, args.rounds)
     row = BenchmarkRow(
         f"{len(draws)} requests of 20 to 200 tokens over {args.batch} slots: share of slots that decode",
-        f"{100 * made.stats.busy:.1f} % ({medians(times)['ours']:.2f} s)",
+        f"{100 * engine.stats.busy:.1f} % ({medians(times)['ours']:.2f} s)",
         f"if refilled at once, in the same order {100 * most:.1f} %",
-        f"{made.stats.busy / most:.3f}",
+        f"{engine.stats.busy / most:.3f}",
         "at least 85 %",
     )
     return [row], [warm_up(times)]
@@ -326,13 +340,13 @@ def training(args: argparse.Namespace) -> SectionResult:
     wiki = generate("train", 1, 1600, 8)
     questions = [item.question for item in mixed_questions(wiki, 200, KINDS, 1)]
     encoder = load_text_encoder("assets/miniwiki-encoder")
-    found, notes = [], []
+    rows, notes = [], []
     for batch in (args.batch, args.batch // 2):
         config = EngineConfig(
             rows=batch, context=1024, wake_threshold=16, prefill_tokens=256, top_k=2, top_p=0.95
         )
         more = dataclasses.replace(config, oversubscribed_slots=batch // 2)
-        made = [
+        engines = [
             Engine(
                 decoder,
                 tokenizer,
@@ -343,12 +357,12 @@ def training(args: argparse.Namespace) -> SectionResult:
             for guessed in (DRAFT_TOKENS, 0)
         ]
         alone = FixedLengths(decoder, tokenizer).engine(config)
-        rates, times = _training_rates(args.rounds, nnx.state(decoder), *made, alone, recipe, questions)
+        rates, times = _training_rates(args.rounds, nnx.state(decoder), *engines, alone, recipe, questions)
         notes.append(f"{batch} rows: {warm_up(times)}")
         raw = rates["decoding"]
         for side, how in (("episodes", ""), ("one by one", "the same without draft tokens: ")):
             useful, busy, each = (rates[side, what] for what in ("rate", "busy", "each"))
-            found.append(
+            rows.append(
                 BenchmarkRow(
                     f"{how}128 training episodes of the built-in world over {batch} rows and {batch // 2} oversubscribed "
                     "slots, prompts and searches included: policy tokens/s",
@@ -358,13 +372,13 @@ def training(args: argparse.Namespace) -> SectionResult:
                     "at least 60 %",
                 )
             )
-    return found, notes
+    return rows, notes
 
 
 def _training_rates(
     rounds: int,
     params: Any,
-    made: Engine,
+    drafting: Engine,
     plain: Engine,
     alone: Engine,
     recipe: Any,
@@ -376,9 +390,9 @@ def _training_rates(
 
     def episodes(side: str, engine: Engine) -> float:
         number = len(rates[side, "rate"])
-        asked = questions[32 * (number % (len(questions) // 32)) :][:32]
+        prompts = questions[32 * (number % (len(questions) // 32)) :][:32]
         key = jax.random.key(1 + number)
-        run_questions(engine, params, recipe, asked, key=key, samples=4)
+        run_questions(engine, params, recipe, prompts, key=key, samples=4)
         stats = engine.stats
         rates[side, "rate"].append(stats.tokens_per_second)
         rates[side, "busy"].append(stats.busy)
@@ -387,13 +401,13 @@ def _training_rates(
 
     def decoding() -> float:
         # All rows share one prompt, so the prefill is negligible.
-        asked = model().requests(1, 64, samples=alone.config.rows)
-        alone.run(params, asked, SingleTurn(turn_tokens=256), KEY)
+        prompts = model().requests(1, 64, samples=alone.config.rows)
+        alone.run(params, prompts, SingleTurn(turn_tokens=256), KEY)
         rates["decoding"].append(alone.stats.tokens_per_second)
         return alone.stats.seconds
 
     sides = {
-        "episodes": lambda: episodes("episodes", made),
+        "episodes": lambda: episodes("episodes", drafting),
         "one by one": lambda: episodes("one by one", plain),
         "decoding": decoding,
     }

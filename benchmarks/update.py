@@ -75,10 +75,10 @@ class StepRunner:
     def step(self, batches: Sequence[Batch], total: float) -> None:
         """Take one optimiser step on packed rows."""
         frozen = (self.reference, self.fixed)
-        self.params, self.state, found = self.updater.accumulator.step(
+        self.params, self.state, metrics = self.updater.accumulator.step(
             self.params, self.state, frozen, batches, total
         )
-        self.loss = found["loss"]
+        self.loss = metrics["loss"]
 
 
 def random_trajectories(
@@ -91,17 +91,17 @@ def random_trajectories(
     old = draws.normal(-np.log(vocabulary), 0.1, (rows, length)).astype(np.float32)
     advantages = draws.normal(size=(rows, 1)).astype(np.float32)[:, 0]
     roles = np.where(np.arange(length) < prompt, PROMPT, POLICY).astype(np.int8)
-    turns, asked = np.zeros(length, np.int16), Question("", "", ())
-    made = [
-        Trajectory(asked, i, i, tokens[i].astype(np.int32), roles, old[i], old[i], turns, [], [], "done")
+    turns, question = np.zeros(length, np.int16), Question("", "", ())
+    trajectories = [
+        Trajectory(question, i, i, tokens[i].astype(np.int32), roles, old[i], old[i], turns, [], [], "done")
         for i in range(rows)
     ]
-    return made, advantages
+    return trajectories, advantages
 
 
 def step(args: argparse.Namespace) -> list[BenchmarkRow]:
     """Compare one step with torch and transformers."""
-    found = []
+    table = []
     wide = dataclasses.replace(
         DecoderConfig.from_hf(read_config(TINY)), vocab_size=8192, hidden=512, heads=8, kv_heads=2, mlp=1536
     )
@@ -111,7 +111,7 @@ def step(args: argparse.Namespace) -> list[BenchmarkRow]:
         rows, length, prompt = 16, 512, 64
         what = f"a step on {rows} x {length} tokens, {name}, tokens/s"
         if not imports(args.torch_python, "torch"):
-            found.append(BenchmarkRow(what, "", "", "not measured: no torch", "0.9x"))
+            table.append(BenchmarkRow(what, "", "", "not measured: no torch", "0.9x"))
             continue
         decoder = Decoder(config, rngs=nnx.Rngs(0), attention=KERNEL)
         objective = ObjectiveConfig(
@@ -142,7 +142,7 @@ def step(args: argparse.Namespace) -> list[BenchmarkRow]:
             took = interleaved_medians(sides, args.rounds)
             peer.close()
         rates = {side: rows * length / value for side, value in took.items()}
-        found.append(
+        table.append(
             BenchmarkRow(
                 what,
                 f"{rates['ours']:.0f}",
@@ -151,12 +151,12 @@ def step(args: argparse.Namespace) -> list[BenchmarkRow]:
                 "0.9x",
             )
         )
-        found.append(
+        table.append(
             BenchmarkRow(
                 "loss of the first step", f"relative difference {gap:.0e}", f"{theirs:.6f}", "", "the same"
             )
         )
-    return found
+    return table
 
 
 def memory(args: argparse.Namespace) -> list[BenchmarkRow]:
@@ -215,14 +215,14 @@ def packing(args: argparse.Namespace) -> list[BenchmarkRow]:
         row_lengths=(1024,), microbatch_tokens=2048, parallel_microbatches=2
     )  # as configs/rsearch_grpo.py
     padded = ObjectiveConfig(row_lengths=(longest,), microbatch_tokens=longest, parallel_microbatches=2)
-    together = max(1, 4096 // longest)
-    few = range(len(traces) // together * together)
-    alone = [microbatches([traces[i]], advantages[[i]], padded)[0][0] for i in few]
+    rows_per_batch = max(1, 4096 // longest)
+    selected = range(len(traces) // rows_per_batch * rows_per_batch)
+    alone = [microbatches([traces[i]], advantages[[i]], padded)[0][0] for i in selected]
     batches = {
         "packed": microbatches(traces, advantages, packed)[0],
         "padded": [
-            jax.tree.map(lambda *x: np.concatenate(x), *alone[i : i + together])
-            for i in range(0, len(alone), together)
+            jax.tree.map(lambda *x: np.concatenate(x), *alone[i : i + rows_per_batch])
+            for i in range(0, len(alone), rows_per_batch)
         ],
     }
     sides: dict[str, Callable[[], float]] = {}
@@ -232,7 +232,7 @@ def packing(args: argparse.Namespace) -> list[BenchmarkRow]:
             lambda: runner.step(batches[name], 1000.0)
         )
     took = interleaved_medians(sides, min(args.rounds, 3))
-    took["padded"] *= len(traces) / len(few)
+    took["padded"] *= len(traces) / len(selected)
     tokens = [len(t.tokens) for t in traces]
     return [
         BenchmarkRow(
@@ -250,7 +250,7 @@ def prompts(args: argparse.Namespace) -> list[BenchmarkRow]:
     """Compare groups whose samples share their prompt in a row with one copy of the prompt per sample."""
     config = DecoderConfig.from_hf(read_config(TINY))
     groups, samples, output = 8, 8, 128
-    found = []
+    table = []
     for prompt in (64, 256, 512):
         trajectories, advantages = random_trajectories(
             groups * samples, prompt + output, prompt, config.vocab_size
@@ -276,7 +276,7 @@ def prompts(args: argparse.Namespace) -> list[BenchmarkRow]:
                 lambda: runner.step(batches, total)
             )
         took = interleaved_medians(sides, args.rounds)
-        found.append(
+        table.append(
             BenchmarkRow(
                 f"{groups} groups of {samples} outputs of {output} tokens after a prompt of {prompt}: seconds per step",
                 f"{took['shared']:.2f} ({slots['shared']:,} slots)",
@@ -285,7 +285,7 @@ def prompts(args: argparse.Namespace) -> list[BenchmarkRow]:
                 "",
             )
         )
-    return found
+    return table
 
 
 SECTIONS: dict[str, Callable[[argparse.Namespace], list[BenchmarkRow]]] = {

@@ -97,19 +97,19 @@ def main(_: Sequence[str]) -> None:
     def scored(file: str) -> Scores:
         mine = predictions if file == name else load_predictions(file, _FIELD.value, _JUDGE.value)
         # Questions from the predictions file already match the predictions, in their order.
-        own = file == name and not _DATA.value
-        if own:
+        from_predictions = file == name and not _DATA.value
+        if from_predictions:
             pairs: list[Prediction | None] = [p for p, count in zip(mine, counts, strict=True) if count]
         else:
             pairs = matched(without(mine, everything, counts), questions, file, data, missing, by)
         return score(pairs, questions, rule, judged=bool(_JUDGE.value))
 
     scores = scored(name)
-    found: dict[str, Any] = {"predictions": name, "data": data, "normalization": _RULE.value}
-    found |= report(scores, seed=_SEED.value, level=_LEVEL.value)
+    result: dict[str, Any] = {"predictions": name, "data": data, "normalization": _RULE.value}
+    result |= report(scores, seed=_SEED.value, level=_LEVEL.value)
     if _AGAINST.value:
         other = scored(_AGAINST.value)
-        found |= {
+        result |= {
             "against_file": _AGAINST.value,
             "against": against(scores, other, seed=_SEED.value, level=_LEVEL.value),
         }
@@ -122,13 +122,13 @@ def main(_: Sequence[str]) -> None:
             for file, place in beside.items()
             if place.is_file()
         }
-        found["unlike"] = differences(cards)
+        result["unlike"] = differences(cards)
     if card:
-        found["card"] = dataclasses.asdict(card)
+        result["card"] = dataclasses.asdict(card)
     if _OUT.value:
-        write_report(_OUT.value, found, scores)
-    print(as_text(found))
-    for line in found.get("unlike", ()):
+        write_report(_OUT.value, result, scores)
+    print(as_text(result))
+    for line in result.get("unlike", ()):
         print(f"not directly comparable: {line}")
 
 

@@ -65,17 +65,17 @@ def main(argv: Sequence[str]) -> None:
         return
     if len(cuts) > 1:
         raise UserError(f"--k={','.join(_K.value or [])}: several numbers need --questions; give one")
-    found = retriever.search(queries, cuts[0])
+    hits = retriever.search(queries, cuts[0])
     if _HTML.value:
         try:
-            write_page(_HTML.value, queries, found, f"{retriever.kind} index {index}")
+            write_page(_HTML.value, queries, hits, f"{retriever.kind} index {index}")
         except OSError as error:
             raise UserError(
                 f"--html={_HTML.value}: cannot be written ({error}); give another file"
             ) from error
         print(_HTML.value)
     else:
-        print(as_text(queries, found))
+        print(as_text(queries, hits))
     print(retriever.stats, file=sys.stderr)
 
 

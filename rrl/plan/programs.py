@@ -212,14 +212,14 @@ def _updater(settings: TrainSettings, model: ModelShapes) -> Updater:
 def _critic(settings: TrainSettings, model: ModelShapes) -> tuple[Critic, CriticShapes, OptimConfig]:
     config, critic_shapes = settings.train.critic, model.critic
     assert config is not None and critic_shapes is not None  # called only for runs with a critic
-    made = Critic(
+    critic = Critic(
         critic_shapes.graph,
         critic_shapes.fixed,
         make_optimizer(config.optim),
         config,
         settings.train.objective,
     )
-    return made, critic_shapes, config.optim
+    return critic, critic_shapes, config.optim
 
 
 def _microbatch(objective: ObjectiveConfig, extras: Iterable[str], mesh: Mesh) -> Batch:
