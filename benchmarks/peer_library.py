@@ -13,7 +13,7 @@ from rrl.models.hf import save_decoder
 class PeerLibrary:
     """The process of a peer library, and the settings that its script supports.
 
-    The only setting may be "" (no choice). Otherwise a setting is the second word of each command.
+    `settings` is ("",) if there is no choice. Otherwise a setting is the second word of each command.
     """
 
     def __init__(self, name: str, peer: PeerProcess, settings: tuple[str, ...] = ("",)) -> None:

@@ -26,17 +26,17 @@ device = "cuda" if torch.cuda.is_available() else "cpu"
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto", attn_implementation="sdpa")
 model = model.to(device).eval()
-# The folder's names a token that ends a text: without one nothing forbids it at each step, or looks for it.
+# The folder's config names an end-of-sequence token. Without one, no step has to suppress it or check for it.
 model.generation_config = transformers.GenerationConfig(pad_token_id=0)
 tokens = np.random.default_rng(0).integers(1, model.config.vocab_size, (batch, prompt))
 tokens = torch.tensor(tokens, device=device)
 GREEDY: dict = {"do_sample": False}
 DRAWN = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
-"""From the whole distribution: top_k is 50 otherwise."""
+"""Sample from the full distribution; the default of top_k is 50."""
 
 
 def generate(asked: torch.Tensor, count: int = new, **how: object) -> torch.Tensor:
-    """Texts, and `count` new tokens behind them."""
+    """Return the texts with `count` new tokens after each."""
     out = model.generate(asked, attention_mask=torch.ones_like(asked), max_new_tokens=count, **how)
     if out.shape != (batch, asked.shape[1] + count):
         raise RuntimeError(f"{tuple(out.shape)} tokens, not {batch} x ({asked.shape[1]} + {count})")
@@ -44,7 +44,7 @@ def generate(asked: torch.Tensor, count: int = new, **how: object) -> torch.Tens
 
 
 def turns(cache: str, lengths: list[int], how: dict, count: int = new) -> torch.Tensor:
-    """Each turn's texts read from their beginning; the last one's new tokens."""
+    """Run the turns from the beginning of the history each; return the last turn's output."""
     named = {} if cache == "dynamic" else {"cache_implementation": cache}
     for length in lengths:
         out = generate(tokens[:, :length], count, **named, **how)
@@ -52,12 +52,12 @@ def turns(cache: str, lengths: list[int], how: dict, count: int = new) -> torch.
 
 
 def uncut(cache: str, lengths: list[int], how: dict) -> torch.Tensor:
-    """The same, with as many new tokens a turn as the first number says."""
+    """As `turns`, with the first of `lengths` as the number of new tokens per turn."""
     return turns(cache, lengths[1:], how, lengths[0])
 
 
 def kept(cache: str, lengths: list[int], how: dict) -> torch.Tensor:
-    """Each turn's texts are the last one's, with what was written, and more to read."""
+    """Run the turns on one cache: each turn's text is the previous output plus new tokens."""
     keys_and_values = (
         transformers.DynamicCache(config=model.config)
         if cache == "dynamic"
@@ -71,7 +71,7 @@ def kept(cache: str, lengths: list[int], how: dict) -> torch.Tensor:
 
 
 def below(chosen: list[int]) -> list[float]:
-    """How much less than its first choice the model likes these as first tokens."""
+    """Return how far these first tokens lie below the best logit, in standard deviations of the logits."""
     with torch.inference_mode():
         logits = model(tokens, logits_to_keep=1).logits[:, -1].float()
     own = logits.gather(-1, torch.tensor(chosen, device=device)[:, None])[:, 0]
@@ -102,7 +102,7 @@ for line in sys.stdin:
             answer = {"seconds": time.perf_counter() - began}
             if command == "greedy":
                 answer["tokens"] = out.tolist()
-        except Exception as error:  # what compiles needs a compiler; the other cache needs none
+        except Exception as error:  # compilation needs a compiler; the dynamic cache needs none
             if cache == "dynamic":
                 raise
             traceback.print_exc()
