@@ -67,8 +67,8 @@ setup(
     packages=find_packages(include=["rrl", "rrl.*"]),
     package_data={
         "rrl": ["py.typed"],
-        "rrl.eval": ["*.css", "*.js"],
-        "rrl.models": ["*.cc", "*.h"],
+        "rrl.report": ["*.css", "*.js"],
+        "rrl.models.cpu": ["*.cc", "*.h"],
         "rrl.recipes": ["prompts/*.txt"],
     },
     install_requires=BASE,

@@ -36,7 +36,7 @@ _B = flags.DEFINE_float(
     "b", None, "BM25: strength of the length normalisation; overrides the published value."
 )
 _TITLE = flags.DEFINE_integer(
-    "title_weight", 1, "BM25: how often the title is counted; 0: only the text is indexed."
+    "title_weight", 1, "How often the title is counted; 0: only the text is indexed. Above 1 for BM25 only."
 )
 _TOKENS = flags.DEFINE_enum(
     "tokens",
@@ -44,6 +44,12 @@ _TOKENS = flags.DEFINE_enum(
     ["lucene", "whitespace", "words"],
     "BM25: Lucene's English analysis, lower-case words between spaces, or lower-case runs of letters and "
     "digits.",
+)
+_IDF = flags.DEFINE_enum(
+    "idf",
+    "lucene",
+    ["lucene", "okapi"],
+    "BM25: formula of the inverse document frequency, as in Lucene or in rank_bm25's BM25Okapi.",
 )
 _STEM = flags.DEFINE_bool("stem", True, "BM25: whether words are reduced to their stems.")
 _SKIP = flags.DEFINE_bool("skip_broken", False, "Skip and count broken records instead of refusing the file.")
@@ -58,7 +64,7 @@ _SHARD = flags.DEFINE_string(
 flags.mark_flags_as_required(["corpus", "out"])
 
 _ONLY = (
-    (("bm25",), (_BM25, _K1, _B, _TITLE, _STEM, _TOKENS)),
+    (("bm25",), (_BM25, _K1, _B, _STEM, _TOKENS, _IDF)),
     (("scann", "exact"), (_ENCODER,)),
     (("scann",), (_MEMORY,)),
 )
@@ -123,6 +129,11 @@ def main(_: Sequence[str]) -> None:
                     f"--{flag.name} does not apply to --retriever={_RETRIEVER.value}, only to {' and '.join(kinds)}; "
                     "leave it out"
                 )
+    if _RETRIEVER.value != "bm25" and _TITLE.value not in (0, 1):
+        raise UserError(
+            f"--title_weight={_TITLE.value} must be 0 or 1 with --retriever={_RETRIEVER.value}: a text is embedded with its "
+            "title or without"
+        )
     k1, b = PUBLISHED[_BM25.value]
     bm25 = Bm25Config(
         k1 if _K1.value is None else _K1.value,
@@ -130,6 +141,7 @@ def main(_: Sequence[str]) -> None:
         title_weight=_TITLE.value,
         stem=_STEM.value,
         tokens=_TOKENS.value or "lucene",
+        idf=_IDF.value or "lucene",
     )
     encoder = None
     if _ENCODER.value:
@@ -137,7 +149,10 @@ def main(_: Sequence[str]) -> None:
 
         from rrl.retrieval.encode import load_text_encoder
 
-        encoder = dataclasses.replace(load_text_encoder(_ENCODER.value), devices=tuple(jax.local_devices()))
+        devices = tuple(jax.local_devices())
+        encoder = dataclasses.replace(
+            load_text_encoder(_ENCODER.value), devices=devices, titles=bool(_TITLE.value)
+        )
     check_kind(_RETRIEVER.value, encoder)
     manifest = build_index(
         _CORPUS.value,

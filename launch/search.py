@@ -22,7 +22,7 @@ _K = flags.DEFINE_list(
     "k", ["5"], "Passages per query; with --questions, the ranks at which recall is measured."
 )
 _QUESTIONS = flags.DEFINE_string(
-    "questions", None, "File of questions with gold passages or answers, to measure recall on."
+    "questions", None, "File of questions with gold ids, gold titles or answers, to measure recall on."
 )
 _BY = flags.DEFINE_enum(
     "by", None, ["kind", "hops"], "With --questions: group the table by kind or by number of hops."
@@ -57,10 +57,11 @@ def main(argv: Sequence[str]) -> None:
             raise UserError(f"--{flag.name} does not apply to --index={index}; leave it out")
     retriever = open_remote(index, _FORM.value) if remote else open_with_encoder(index, _ENCODER.value)
     if _QUESTIONS.value:
-        from rrl.data.questions import load_questions
+        from rrl.data.questions import has_answers, load_questions
         from rrl.eval.retrieval_report import retrieval_report
 
-        questions = load_questions(_QUESTIONS.value)
+        # Files of retrieval benchmarks have gold ids and no answers.
+        questions = load_questions(_QUESTIONS.value, unanswered=not has_answers(_QUESTIONS.value))
         print(retrieval_report(retriever, questions, cuts, _BY.value or "").as_text())
         return
     if len(cuts) > 1:

@@ -119,7 +119,7 @@ def passage_of(position: int, record: Any) -> Passage:
         return _passage(str(position), title, join_sentences(title, sentences))
     fields = fields_of(record)
     identity = id_field(fields, position, PASSAGE_IDS)
-    title = fields.get("title")
+    title = fields.get("title", fields.get("wikipedia_title"))  # KILT's knowledge source
     if title is not None and not isinstance(title, str):
         raise ValueError(f"title: got {title!r}, not a string")
     title = (title or "").strip()

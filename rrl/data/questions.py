@@ -22,13 +22,13 @@ from rrl.data.records import (
     read_records,
     text_field,
 )
-from rrl.data.tables import ANSWERS, QUESTIONS
+from rrl.data.tables import ANSWERS, PASSAGE_IDS, QUESTIONS
 from rrl.errors import UserError
 
 ALLOWED = (
     f"a question (one of {', '.join(QUESTIONS)}) and answers (one of {', '.join(ANSWERS)}, or KILT's output) with id, type or "
-    "kind, supporting_facts, evidence_list, paragraphs or gold where known, in metadata or beside it; choices or choice_A, "
-    "choice_B, ...; columns of these names in TSV or CSV"
+    "kind, supporting_facts, evidence_list, paragraphs, gold or gold_ids where known, in metadata or beside it; choices or "
+    "choice_A, choice_B, ...; columns of these names in TSV or CSV"
 )
 """The question forms that are understood; JSON lines, one JSON list or a table; plain, gzip or bzip2."""
 
@@ -40,8 +40,14 @@ Unanswerable = Literal["leave_out", "empty"]
 UNANSWERABLE = ("",)
 """The gold answers of a question whose right answer is none."""
 KIND_FIELDS = ("kind", "type", "question_type", "domain")
+GOLD_IDS = ("gold_ids", "gold_doc_ids", "relevant_docids", "answer_pids")
+"""Lists of ids of gold passages: our own and BRIGHT's, ..., LoTTE's."""
+GOLD_PASSAGES = ("evidence_docs", "gold_docs", "positive_passages", "positive_ctxs")
+"""Lists of gold passages with ids or titles: BrowseComp-Plus' two (its recall is that of the first), Tevatron's, DPR's."""
 METADATA = (
     *KIND_FIELDS,
+    *GOLD_IDS,
+    *GOLD_PASSAGES,
     "supporting_facts",
     "paragraphs",
     "question_decomposition",
@@ -68,6 +74,8 @@ class Question:
     """Steps that the publisher says it takes (MuSiQue); 0 where it does not say."""
     choices: tuple[str, ...] = ()
     """What to choose from; the first is A. Empty where the answer is free."""
+    gold_ids: tuple[str, ...] = ()
+    """Ids of the supporting passages in their corpus, where known."""
 
 
 def load_questions(
@@ -173,6 +181,7 @@ def question_of(
         gold=tuple(dict.fromkeys(_gold(fields))),
         hops=_hops(fields, identity),
         choices=choices,
+        gold_ids=tuple(dict.fromkeys(_gold_ids(fields))),
     )
 
 
@@ -288,7 +297,7 @@ def _choices(fields: dict[str, Any]) -> tuple[str, ...]:
 
 def _gold(fields: dict[str, Any]) -> Iterator[str]:
     """Titles: our own form, HotpotQA's [title, sentence] pairs or plain titles, MuSiQue's supporting paragraphs, MultiHop-RAG's
-    evidence."""
+    evidence, those of `GOLD_PASSAGES`."""
     facts = fields.get("supporting_facts")
     if isinstance(facts, dict):
         fields = fields | {"supporting_facts": list_field(facts, "title")}  # the form of the datasets library
@@ -305,12 +314,52 @@ def _gold(fields: dict[str, Any]) -> Iterator[str]:
                 raise ValueError(f"{name}: not a list of objects with a title")
             if paragraph.get("is_supporting") and paragraph.get("title"):
                 yield paragraph["title"]
-    for output in list_field(fields, "output") if "input" in fields else ():
-        for source in list_field(output, "provenance") if isinstance(output, dict) else ():
-            if isinstance(source, dict) and isinstance(source.get("title"), str):
-                yield source["title"]
+    for source in (*_provenance(fields), *_gold_passages(fields)):
+        if isinstance(source.get("title"), str) and source["title"]:
+            yield source["title"]
     for evidence in list_field(fields, "evidence_list"):
         yield text_field(fields_of(evidence), "title")
+
+
+def _gold_ids(fields: dict[str, Any]) -> Iterator[str]:
+    """Ids: of a list of them, of the passages in `GOLD_PASSAGES`, of supporting paragraphs with ids, of KILT's provenance."""
+    for name in GOLD_IDS:
+        value = fields.get(name)
+        if isinstance(value, str) and not value.strip().startswith("["):
+            value = [value.strip()] if value.strip() else []
+        for identity in [value] if isinstance(value, int) else list_field(fields | {name: value}, name):
+            if isinstance(identity, bool) or not isinstance(identity, str | int) or identity == "":
+                raise ValueError(f"{name}: got {identity!r:.60}, not the id of a passage")
+            yield str(identity)
+    supporting = (
+        paragraph
+        for name in ("paragraphs", "contexts")
+        for paragraph in list_field(fields, name)
+        if paragraph.get("is_supporting")
+    )
+    for passage in (*_gold_passages(fields), *supporting):
+        if any(passage.get(name) not in (None, "") for name in PASSAGE_IDS):
+            yield id_field(passage, 0, PASSAGE_IDS)
+    for source in _provenance(fields):
+        if source.get("wikipedia_id") is not None:
+            yield str(source["wikipedia_id"])
+
+
+def _gold_passages(fields: dict[str, Any]) -> list[dict[str, Any]]:
+    """The gold passages of the first list of `GOLD_PASSAGES` that has any."""
+    for name in GOLD_PASSAGES:
+        value = fields.get(name)
+        if found := [entry for entry in value if isinstance(entry, dict)] if isinstance(value, list) else []:
+            return found
+    return []
+
+
+def _provenance(fields: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Where KILT's answers are from."""
+    for output in list_field(fields, "output") if "input" in fields else ():
+        for source in list_field(output, "provenance") if isinstance(output, dict) else ():
+            if isinstance(source, dict):
+                yield source
 
 
 def _hops(fields: dict[str, Any], identity: str) -> int:

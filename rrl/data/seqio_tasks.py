@@ -299,6 +299,7 @@ def question_of(example: Mapping[str, Any]) -> Question:
         gold=texts("gold"),
         hops=int(example["hops"]),
         choices=texts("choices"),
+        gold_ids=texts("gold_ids"),
     )
 
 

@@ -16,7 +16,7 @@ from typing import Any, BinaryIO, NamedTuple
 from rrl.data.decoding import BrokenRecord, decode
 from rrl.errors import UserError
 
-PASSAGE_IDS = ("id", "_id", "pid", "docid", "doc_id", "passage_id", "docno")
+PASSAGE_IDS = ("id", "_id", "pid", "docid", "doc_id", "passage_id", "psg_id", "docno")
 QUESTION_IDS = ("id", "_id", "question_id", "QuestionId", "query_id", "qid")
 TEXTS = ("text", "body", "passage", "content", "document", "paragraph_text")
 """Names of a passage's text. `contents` is one too; without a title beside it, its first line may be the title."""

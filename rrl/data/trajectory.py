@@ -30,7 +30,16 @@ class Search:
     failed: bool = False
     """True when retrieval raised or timed out; the policy was told so."""
     passages: tuple[Passage, ...] = ()
-    """The passages themselves, where they are still there: a file of trajectories keeps their titles only."""
+    """The passages themselves, where they are still there: a file of trajectories has only their titles and ids."""
+    ids: tuple[str, ...] = ()
+    """Ids of these passages in their corpus, beside the titles; empty in older files."""
+
+    @classmethod
+    def of(cls, turn: int, query: str, passages: Sequence[Passage] | None) -> "Search":
+        """A search that returned these passages; None: it failed."""
+        found = tuple(passages or ())
+        titles, ids = tuple(p.title for p in found), tuple(p.id for p in found)
+        return cls(turn, query, titles, passages is None, found, ids)
 
 
 @dataclasses.dataclass(slots=True)

@@ -13,8 +13,8 @@ from rrl.data.records import OnError, fields_of, load_records
 from rrl.data.trajectory import Search, Trajectory
 
 ALLOWED = (
-    "{question: {id, text, answers, kind, gold}, segments: [[role, text]], searches: [{turn, query, titles, failed}], answer, "
-    "ended, rewards, metrics}, as a run writes to trajectories.jsonl"
+    "{question: {id, text, answers, kind, gold}, segments: [[role, text]], searches: [{turn, query, titles, ids, failed}], "
+    "answer, ended, rewards, metrics}, as a run writes to trajectories.jsonl"
 )
 
 
@@ -36,7 +36,7 @@ def save_trajectories(path: str | Path, trajectories: Iterable[Trajectory]) -> N
 
 def searches_as_json(searches: Iterable[Search]) -> list[dict[str, Any]]:
     """Searches without the text of what they found."""
-    names = ("turn", "query", "titles", "failed")
+    names = ("turn", "query", "titles", "ids", "failed")
     return [{name: getattr(search, name) for name in names} for search in searches]
 
 
@@ -56,7 +56,10 @@ def _trajectory(position: int, record: Any) -> Trajectory:
     try:
         asked: dict[str, Any] = dict(fields["question"])
         asked = {name: tuple(value) if isinstance(value, list) else value for name, value in asked.items()}
-        searches = [Search(**{**search, "titles": tuple(search["titles"])}) for search in fields["searches"]]
+        searches = [
+            Search(**{**search, "titles": tuple(search["titles"]), "ids": tuple(search.get("ids", ()))})
+            for search in fields["searches"]
+        ]
         return Trajectory(
             Question(**asked),
             position,

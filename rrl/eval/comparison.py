@@ -18,6 +18,7 @@ from rrl.errors import UserError
 from rrl.eval.intervals import PairedComparison, bootstrap, compare
 from rrl.eval.result_card import UNKNOWN, ResultCard, card_of, differences
 from rrl.eval.scoring import SHORTCOMINGS, shortcomings
+from rrl.retrieval.gold import TITLES
 from rrl.text.spans import Tag
 
 STAGES = ("answer", "search", "read", "judge")
@@ -178,7 +179,8 @@ def paired(
     same = first.card.questions_sha256 == run.card.questions_sha256
     if metric in first.coverage:
         gold = {card.gold_sha256 for card in (first.card, run.card)} - {""}
-        same = same and len(gold) < 2
+        by = {of.found.get("retrieval_by", TITLES) for of in (first, run) if of.coverage}
+        same = same and len(gold) < 2 and len(by) < 2
     ours, theirs = ({**of.metrics, **of.coverage}.get(metric) for of in (first, run))
     if run is first or not same or ours is None or theirs is None:
         return None

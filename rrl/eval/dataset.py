@@ -118,7 +118,8 @@ def load_dataset(
         return Dataset(name, questions)
     if passages and (lacking := _not_there(questions, passages)):
         say(
-            f"warning: {lacking} questions have gold passages none of which the corpus has, by their titles: is {corpus} theirs?"
+            f"warning: {lacking} questions have gold passages none of which the corpus has, by their titles or ids: is {corpus} "
+            "theirs?"
         )
     if retriever.index:
         identity = retriever.identity()["index"]
@@ -192,8 +193,13 @@ def _read(config: DatasetConfig, corpus: bool) -> tuple[str, list[Question], str
 
 def _not_there(questions: Sequence[Question], passages: Sequence[Passage]) -> int:
     """How many questions have gold passages, but none of them in the corpus."""
-    titles = {title_key(passage.title) for passage in passages}
-    return sum(bool(q.gold) and titles.isdisjoint(map(title_key, q.gold)) for q in questions)
+    titles, ids = {title_key(passage.title) for passage in passages}, {passage.id for passage in passages}
+    return sum(
+        bool(q.gold or q.gold_ids)
+        and titles.isdisjoint(map(title_key, q.gold))
+        and ids.isdisjoint(q.gold_ids)
+        for q in questions
+    )
 
 
 def _drawn(questions: list[Question], config: DatasetConfig, file: Path) -> list[Question]:

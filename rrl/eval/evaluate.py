@@ -414,7 +414,8 @@ def _searched_by(identity: Mapping[str, Any]) -> dict[str, Any]:
     usual = dataclasses.asdict(Bm25Config())
     chosen = index["bm25"] or {}
     words = {n: value for n, value in chosen.items() if n in BM25 or value != usual.get(n)}
-    return {"kind": index["kind"]} | words
+    titles = {name: index[name] for name in ("title_weight",) if name in index}
+    return {"kind": index["kind"]} | words | titles
 
 
 def finish(
@@ -433,7 +434,7 @@ def finish(
     if short:
         found["short_unread"] = sum(score is None for score in short.values())
     if not card.corpus:  # nothing was looked for
-        for name in ("retrieval", "retrieval_intervals"):
+        for name in ("retrieval", "retrieval_by", "retrieval_warning", "retrieval_intervals"):
             found.pop(name, None)
     lines = read_lines(workdir / "results.jsonl", "answer_rank", "ended")
     ranks = [line["answer_rank"] for line in lines if line["answer_rank"] is not None]

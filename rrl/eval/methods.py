@@ -341,10 +341,7 @@ def of_outcome(question: Question, outcome: PromptedResult) -> dict[str, Any]:
     for said in outcome.generations:
         for role, text in said.trajectory.segments:
             segments.append((ENVIRONMENT if role == PROMPT and segments else role, text))
-    searches = [
-        Search(turn, query, tuple(p.title for p in passages or ()), passages is None, passages or ())
-        for turn, (query, passages) in enumerate(outcome.searches)
-    ]
+    searches = [Search.of(turn, query, passages) for turn, (query, passages) in enumerate(outcome.searches)]
     counts = {PROMPT: outcome.prompt_tokens, POLICY: outcome.sampled_tokens, ENVIRONMENT: 0}
     turns = len(outcome.generations)
     return _record(question, outcome.answer, outcome.ended, segments, searches, turns, counts)
@@ -383,7 +380,7 @@ def _answer_rank(question: Question, searches: Sequence[Search]) -> int | None:
 
     None where gold passages are known, which tell more, and for a multiple choice, whose answers are letters.
     """
-    if question.gold or question.choices:
+    if question.gold or question.gold_ids or question.choices:
         return None
     texts = dict.fromkeys(passage.text for search in searches for passage in search.passages)
     return next((at for at, text in enumerate(texts, 1) if cover_exact_match(text, question.answers)), 0)

@@ -13,7 +13,7 @@ from rrl.data.decoding import BrokenRecord
 from rrl.data.passages import passage_of
 from rrl.data.questions import QUESTION_FIELDS, answer_text
 from rrl.data.records import ExcludedRecord, asked_fields_of, fields_of, id_field, list_field, read_records
-from rrl.data.tables import PREDICTIONS, QUESTION_IDS
+from rrl.data.tables import PASSAGE_IDS, PREDICTIONS, QUESTION_IDS
 from rrl.errors import UserError
 
 PREDICTION_FIELDS = tuple(
@@ -31,8 +31,8 @@ COUNT_FIELDS = (
 """Numbers of a record that are averaged beside the metrics, where they are there; "searches" too, as a number or a list."""
 
 ALLOWED = (
-    "records {id or question, prediction} with titles, retrieval_result or searches, turns, tokens where known (the prediction "
-    f"under one of {', '.join(PREDICTION_FIELDS)}), or one object {{id: prediction}}"
+    "records {id or question, prediction} with titles, retrieval_result, retrieved_docids or searches, turns, tokens where known "
+    f"(the prediction under one of {', '.join(PREDICTION_FIELDS)}), or one object {{id: prediction}}"
 )
 
 
@@ -50,6 +50,8 @@ class Prediction:
     """One answer; several where they are the short forms of a long one (the best counts); none where nothing was answered."""
     titles: tuple[str, ...] | None = None
     """Titles of the passages that were found, best first; None where the record does not say."""
+    ids: tuple[str, ...] | None = None
+    """Ids of these passages; None where the record does not say all of them."""
     verdict: bool | None = None
     """What a judge said; None where it can't be understood, or no judge was asked for."""
     counts: Mapping[str, float] = dataclasses.field(default_factory=dict)
@@ -58,7 +60,7 @@ class Prediction:
     failed: int = 0
     """Searches that failed, where the record says so."""
     empty: int = 0
-    """Passages that were found and have neither title nor text; they are not among `titles`."""
+    """Passages that were found and have neither title nor text; they are not among `titles` and `ids`."""
 
 
 def load_predictions(path: str | Path, field: str = "", judge_field: str = "") -> list[Prediction]:
@@ -126,13 +128,14 @@ def _prediction(place: str, record: Any, field: str, judge_field: str) -> Predic
         raise ValueError("id: missing, and there is no question either")
     if judge_field and judge_field not in fields:
         raise ValueError(f"{judge_field}: missing")
-    titles, empty = _titles(fields)
+    titles, ids, empty = _found(fields)
     return Prediction(
         place=place,
         id=identity,
         question=question,
         answers=_answers(fields, field),
         titles=titles,
+        ids=ids,
         verdict=_verdict(fields[judge_field]) if judge_field else None,
         counts=dict(_counts(fields)),
         record=fields,
@@ -180,8 +183,8 @@ def _said(name: str, value: Any) -> list[str]:
     return found
 
 
-def _titles(fields: dict[str, Any]) -> tuple[tuple[str, ...] | None, int]:
-    """Titles of what was found, and how many passages are left out since they have neither title nor text."""
+def _found(fields: dict[str, Any]) -> tuple[tuple[str, ...] | None, tuple[str, ...] | None, int]:
+    """Titles and ids of what was found, and how many passages are left out since they have neither title nor text."""
     output = fields.get("output")
     for name, inside in (
         ("titles", fields),
@@ -190,30 +193,38 @@ def _titles(fields: dict[str, Any]) -> tuple[tuple[str, ...] | None, int]:
         ("passages", fields),
     ):
         if isinstance(inside, dict) and inside.get(name) is not None:
-            found = list(_entry_titles(list_field(inside, name)))
-            return tuple(title for title in found if title is not None), found.count(None)
+            entries = list(_entries(list_field(inside, name)))
+            passages = [entry for entry in entries if entry is not None]
+            titles = tuple(title for title, _ in passages)
+            return titles, _whole([identity for _, identity in passages]), len(entries) - len(passages)
     searches = fields.get("searches")
     if isinstance(searches, list):
-        return tuple(
-            title
-            for search in searches
-            for title in list_field(fields_of(search), "titles")
-            if isinstance(title, str)
-        ), 0
-    return None, 0
+        each = [fields_of(search) for search in searches]
+        titles = tuple(t for search in each for t in list_field(search, "titles") if isinstance(t, str))
+        ids = [str(identity) for search in each for identity in list_field(search, "ids")]
+        return titles, tuple(ids) if len(ids) == len(titles) else None, 0
+    if fields.get("retrieved_docids") is not None:  # BrowseComp-Plus
+        return None, tuple(map(str, list_field(fields, "retrieved_docids"))), 0
+    return None, None, 0
 
 
-def _entry_titles(entries: list[Any]) -> Iterator[str | None]:
-    """The title of each entry: of a title, a passage, or a list of either for each search; None for a passage without title and
-    text."""
+def _whole(ids: list[str]) -> tuple[str, ...] | None:
+    return tuple(ids) if all(ids) else None
+
+
+def _entries(entries: list[Any]) -> Iterator[tuple[str, str] | None]:
+    """Title and id ("" without one) of each entry: of a title, a passage, or a list of either for each search; None for a passage
+    without title and text."""
     for at, entry in enumerate(entries):
         if isinstance(entry, str):
-            yield entry
+            yield entry, ""
         elif isinstance(entry, list):
-            yield from _entry_titles(entry)
+            yield from _entries(entry)
         else:
             try:
-                yield passage_of(at, entry).title
+                passage = passage_of(at, entry)
+                own = any(entry.get(name) is not None for name in PASSAGE_IDS)
+                yield passage.title, passage.id if own else ""
             except ExcludedRecord:
                 yield None
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from rrl.data.questions import Question
 from rrl.errors import UserError, at_least
-from rrl.files import atomic_stream
+from rrl.files import CHECKOUT, atomic_stream
 
 PACKAGES = ("jax", "flax", "numpy", "transformers", "scann", "bm25s")
 
@@ -26,7 +26,7 @@ BM25 = ("k1", "b", "title_weight")
 
 SETTING: Mapping[str, tuple[str, ...]] = {
     "corpus": ("corpus_sha256", "passages"),
-    "retriever": ("retriever",),
+    "retriever": ("searched_by",),
     "passages of a search": ("top_k",),
     "questions": ("questions_sha256", "questions"),
     "normalisation": ("normalization",),
@@ -130,19 +130,25 @@ class ResultCard:
         }
 
     @property
-    def _weighs_words(self) -> bool:
-        """Whether BM25 takes part in the search: alone, beside an encoder, or behind a service that does not say."""
-        return self.retriever.get("kind") not in ("exact", "scann")
+    def searched_by(self) -> dict[str, Any]:
+        """The settings of the retriever that have a meaning: of a search by embeddings those of BM25 have none, but that a title
+        weight of 0 says that texts are embedded without their titles."""
+        if self.retriever.get("kind") not in ("exact", "scann"):
+            return dict(self.retriever)
+        return {
+            name: value
+            for name, value in self.retriever.items()
+            if name not in BM25 or (name == "title_weight" and value == 0)
+        }
 
     @property
     def setting(self) -> dict[str, str]:
         """The values of `SETTING` in words: two cards may stand in one table without a remark where these are equal."""
         inside = f"{self.passages:,} passages, {self.corpus_sha256[:12]}" if self.corpus_sha256 else UNKNOWN
         searched = f"{self.corpus} ({inside})" if self.corpus else "none"
-        meant = {name: v for name, v in self.retriever.items() if name not in BM25 or self._weighs_words}
         return {
             "corpus": searched,
-            "retriever": _told(meant) or "none",
+            "retriever": _told(self.searched_by) or "none",
             "passages of a search": str(self.top_k) if self.corpus else "none",
             "questions": f"{self.dataset} ({self.questions:,}, {self.questions_sha256[:12]})",
             "normalisation": self.normalization,
@@ -181,8 +187,9 @@ def questions_fingerprint(questions: Sequence[Question]) -> str:
 
 def gold_fingerprint(questions: Sequence[Question]) -> str:
     """SHA-256 over gold passages in order; "" where no question has any."""
-    gold = [question.gold for question in questions]
-    return hashlib.sha256(json.dumps(gold).encode()).hexdigest() if any(gold) else ""
+    titles, ids = ([getattr(question, name) for question in questions] for name in ("gold", "gold_ids"))
+    gold = [titles, ids] if any(ids) else titles
+    return hashlib.sha256(json.dumps(gold).encode()).hexdigest() if any(titles) or any(ids) else ""
 
 
 def versions_here() -> dict[str, str]:
@@ -197,8 +204,10 @@ def versions_here() -> dict[str, str]:
 
 
 def commit_here() -> str:
-    """The commit that is checked out, with a mark where what is run differs from it; "unknown" outside a clone."""
-    if not (commit := _git("rev-parse", "--short=12", "HEAD")):
+    """The commit of rrl that is checked out, with a mark where what is run differs from it; "unknown" outside a clone."""
+    commit = _git("rev-parse", "--short=12", "HEAD")
+    # An installed package may lie in a clone of something else.
+    if not commit or Path(_git("rev-parse", "--show-toplevel")) != CHECKOUT:
         return "unknown"
     return commit + (
         " with changes"
@@ -209,7 +218,9 @@ def commit_here() -> str:
 
 def _git(*arguments: str) -> str:
     try:
-        done = subprocess.run(["git", *arguments], capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            ["git", "-C", str(CHECKOUT), *arguments], capture_output=True, text=True, check=False
+        )
     except OSError:
         return ""
     return done.stdout.strip() if done.returncode == 0 else ""

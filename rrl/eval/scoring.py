@@ -17,7 +17,7 @@ from rrl.eval.intervals import bootstrap, compare
 from rrl.eval.predictions import Prediction
 from rrl.files import atomic_stream, saving
 from rrl.report.summary import table
-from rrl.retrieval.gold import GoldHits, gold_hits
+from rrl.retrieval.gold import TITLES, GoldHits, gold_key, hits_by
 from rrl.text.characters import one_form
 from rrl.text.metrics import score_answers
 from rrl.text.normalize import RRL, Rule
@@ -64,6 +64,8 @@ class Scores:
     predicted."""
     titles: Sequence[Sequence[str]] | None
     """What was found for each question; None where a prediction does not say."""
+    ids: Sequence[Sequence[str]] | None = None
+    """The same by the ids of the passages."""
     missing: int = 0
     """Questions without a prediction, which count as wrong."""
     unparsed: int = 0
@@ -77,11 +79,27 @@ class Scores:
         return "acc" if "acc" in self.metrics else "em"
 
     @functools.cached_property
+    def gold_by(self) -> tuple[str, str]:
+        """By what gold passages are recognised, and a warning, as of `gold_key`; "" where that is not known of what was found."""
+        titles, ids = self.titles, self.ids
+        if ids is None:
+            titled = titles is not None and any(question.gold for question in self.questions)
+            unknown = any(question.gold_ids for question in self.questions)
+            warning = "the predictions do not have the ids of what was found" if unknown else ""
+            return (TITLES if titled else ""), warning if titles is not None else ""
+        found = (
+            pair
+            for at, row in enumerate(ids)
+            for pair in zip(row, titles[at] if titles is not None else [""] * len(row), strict=True)
+        )
+        key, warning = gold_key(self.questions, found)
+        return ("" if key == TITLES and titles is None else key), warning
+
+    @functools.cached_property
     def hits(self) -> GoldHits | None:
-        """Which of what was found is gold; None where titles or gold passages are not known."""
-        if self.titles is None or not any(question.gold for question in self.questions):
-            return None
-        return gold_hits(self.titles, [question.gold for question in self.questions])
+        """Which of what was found is gold; None where what was found or gold passages are not known."""
+        key, _ = self.gold_by
+        return hits_by(key, self.ids or (), self.titles or (), self.questions) if key else None
 
     @property
     def coverage(self) -> dict[str, Float[np.ndarray, "Q"]]:
@@ -236,11 +254,14 @@ def score(
     }
     known = bool(there) and all(p.titles is not None for p in there)
     titles = [(p.titles or ()) if p else () for p in predictions] if known else None
+    named = bool(there) and all(p.ids is not None for p in there)
+    ids = [(p.ids or ()) if p else () for p in predictions] if named else None
     return Scores(
         questions,
         metrics,
         counts,
         titles,
+        ids,
         missing=len(predictions) - len(there),
         unparsed=sum(p.verdict is None for p in there) if judged else 0,
         failed=sum(p.failed for p in there),
@@ -269,8 +290,12 @@ def report(scores: Scores, *, seed: int = 0, level: float = 0.95) -> dict[str, A
     for name, labels in groups.items():
         if any(labels):
             found[name] = {label or "other": _means(scores, labels, label) for label in sorted(set(labels))}
+    by, warning = scores.gold_by
+    if warning:
+        found["retrieval_warning"] = warning
     if scores.hits is not None:
         found["retrieval"] = scores.hits.report(CUTS)
+        found["retrieval_by"] = by
         found["retrieval_intervals"] = {
             name: dataclasses.asdict(bootstrap(values[~np.isnan(values)], level=level, seed=seed))
             for name, values in scores.coverage.items()
@@ -292,8 +317,10 @@ def costs(counts: Mapping[str, Float[np.ndarray, "Q"]], right: Float[np.ndarray,
 
 
 def against(first: Scores, second: Scores, *, seed: int = 0, level: float = 0.95) -> dict[str, Any]:
-    """For each metric that both runs have, retrieval's too, what the first does better than the second on the same questions."""
-    ours, theirs = ({**scores.metrics, **scores.coverage} for scores in (first, second))
+    """For each metric that both runs have, what the first does better than the second on the same questions; also of retrieval,
+    where gold passages are recognised in both by the same (`gold_by`)."""
+    alike = first.gold_by[0] == second.gold_by[0]
+    ours, theirs = ({**scores.metrics, **(scores.coverage if alike else {})} for scores in (first, second))
     known = {name: ~np.isnan(values) for name, values in ours.items()}
     return {
         name: dataclasses.asdict(
@@ -324,6 +351,10 @@ def as_text(found: Mapping[str, Any]) -> str:
     for name, words in COVERAGE:
         if facts := found.get(name):
             lines += ["", *_coverage(facts, words, percent, found.get(f"{name}_intervals", {}))]
+            if by := found.get(f"{name}_by"):
+                lines.append(f"by {by}")
+    if warning := found.get("retrieval_warning"):
+        lines += ["", f"gold passages: {warning}"]
     for name, words, scale in FACTS:
         if facts := found.get(name):
             decimals = 3 if name == "seconds" else 2

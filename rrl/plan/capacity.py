@@ -17,6 +17,7 @@ from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import PyTree
 
 from rrl.errors import UserError
+from rrl.files import shipped
 from rrl.models.attention_backends import AttentionBackend
 from rrl.models.config import DecoderConfig
 from rrl.models.decoder import Remat
@@ -226,7 +227,7 @@ def plan_capacity(
 def policy_shape(folder: str) -> tuple[DecoderConfig, str]:
     """Return the shape of a policy and its source: the config.json of its folder, or the published model
     of that name."""
-    if pathlib.Path(folder, "config.json").is_file():
+    if (shipped(folder) / "config.json").is_file():
         return read_decoder_config(folder), f"{folder}/config.json"
     for name, fields in PUBLISHED.items():
         if pathlib.Path(folder).name.startswith(name):

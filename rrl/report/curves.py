@@ -96,11 +96,7 @@ def plot_training(
     for axis in axes[len(panels) :]:
         axis.remove()
     if smoothed:
-        figure.supxlabel(
-            f"Bold lines: mean over {smoothed} steps, centred. Pale lines: each step.",
-            fontsize=9,
-            color=QUIET,
-        )
+        explain(figure, f"Bold lines: mean over {smoothed} steps, centred. Pale lines: each step.")
     save_figure(figure, out_png)
 
 
@@ -136,25 +132,24 @@ def plot_spread(
                 f"runs[{name!r}] is empty: give the metrics.jsonl of one seed or more, or leave the arm out"
             )
         loaded[name] = [_rows(source) for source in sources]
+    smoothed = 0
     for axis, (metric, panel) in zip(axes, metrics.items()):
         style_axis(axis, panel, "" if x == "step" else x.split("/")[-1])
         for at, (name, seeds) in enumerate(loaded.items()):
-            band(
-                axis,
-                seeds,
-                metric,
-                x,
-                f"{name} ({len(seeds)} seed{'s' if len(seeds) > 1 else ''})",
-                COLOURS[at % len(COLOURS)],
-            )
+            label = f"{name} ({len(seeds)} seed{'s' if len(seeds) > 1 else ''})"
+            smoothed = max(smoothed, band(axis, seeds, metric, x, label, COLOURS[at % len(COLOURS)]))
         _finish(axis, legend=len(loaded) <= ARMS_INSIDE)
     lines: Sequence[Any] = next((axis.get_lines() for axis in axes if axis.get_lines()), [])
+    words = band_words(max(map(len, loaded.values()), default=1), smoothed)
     if len(loaded) > ARMS_INSIDE and lines:
-        figure.set_figheight(figure.get_figheight() + 0.22 * -(-len(loaded) // 2))
-        # The lines themselves, not their copies: constrained layout keeps room for it.
-        figure.legend(
-            handles=lines, loc="outside lower center", ncols=2, fontsize=7.5, frameon=False, labelcolor=INK
-        )
+        figure.set_figheight(figure.get_figheight() + 0.22 * (-(-len(loaded) // 2) + bool(words)))
+        # The lines themselves, not their copies: constrained layout keeps room for it. The words are its title, since the
+        # layout would draw those of `explain` over it.
+        style = {"ncols": 2, "fontsize": 7.5, "frameon": False, "labelcolor": INK, "title_fontsize": 9}
+        legend = figure.legend(handles=lines, loc="outside lower center", title=words, **style)
+        legend.get_title().set_color(QUIET)
+    else:
+        explain(figure, words)
     save_figure(figure, out_png)
 
 
@@ -189,12 +184,15 @@ def _line(axis: Any, steps: np.ndarray, values: np.ndarray, label: str, colour: 
     return width if width >= 2 else 0
 
 
-def band(axis: Any, seeds: Sequence[MetricRows], metric: str, x: str, label: str, colour: str) -> None:
-    """Draws the mean over seeds of one metric, in a band from the lowest to the highest; nothing where one has none of it."""
+def band(axis: Any, seeds: Sequence[MetricRows], metric: str, x: str, label: str, colour: str) -> int:
+    """Draws the mean over seeds of one metric, in a band from the lowest to the highest; nothing where one has none of it.
+
+    Returns how many steps a point is the mean of, or 0 if each step is drawn.
+    """
     curves = [series(rows, metric, x) for rows in seeds]
     length = min(len(values) for _, values in curves)
     if not length:
-        return
+        return 0
     places = np.mean([at[:length] for at, _ in curves], axis=0)
     # A noisy curve is smoothed; the few points of an evaluation are drawn as they are.
     width = length // 12 if length > 24 else 0
@@ -204,6 +202,22 @@ def band(axis: Any, seeds: Sequence[MetricRows], metric: str, x: str, label: str
     axis.plot(
         places, values.mean(axis=0), marker=marker, markersize=4, color=colour, label=label, linewidth=1.8
     )
+    return width if width >= 2 else 0
+
+
+def band_words(seeds: int, smoothed: int) -> str:
+    """What the lines and bands of `band` are, of at most so many seeds, and of means over so many steps (0: none)."""
+    steps = f"over {smoothed} steps, centred" if smoothed else ""
+    if seeds > 1:
+        words = " and ".join(filter(None, ("over seeds", steps)))
+        return f"Lines: mean {words}. Bands: from the lowest seed to the highest."
+    return f"Lines: mean {steps}." if steps else ""
+
+
+def explain(figure: matplotlib.figure.Figure, words: str) -> None:
+    """Writes below all panels how their lines are to be read; nothing for ""."""
+    if words:
+        figure.supxlabel(words, fontsize=9, color=QUIET)
 
 
 def _rows(source: Source) -> MetricRows:

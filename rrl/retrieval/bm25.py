@@ -42,6 +42,7 @@ _CHARACTERS = str.maketrans("’‘`", "'''", "\u00ad\ufeff")
 """Apostrophes become one; soft hyphens and byte order marks vanish."""
 _RUN = re.compile(r"\w+")
 TOKENS = ("lucene", "whitespace", "words")
+IDFS = ("lucene", "okapi")
 _LOCAL = threading.local()
 
 
@@ -60,9 +61,12 @@ class Bm25Config:
     tokens: str = "lucene"
     """What is counted. lucene: `analyse`. whitespace or words: what stands between spaces, or runs of letters and digits, in
     lower case alone, with stop words and unstemmed, as figures with rank_bm25 are often made."""
+    idf: str = "lucene"
+    """How rare words weigh: as in Lucene, or okapi, as in rank_bm25's BM25Okapi (see `inverse_frequencies`)."""
 
     def __post_init__(self) -> None:
         one_of(TOKENS, self, "tokens")
+        one_of(IDFS, self, "idf")
         at_least(0, self, "k1", "title_weight")
         if not 0 <= self.b <= 1:
             raise UserError(f"b={self.b} must lie in 0..1")
@@ -172,7 +176,7 @@ def _model(
     if not vocabulary:
         raise UserError("corpus: no passage holds a word that BM25 could index. Check the corpus file.")
     model = _bm25s().BM25(k1=config.k1, b=config.b)
-    data, indices, indptr = score_matrix(blocks, len(vocabulary), config.k1, config.b, allocate)
+    data, indices, indptr = score_matrix(blocks, len(vocabulary), config.k1, config.b, allocate, config.idf)
     passages = sum(len(block.lengths) for block in blocks())
     model.scores = {"data": data, "indices": indices, "indptr": indptr, "num_docs": passages}
     model.vocab_dict, model.nonoccurrence_array = dict(vocabulary), None

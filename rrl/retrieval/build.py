@@ -81,7 +81,7 @@ def build_index(
       corpus: a corpus file (see `iter_passages`), or passages.
       out: a folder that is not there yet.
       kind: scann, exact or bm25.
-      text_encoder: for scann and exact.
+      text_encoder: for scann and exact; without its `titles`, the manifest has `title_weight` 0.
       bm25: settings of BM25.
       memory_gb: memory for ScaNN, in 10^9 bytes; None: most of the machine's.
       block: passages between two marks on the disk.
@@ -107,6 +107,8 @@ def build_index(
     else:
         assert text_encoder is not None
         wanted["encoder"] = {"name": text_encoder.name, "fingerprint": text_encoder.fingerprint}
+        if not text_encoder.titles:
+            wanted["title_weight"] = 0
     with disk_full_error(work), _still_there(work):
         try:
             work.mkdir(parents=True, exist_ok=True)

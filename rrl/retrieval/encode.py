@@ -20,6 +20,7 @@ from tokenizers import normalizers
 
 from rrl.data.passages import Passage
 from rrl.errors import UserError
+from rrl.files import shipped
 from rrl.models.config import Pooling
 from rrl.models.encoder import Encoder
 from rrl.models.hf import folder_hash, load_encoder, save_encoder
@@ -65,6 +66,8 @@ class TextEncoder:
     """SHA-256 of the folder it was loaded from; indexes remember it."""
     devices: tuple[jax.Device, ...] = ()
     """Over which batches are split; none: JAX's own choice of one."""
+    titles: bool = True
+    """Whether passages are embedded with their titles, or by their texts alone."""
 
     @property
     def dim(self) -> int:
@@ -102,7 +105,7 @@ class TextEncoder:
     def embed_passages(
         self, passages: Sequence[Passage], batch: int | None = None
     ) -> Float[np.ndarray, "N E"]:
-        """Embeddings float32 of "prefix title text", in the passages' order; those that were cut are logged."""
+        """Embeddings float32 of passages (see `tokenize_passages`), in their order; those that were cut are logged."""
         ids, cut = self.tokenize_passages(passages)
         if cut:
             limit = self.settings.passage_tokens
@@ -110,8 +113,10 @@ class TextEncoder:
         return self.embed_tokens(ids, batch, _logged(len(ids)))
 
     def tokenize_passages(self, passages: Sequence[Passage]) -> tuple[list[list[int]], int]:
-        """Token ids of "prefix title text", cut at `passage_tokens`; and how many were cut. NumPy only, thread-safe."""
-        texts = (f"{self.settings.passage_prefix}{passage.title} {passage.text}" for passage in passages)
+        """Token ids of "prefix title text", or of "prefix text" without `titles`, cut at `passage_tokens`; and how many were cut.
+        NumPy only, thread-safe."""
+        prefix = self.settings.passage_prefix
+        texts = (f"{prefix}{p.title} {p.text}" if self.titles else prefix + p.text for p in passages)
         return self._encode_ids(texts, self.settings.passage_tokens)
 
     def embed_tokens(
@@ -230,8 +235,8 @@ def load_text_encoder(folder: str | Path, settings: Mapping[str, Any] | None = N
 
     Raises UserError naming what is missing or not supported.
     """
-    folder = Path(folder)
     require_folder("encoder", folder)
+    folder = shipped(folder)
     found = read_settings(folder, settings)
     tokenizer, encoder = load_tokenizer(folder), load_encoder(folder, pooling=found.pooling)
     check_tokenizer(tokenizer, encoder.config, "encoder")

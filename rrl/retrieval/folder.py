@@ -118,9 +118,11 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def index_identity(folder: str | Path) -> dict[str, Any]:
-    """What an index finds, wherever it lies: its kind, corpus, encoder and settings."""
+    """What an index finds, wherever it lies: its kind, corpus, encoder and settings; `title_weight` 0 where texts were embedded
+    without their titles."""
     manifest = read_manifest(Path(folder))
-    return {name: manifest.get(name) for name in ("kind", "corpus", "encoder", "bm25")}
+    found = {name: manifest.get(name) for name in ("kind", "corpus", "encoder", "bm25")}
+    return found | ({"title_weight": manifest["title_weight"]} if "title_weight" in manifest else {})
 
 
 def damaged(folder: Path, what: str) -> UserError:

@@ -1,14 +1,17 @@
 """How well passages that were found cover the gold ones: recall, full recall, mAP, @K, η_re, hits and MRR (R2AG, Table 1)."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
+from rrl.data.questions import Question
 from rrl.errors import UserError
 from rrl.text.metrics import score_answers
 from rrl.text.normalize import RRL, Rule, title_key
+
+IDS, TITLES = "gold ids", "gold titles"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,18 +94,81 @@ class GoldHits:
         return np.where(self.gold > 0, values.astype(np.float64), np.nan)
 
 
-def gold_hits(found: Sequence[Sequence[str]], gold: Sequence[Sequence[str]]) -> GoldHits:
+def gold_key(questions: Sequence[Question], passages: Iterable[tuple[str, str]]) -> tuple[str, str]:
+    """By what gold passages are recognised: (`IDS` or `TITLES`, a warning or ""); ("", "") where no question has any.
+
+    Ids are better, since passages may share a title. They are taken where as many questions have gold ids as have gold titles,
+    and some passage has a gold id. Of a question with gold titles too, that passage must have one of them: the ids of another
+    corpus are often the same numbers.
+
+    Args:
+      questions: with `gold` and `gold_ids` as far as they are known.
+      passages: (id, title) of passages of the corpus, an empty title for one that is not known; read up to the first that has a
+        gold id.
+    """
+    titled = sum(bool(question.gold) for question in questions)
+    known = sum(bool(question.gold_ids) for question in questions)
+    if not known or known < titled:
+        few = f"only {known} questions have gold ids, {titled} have gold titles" if known else ""
+        return (TITLES if titled else ""), few
+    titles: dict[str, set[str]] = {}
+    for question in questions:
+        for identity in question.gold_ids:
+            titles.setdefault(identity, set()).update(map(title_key, question.gold))
+    for identity, title in passages:
+        wanted = titles.get(identity)
+        if wanted is not None and (not wanted or not title or title_key(title) in wanted):
+            return IDS, ""
+    where = ", under a gold title of its question" if titled else ""
+    warning = (
+        f"no passage has one of the gold ids, such as {next(iter(titles))!r}{where}: is the corpus theirs?"
+    )
+    return (TITLES if titled else IDS), warning
+
+
+def gold_of(question: Question, key: str) -> tuple[str, ...]:
+    """The gold passages of a question by a key of `gold_key`."""
+    return question.gold_ids if key == IDS else question.gold
+
+
+def hits_by(
+    key: str,
+    ids: Sequence[Sequence[str]],
+    titles: Sequence[Sequence[str]],
+    questions: Sequence[Question],
+    repeats: bool = False,
+) -> GoldHits:
+    """The hits of passages found, best first, by their ids or titles (see `gold_key`); `repeats` as of `gold_hits`."""
+    gold = [gold_of(question, key) for question in questions]
+    return gold_hits(ids, gold, str, repeats) if key == IDS else gold_hits(titles, gold, title_key, repeats)
+
+
+def gold_hits(
+    found: Sequence[Sequence[str]],
+    gold: Sequence[Sequence[str]],
+    same: Callable[[str], str] = title_key,
+    repeats: bool = False,
+) -> GoldHits:
     """The hits of passages found, best first, for the gold ones of each question; both are titles, or both ids.
 
-    Titles count as equal whatever their case and white space.
+    Names count as equal where `same` maps them to one text: titles whatever their case and white space. A name that comes again
+    is passed over; with `repeats` it takes a rank, as another passage with the same title does in a single search.
 
     Raises ValueError where the two are not of equal length.
     """
-    wanted = [{title_key(name) for name in names} for names in gold]
-    ranked = [list(dict.fromkeys(map(title_key, names))) for names in found]
-    return _hits(
-        [[name in want for name in names] for names, want in zip(ranked, wanted, strict=True)], wanted
-    )
+    wanted = [{same(name) for name in names} for names in gold]
+    rows = []
+    for names, want in zip(found, wanted, strict=True):
+        keys = list(map(same, names))
+        first = {name: at for at, name in reversed(list(enumerate(keys)))}
+        rows.append(
+            [
+                name in want and first[name] == at
+                for at, name in enumerate(keys)
+                if repeats or first[name] == at
+            ]
+        )
+    return _hits(rows, wanted)
 
 
 def hits_by_answer(

@@ -55,7 +55,8 @@ def stored_retriever(
 
     ScaNN's builder draws its training sample without a seed, so that a tree built again finds other passages for a few
     queries of a hundred. An index over the embeddings of `SMALL` passages or more is therefore built once, as
-    `folder`/KEY, where KEY names corpus and encoder, and opened after that; the passages are not embedded again either.
+    `folder`/KEY, where KEY names corpus, encoder and whether titles are embedded. It is opened after that, and the passages are
+    not embedded again.
     A build that was killed continues, a second process waits for the first, a damaged index is built anew with a warning.
     Below `SMALL`, and for BM25, this is `make_retriever`, which always gives the same index. Errors as there, and those
     of `build_index`.
@@ -64,7 +65,13 @@ def stored_retriever(
         return make_retriever(passages, kind, text_encoder, bm25)
     check_kind(kind, text_encoder)
     assert text_encoder is not None
-    key = hashlib.sha256(f"{kind} {fingerprint(passages)} {text_encoder.fingerprint}".encode()).hexdigest()
+    parts = [
+        kind,
+        fingerprint(passages),
+        text_encoder.fingerprint,
+        *([] if text_encoder.titles else ["text"]),
+    ]
+    key = hashlib.sha256(" ".join(parts).encode()).hexdigest()
     index = folder / key[:16]
     folder.mkdir(parents=True, exist_ok=True)
     with wait_for_lock(folder):

@@ -49,16 +49,36 @@ def count(passages: Sequence[Sequence[str]], vocabulary: Vocabulary) -> Block:
     return Block(*parts)
 
 
+def inverse_frequencies(frequencies: Int[np.ndarray, "W"], passages: int, idf: str) -> Float[np.ndarray, "W"]:
+    """The weight of each word, float32, by the number of passages that have it.
+
+    lucene: log(1 + (N - n + 0.5) / (n + 0.5)). okapi: log((N - n + 0.5) / (n + 0.5)), as in rank_bm25's BM25Okapi, where a word
+    of a negative weight, which is in more than half of the passages, has a quarter of the mean weight.
+    """
+    odds = (passages - frequencies + 0.5) / (frequencies + 0.5)
+    if idf == "lucene":
+        # Rounded where bm25s rounds, so that the scores are its own to the last bit.
+        return np.log(1 + odds).astype(np.float32)
+    weights = np.log(odds)
+    return np.where(weights < 0, weights.mean() / 4, weights).astype(np.float32)
+
+
 def score_matrix(
-    blocks: Callable[[], Iterable[Block]], words: int, k1: float, b: float, allocate: Allocate
+    blocks: Callable[[], Iterable[Block]],
+    words: int,
+    k1: float,
+    b: float,
+    allocate: Allocate,
+    idf: str = "lucene",
 ) -> tuple[Float[np.ndarray, "P"], Int[np.ndarray, "P"], Int[np.ndarray, "W1"]]:
-    """Lucene's BM25 (Kamphuis et al. 2020, row 2) of each word in each passage, by columns (words).
+    """BM25 of each word in each passage, by columns (words): Lucene's (Kamphuis et al. 2020, row 2) but for another `idf`.
 
     Args:
       blocks: gives the blocks from the first; asked twice.
       words: size of the vocabulary.
       k1: see `Bm25Config`; so is b.
       allocate: makes an array of (name, length, dtype), on disk if it likes.
+      idf: see `inverse_frequencies`.
 
     Returns scores float32, positions of passages int32 (ascending within a word), and the border of each word.
     """
@@ -68,8 +88,7 @@ def score_matrix(
         frequencies += np.bincount(block.words, minlength=words)
         passages += len(block.lengths)
         length += int(block.lengths.sum())
-    # Rounded where bm25s rounds, so that the scores are its own to the last bit.
-    idf = np.log(1 + (passages - frequencies + 0.5) / (frequencies + 0.5)).astype(np.float32)
+    weights = inverse_frequencies(frequencies, passages, idf)
     borders = allocate("indptr", words + 1, np.int64)
     borders[0] = 0
     np.cumsum(frequencies, out=borders[1:])
@@ -82,7 +101,7 @@ def score_matrix(
         norms = k1 * (1 - b + b * block.lengths / (length / passages))
         held, begins, sizes = np.unique(block.words, return_index=True, return_counts=True)
         places = np.repeat(ends[held] - begins, sizes) + np.arange(len(block.words))
-        scores[places] = idf[block.words] * (block.counts / (norms[block.passages] + block.counts))
+        scores[places] = weights[block.words] * (block.counts / (norms[block.passages] + block.counts))
         positions[places] = block.passages + first
         ends[held] += sizes
         first += len(block.lengths)

@@ -16,7 +16,7 @@ from rrl.errors import UserError
 from rrl.models.hf import load_language_model
 from rrl.parallel.runtime import enable_compilation_cache
 from rrl.recipes.base import Recipe, ScoringContext, check_tags, uses_chat
-from rrl.recipes.card import RecipeCard, make_card, read_card
+from rrl.recipes.card import RecipeCard, make_card, read_card, require_policy
 from rrl.recipes.catalogue import make_recipe
 from rrl.retrieval.index import open_with_encoder
 from rrl.retrieval.retriever import Retriever
@@ -86,10 +86,7 @@ class Agent:
         Raises:
           UserError: a folder or recipe does not exist, or they do not fit together.
         """
-        if not pathlib.Path(policy, "config.json").is_file():
-            raise UserError(
-                f"policy={str(policy)!r} is not a Hugging Face folder (no config.json); give another folder"
-            )
+        require_policy(policy)
         enable_compilation_cache()
         card = read_card(policy)
         if isinstance(recipe, str):

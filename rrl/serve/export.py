@@ -16,7 +16,7 @@ from flax import nnx
 
 from rrl.config.sections import build
 from rrl.errors import UserError
-from rrl.files import saving
+from rrl.files import saving, shipped
 from rrl.models.decoder import Decoder
 from rrl.models.hf import (
     folder_hash,
@@ -192,7 +192,7 @@ def _start_folder(
             "writes at its end holds them"
         )
     expected = read_json(model_folder / START_FILE, "which names the folder that the run started from")
-    folder = pathlib.Path(moved or expected["folder"])
+    folder = shipped(moved or expected["folder"])
     sha256 = folder_hash(folder) if (folder / CONFIG_FILE).is_file() else "none"
     if sha256 != expected["sha256"]:
         raise UserError(

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from rrl.errors import UserError
-from rrl.files import saving, write_atomically
+from rrl.files import saving, shipped, write_atomically
 from rrl.report.curves import plot_spread
 from rrl.report.summary import table
 from rrl.runs.launcher import EXIT_STOPPED, EXIT_TRY_AGAIN, EXIT_USER_ERROR
@@ -194,7 +194,7 @@ def run_commands(run: ArmRun, todo: Sequence[Sequence[str]], provenance: str) ->
     """
     for command in todo:
         print("python", *command, file=sys.stderr, flush=True)
-        code = wait_for(subprocess.Popen([sys.executable, *command]))
+        code = wait_for(subprocess.Popen([sys.executable, str(shipped(command[0])), *command[1:]]))
         if code != EXIT_USER_ERROR and run.workdir.is_dir():
             with saving(run.workdir / "command.json"):
                 write_atomically(run.workdir / "command.json", provenance)
@@ -233,9 +233,9 @@ def provenance_of(run: ArmRun, config: str, cold_start: str) -> str:
         _split(_config_of_arm(run.arm, config)[0])[0],
         *([_split(cold_start)[0]] if run.arm == SFT else []),
     ]:
-        if not pathlib.Path(file).is_file():
+        if not shipped(file).is_file():
             raise UserError(f"config file {file!r} does not exist; give one, such as configs/rsearch_grpo.py")
-        hashes[file] = hashlib.sha256(pathlib.Path(file).read_bytes()).hexdigest()[:16]
+        hashes[file] = hashlib.sha256(shipped(file).read_bytes()).hexdigest()[:16]
     return json.dumps({"commands": own_commands, "sha256": hashes})
 
 

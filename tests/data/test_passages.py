@@ -329,3 +329,9 @@ def test_a_passage_of_a_question_whose_text_has_an_unknown_name_is_refused(tmp_p
     file = written(tmp_path, {"question": "?", "ctxs": [{"title": "Oslo", "words": "A city."}]})
     with pytest.raises(UserError, match="ctxs: a passage without a text; found the fields title, words"):
         load_passages(file)
+
+
+def test_a_document_of_kilts_knowledge_source_has_its_title_and_id(tmp_path: Path) -> None:
+    record = {"_id": "290", "wikipedia_id": "290", "wikipedia_title": "A", "text": ["A is", "a letter."]}
+    (tmp_path / "kilt.jsonl").write_text(json.dumps(record) + "\n")
+    assert load_passages(tmp_path / "kilt.jsonl") == [Passage("290", "A", "A is a letter.")]

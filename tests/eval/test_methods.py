@@ -57,7 +57,13 @@ def test_what_a_prompted_method_asked_later_is_shown_as_given() -> None:
     assert record["prediction"] == "Oslo" and record["turns"] == 3 and len(prompts) == 3
     assert record["tokens"] == outcome.sampled_tokens and record["prompt_tokens"] == outcome.prompt_tokens
     assert record["searches"] == [
-        {"turn": 0, "query": "Who directed Silver Harbour?", "titles": (FILM.title,), "failed": False}
+        {
+            "turn": 0,
+            "query": "Who directed Silver Harbour?",
+            "titles": (FILM.title,),
+            "ids": (FILM.id,),
+            "failed": False,
+        }
     ]
 
 
@@ -160,9 +166,9 @@ def test_a_recipe_whose_reader_answers_is_kept_when_it_has() -> None:
         (
             {"name": "react", "rounds": 2},
             None,
-            "react.rounds is no option of the method; its options are steps",
+            "react.rounds is not an option of the method; its options are steps",
         ),
-        ({"name": "rsearch"}, {"depth": 2}, "recipe.depth is no field of rsearch"),
+        ({"name": "rsearch"}, {"depth": 2}, "recipe.depth is not a field of rsearch"),
     ],
 )
 def test_what_is_unknown_is_named_with_what_there_is(method: dict, recipe: dict | None, words: str) -> None:

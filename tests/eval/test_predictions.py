@@ -51,6 +51,7 @@ def test_what_was_found_and_what_it_cost_is_read(tmp_path: Path) -> None:
     )
     found = load_predictions(file)
     assert [p.titles for p in found] == [("T", "U"), ("T", "V"), ("T",), None]
+    assert [p.ids for p in found] == [None, None, ("9",), None]
     assert [p.failed for p in found] == [0, 1, 0, 0]
     assert [dict(p.counts) for p in found] == [
         {"turns": 2, "tokens": 30, "seconds": 0.5},
@@ -173,3 +174,25 @@ def test_a_table_of_predictions_is_read(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text('id,prediction\n7,"Marta, or\nQuell"\n')
     (prediction,) = load_predictions(tmp_path / "a.csv")
     assert (prediction.id, prediction.answers) == ("7", ("Marta, or\nQuell",))
+
+
+def test_ids_of_what_was_found_are_read_where_all_are_there(tmp_path: Path) -> None:
+    found = written(
+        tmp_path,
+        {"id": 1, "prediction": "x", "retrieved_docids": ["d1", 2]},
+        {
+            "id": 2,
+            "prediction": "x",
+            "searches": [{"titles": ["T"], "ids": ["d1"]}, {"titles": [], "ids": []}],
+        },
+        {"id": 3, "prediction": "x", "searches": [{"titles": ["T"], "ids": ["d1"]}, {"titles": ["U"]}]},
+        {
+            "id": 4,
+            "prediction": "x",
+            "passages": [[{"doc_id": "d1", "text": "x"}], [{"docid": 2, "text": "y"}]],
+        },
+        {"id": 5, "prediction": "x", "passages": [{"doc_id": "d1", "text": "x"}, {"text": "y"}]},
+    )
+    read = load_predictions(found)
+    assert [p.ids for p in read] == [("d1", "2"), ("d1",), None, ("d1", "2"), None]
+    assert [p.titles for p in read] == [None, ("T",), ("T", "U"), ("", ""), ("", "")]

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,9 @@ from rrl.errors import UserError
 from rrl.eval.result_card import (
     ResultCard,
     card_of,
+    commit_here,
     differences,
+    gold_fingerprint,
     load_card,
     questions_fingerprint,
     save_card,
@@ -140,3 +143,22 @@ def test_questions_have_a_fingerprint_of_what_is_asked_and_expected() -> None:
     assert questions_fingerprint([one]) != questions_fingerprint([dataclasses.replace(one, answers=("z",))])
     choosing = [dataclasses.replace(one, choices=choices) for choices in ((), ("x", "y"), ("y", "x"))]
     assert len({questions_fingerprint([each]) for each in choosing}) == 3
+
+
+def test_the_commit_is_that_of_rrl_whatever_the_current_folder_belongs_to(tmp_path, monkeypatch) -> None:
+    for command in (["init", "-q"], ["commit", "-q", "--allow-empty", "-m", "x"]):
+        who = ["-c", "user.name=a", "-c", "user.email=a@b"]
+        subprocess.run(["git", "-C", str(tmp_path), *who, *command], check=True)
+    here = commit_here()
+    monkeypatch.chdir(tmp_path)
+    assert commit_here() == here
+    monkeypatch.setattr("rrl.eval.result_card.CHECKOUT", tmp_path / "site-packages")
+    (tmp_path / "site-packages").mkdir()
+    assert commit_here() == "unknown"
+
+
+def test_gold_ids_are_part_of_what_recall_is_measured_by():
+    plain = Question("q", "Who?", ("A",), gold=("T",))
+    with_ids = dataclasses.replace(plain, gold_ids=("1",))
+    prints = {gold_fingerprint([q]) for q in (plain, with_ids, dataclasses.replace(with_ids, gold=()))}
+    assert len(prints) == 3 and "" not in prints

@@ -56,6 +56,66 @@ def test_where_no_question_has_gold_passages_answers_in_the_text_count(retriever
     assert found.as_text().splitlines()[1].split() == ["all", "1", "1", *["100.0"] * 5]
 
 
+TWICE = [Passage("a", "Norway", "Oslo, capital"), Passage("b", "Norway", "Bergen, port"), PASSAGES[3]]
+"""Two passages share a title."""
+
+
+def test_passages_with_the_same_title_are_told_apart_by_their_ids():
+    retriever = make_retriever(TWICE, "bm25")
+    question = Question("q", "Bergen port", ("x",), gold=("Norway",), gold_ids=("a",))
+    found = retrieval_report(retriever, [question], [1])
+    assert found.by == "gold ids" and found.groups["all"]["recall@1"] == 0
+    assert found.as_text().splitlines()[-1].endswith("By gold ids.")
+    by_title = retrieval_report(retriever, [dataclasses.replace(question, gold_ids=())], [1])
+    assert by_title.by == "gold titles" and by_title.groups["all"]["recall@1"] == 1
+    assert by_title.as_text().splitlines()[-1].endswith("By gold titles.")
+
+
+def test_what_is_among_the_first_k_passages_does_not_depend_on_the_other_ranks_asked_for():
+    """Two passages share the title that ranks first; the gold one is the third."""
+    passages = [
+        Passage("a", "N", "oslo oslo"),
+        Passage("b", "N", "oslo oslo rain"),
+        Passage("c", "M", "oslo sun sky"),
+    ]
+    question = Question("q", "oslo", ("x",), gold=("M",))
+    for cuts in ([2], [2, 3]):
+        found = retrieval_report(make_retriever(passages, "bm25"), [question], cuts).groups["all"]
+        assert found["recall@2"] == 0 and found.get("mrr@3", 1 / 3) == pytest.approx(1 / 3)
+
+
+def test_a_gold_id_that_was_not_found_but_is_in_the_index_counts_as_missed(retriever):
+    question = Question("q", "Lima Peru", ("x",), gold_ids=("p0",))
+    found = retrieval_report(retriever, [question], [1])
+    assert (found.by, found.warning, found.groups["all"]["recall@1"]) == ("gold ids", "", 0)
+
+
+@pytest.mark.parametrize("other", ["z9", "p3"])
+def test_ids_of_another_corpus_are_named_and_titles_taken(retriever, other):
+    """p3 is in the index, as the id of another passage than the question's."""
+    found = retrieval_report(retriever, [dataclasses.replace(CITY, gold_ids=(other,))], [1])
+    assert found.by == "gold titles" and found.groups["all"]["recall@1"] == 1
+    assert f"'{other}', under a gold title of its question" in found.as_text().splitlines()[-1]
+
+
+def test_ids_of_another_corpus_without_titles_are_refused(retriever):
+    with pytest.raises(UserError, match="no passage has one of the gold ids, such as 'z9'"):
+        retrieval_report(retriever, [dataclasses.replace(CITY, gold=(), gold_ids=("z9",))], [1])
+
+
+def test_questions_without_answers_and_gold_passages_are_refused(retriever):
+    with pytest.raises(UserError, match="no question has gold ids, gold titles or answers"):
+        retrieval_report(retriever, [dataclasses.replace(CITY, gold=(), answers=())], [1])
+
+
+def test_titles_are_taken_where_more_questions_have_them(retriever):
+    some = [dataclasses.replace(CITY, gold_ids=("p0",)), BOTH]
+    found = retrieval_report(retriever, some, [1])
+    assert (
+        found.by == "gold titles" and "only 1 questions have gold ids, 2 have gold titles" in found.as_text()
+    )
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [

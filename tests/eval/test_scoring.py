@@ -281,3 +281,32 @@ def test_our_own_results_and_trajectories_score_by_themselves(tmp_path: Path, fi
     assert [q.answers for q in questions] == [("A", "the A")] * 2 and questions[0].gold == ("T",)
     pairs = matched(predictions, questions, "p", "d")
     assert score(pairs, questions, SQUAD).metrics["em"].tolist() == [0, 1]
+
+
+def test_gold_passages_are_counted_by_their_ids_where_the_predictions_have_them() -> None:
+    """T is the title of two passages, of which the gold one was not found."""
+    questions = [dataclasses.replace(QUESTIONS[0], gold_ids=("1", "2"))]
+    (prediction,) = said("Paris", titles=("T", "U"), ids=("9", "2"))[:1]
+    by_id = score([prediction], questions, SQUAD)
+    by_title = score([dataclasses.replace(prediction, ids=None)], questions, SQUAD)
+    assert by_id.gold_by == ("gold ids", "") and by_id.coverage["recall"].tolist() == [0.5]
+    assert by_title.gold_by[0] == "gold titles" and by_title.coverage["recall"].tolist() == [1]
+    assert "by gold ids" in as_text(report(by_id))
+    shown = as_text(report(by_title))
+    assert "by gold titles" in shown and "do not have the ids of what was found" in shown
+    assert "recall" not in against(by_id, by_title) and "recall" in against(by_id, by_id)
+
+
+def test_gold_ids_none_of_which_was_found_are_named() -> None:
+    (prediction,) = said("Paris", titles=("T", "U"), ids=("9", "8"))[:1]
+    ids_alone = score([prediction], [dataclasses.replace(QUESTIONS[0], gold=(), gold_ids=("1",))], SQUAD)
+    assert ids_alone.coverage["recall"].tolist() == [0]
+    assert "no passage has one of the gold ids, such as '1'" in as_text(report(ids_alone))
+    both = score([prediction], [dataclasses.replace(QUESTIONS[0], gold_ids=("1",))], SQUAD)
+    assert both.gold_by[0] == "gold titles" and "such as '1'" in as_text(report(both))
+
+
+def test_ids_alone_are_enough() -> None:
+    (prediction,) = said("Paris", ids=("9", "1"))[:1]
+    scores = score([prediction], [dataclasses.replace(QUESTIONS[0], gold_ids=("1",))], SQUAD)
+    assert scores.coverage["mrr"].tolist() == [0.5]

@@ -44,6 +44,7 @@ def test_an_index_is_built_searched_and_served(tmp_path: pathlib.Path, corpus: p
         "title_weight": 1,
         "stem": True,
         "tokens": "lucene",
+        "idf": "lucene",
     }
     assert re.search(r"40/40 passages/s=\S+ left=0:00", built.stderr)
 

@@ -144,3 +144,20 @@ def test_a_broken_line_is_refused_by_number_unless_skipping_is_allowed(tmp_path,
     assert done.returncode == 0, done.stderr
     assert "line 7" in done.stderr
     assert (tmp_path / "run" / "summary.txt").exists()
+
+
+def test_a_config_of_another_folder_trains_the_shipped_policy_from_an_empty_one(tmp_path):
+    (tmp_path / "my.py").write_text(
+        "from configs import rsearch_grpo\n\n\ndef get_config(arg=''):\n    return rsearch_grpo.get_config(arg)\n"
+    )
+    (tmp_path / "empty").mkdir()
+    command = [sys.executable, str(ROOT / "launch/train.py"), f"--config={tmp_path / 'my.py'}:steps=1"]
+    flags = (*FEW, "--config.data.held_out_per_kind=1")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [*command, *flags], cwd=tmp_path / "empty", env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("files that come with rrl are read from") == 1
+    (run,) = (tmp_path / "empty/runs").iterdir()
+    assert (run / "policy/config.json").is_file()

@@ -161,3 +161,40 @@ def test_a_run_without_steps_is_refused_by_name(tmp_path, source):
 def test_an_arm_without_runs_is_refused(tmp_path):
     with pytest.raises(UserError, match="permuted"):
         plot_spread({"permuted": []}, tmp_path / "x.png")
+
+
+def spread_of(monkeypatch, seeds, steps, arms=1):
+    """What `plot_spread` hands over to be written."""
+    drawn = []
+    monkeypatch.setattr("rrl.report.curves.save_figure", lambda figure, _: drawn.append(figure))
+    plot_spread(
+        {f"arm {at}": [run(steps, seed=seed) for seed in range(seeds)] for at in range(arms)}, "spread.png"
+    )
+    return drawn[0]
+
+
+@pytest.mark.parametrize(
+    ("seeds", "steps", "words"),
+    [
+        (
+            3,
+            40,
+            "Lines: mean over seeds and over 3 steps, centred. Bands: from the lowest seed to the highest.",
+        ),
+        (3, 10, "Lines: mean over seeds. Bands: from the lowest seed to the highest."),
+        (1, 40, "Lines: mean over 3 steps, centred."),
+        (1, 10, ""),
+    ],
+)
+def test_bands_and_smoothed_lines_over_seeds_are_explained(monkeypatch, seeds, steps, words):
+    assert spread_of(monkeypatch, seeds, steps).get_supxlabel() == words
+
+
+def test_many_arms_have_the_words_above_their_legend_and_not_upon_it(monkeypatch):
+    figure = spread_of(monkeypatch, 3, 40, arms=6)
+    (legend,) = figure.legends
+    assert legend.get_title().get_text().startswith("Lines: mean over seeds and over 3 steps")
+    figure.draw_without_rendering()
+    box = legend.get_window_extent()
+    assert not any(axis.get_tightbbox().overlaps(box) for axis in figure.axes)
+    assert not figure.get_supxlabel()

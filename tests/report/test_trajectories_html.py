@@ -2,8 +2,6 @@
 
 import dataclasses
 import re
-import shutil
-import subprocess
 import time
 from html.parser import HTMLParser
 
@@ -14,6 +12,7 @@ from rrl.data.trajectory import ENVIRONMENT, POLICY, Search
 from rrl.report.article import HELD_OUT, TRAINING, UNUSED, article, verdict
 from rrl.report.trajectories_html import fragment, write_html
 from tests.eval.fakes import FakeTokens, direct, malformed, many, spouse, winter
+from tests.report.browser import BROWSER, title_of
 
 HOSTILE = "</script></style><script>alert(1)</script><img src=x onerror=alert(2)>\"'&\u2028\x00"
 
@@ -195,7 +194,6 @@ def test_a_card_follows_the_theme_of_the_notebook_it_is_in(theme):
     assert any(mark in selector and paper in body for selector, body in rules(css))
 
 
-BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
 NOTEBOOK = """<body data-jp-theme-light="%s"><style>
 .jp-RenderedHTMLCommon { color: red; line-height: 3; }
 .jp-RenderedHTMLCommon dt { float: left; clear: left; width: 1em; }
@@ -217,19 +215,5 @@ document.title = JSON.stringify([...document.querySelectorAll(".rrl *")].map(par
 def test_a_card_looks_the_same_in_a_notebook_as_alone(tmp_path, light):
     looks = []
     for name in ("jp-RenderedHTMLCommon", "plain"):
-        (tmp_path / "page.html").write_text(NOTEBOOK % (light, name, fragment(winter())))
-        options = [
-            "--headless",
-            "--no-sandbox",
-            "--disable-gpu",
-            "--no-first-run",
-            "--disable-background-networking",
-        ]
-        options += ["--disable-component-update", "--disable-sync", f"--user-data-dir={tmp_path / name}"]
-        done = subprocess.run(
-            [BROWSER, *options, "--dump-dom", (tmp_path / "page.html").as_uri()],
-            capture_output=True,
-            text=True,
-        )
-        looks.append(re.search(r"<title>(.*?)</title>", done.stdout, re.DOTALL)[1])
+        looks.append(title_of(NOTEBOOK % (light, name, fragment(winter())), tmp_path / name))
     assert looks[0] == looks[1]

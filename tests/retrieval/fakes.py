@@ -20,6 +20,7 @@ class WordEncoder:
     name: str = "words"
     fingerprint: str = "f" * 64
     dim: int = DIM
+    titles: bool = True
     encoder: Any = None
 
     def embed(self, texts: Sequence[str]) -> np.ndarray:
@@ -36,11 +37,11 @@ class WordEncoder:
 
     def embed_passages(self, passages: Sequence[Passage]) -> np.ndarray:
         """As `TextEncoder.embed_passages`."""
-        return self.embed([f"{passage.title} {passage.text}" for passage in passages])
+        return self.embed(self.tokenize_passages(passages)[0])
 
     def tokenize_passages(self, passages: Sequence[Passage]) -> tuple[list[str], int]:
         """As `TextEncoder.tokenize_passages`; texts of more than 50 words count as cut."""
-        texts = [f"{passage.title} {passage.text}" for passage in passages]
+        texts = [f"{passage.title} {passage.text}" if self.titles else passage.text for passage in passages]
         return texts, sum(len(text.split()) > 50 for text in texts)
 
     batch = 4

@@ -216,3 +216,37 @@ def test_published_tokens_are_lower_cased_alone(tmp_path, tokens, found) -> None
 def test_tokens_that_there_are_none_of_are_refused() -> None:
     with pytest.raises(UserError, match="tokens='bytes'"):
         Bm25Config(tokens="bytes")
+
+
+RANK_BM25 = {
+    "the red house": [0.873753, 1.548485, 0.361162, 0.716813, 0.334499, 0.341373],
+    "the king": [0.334499, 0.836989, 0.823986, 0.0, 0.334499, 0.341373],
+    "red wine the": [0.873753, 0.249202, 0.361162, 2.301304, 0.334499, 0.341373],
+}
+"""Scores of `BM25Okapi` of rank_bm25 0.2.2 with its own k1 1.5 and b 0.75 over the texts below, split at spaces in lower case;
+"the" is in five of six."""
+
+
+def test_okapi_over_published_tokens_scores_as_rank_bm25(tmp_path: Path) -> None:
+    texts = [
+        "The red house, near the river.",
+        "A house of the king",
+        "The king and the queen of the river",
+        "Red, red wine",
+        "the old man and the sea",
+        "the end",
+    ]
+    passages = [Passage(str(at), "the king", text) for at, text in enumerate(texts)]
+    config = Bm25Config(*PUBLISHED["bm25s"], title_weight=0, tokens="whitespace", idf="okapi")
+    build_index(passages, tmp_path / "index", "bm25", bm25=config)
+    for retriever in (make_retriever(passages, "bm25", bm25=config), open_index(tmp_path / "index")):
+        for query, expected in RANK_BM25.items():
+            (hits,) = retriever.search([query], 6)
+            # As Lucene, without the constant factor k1 + 1.
+            scores = {int(hit.passage.id): (config.k1 + 1) * hit.score for hit in hits}
+            np.testing.assert_allclose([scores.get(at, 0) for at in range(6)], expected, atol=2e-6)
+
+
+def test_weights_of_words_that_there_are_none_of_are_refused() -> None:
+    with pytest.raises(UserError, match="idf='atire'"):
+        Bm25Config(idf="atire")

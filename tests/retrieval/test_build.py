@@ -16,7 +16,7 @@ from rrl.data.passages import Passage
 from rrl.errors import UserError
 from rrl.retrieval.build import build_index, sample_queries, tuned
 from rrl.retrieval.dense import ScannIndex
-from rrl.retrieval.folder import KINDS
+from rrl.retrieval.folder import KINDS, index_identity
 from rrl.retrieval.index import open_index
 from rrl.retrieval.sizing import ScannConfig
 from tests.retrieval.fakes import WordEncoder
@@ -475,3 +475,27 @@ def test_shards_share_the_corpus(tmp_path: Path) -> None:
         build_index(PASSAGES, tmp_path / "more", "bm25", shard=(100, 101))
     with pytest.raises(UserError, match="shard=3/3 must be"):
         build_index(PASSAGES, tmp_path / "more", "bm25", shard=(3, 3))
+
+
+@pytest.mark.parametrize("kind", ["scann", "exact"])
+def test_embeddings_of_texts_alone_are_another_index_by_name(tmp_path: Path, kind: str) -> None:
+    alone = dataclasses.replace(WordEncoder(), titles=False)
+    whole = build_index(PASSAGES, tmp_path / "whole", kind, WordEncoder())
+    texts = build_index(PASSAGES, tmp_path / "texts", kind, alone)
+    assert "title_weight" not in whole and texts["title_weight"] == 0
+    vectors = np.load(tmp_path / "texts" / "embeddings.npy")
+    np.testing.assert_array_equal(vectors, WordEncoder().embed([passage.text for passage in PASSAGES]))
+    assert len(open_index(tmp_path / "texts", WordEncoder()).search(["fact 81"], 3)[0]) == 3
+    identities = [index_identity(tmp_path / name) for name in ("whole", "texts")]
+    assert identities[1] == identities[0] | {"title_weight": 0}
+
+
+def test_an_unfinished_build_with_titles_is_not_continued_without(tmp_path: Path) -> None:
+    def stop(stage: str, done: int, total: int) -> None:
+        if stage == "embed":
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        build_index(PASSAGES, tmp_path / "index", "exact", WordEncoder(), progress=stop)
+    with pytest.raises(UserError, match="title_weight: None there, 0 now"):
+        build_index(PASSAGES, tmp_path / "index", "exact", dataclasses.replace(WordEncoder(), titles=False))

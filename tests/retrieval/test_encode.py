@@ -187,3 +187,11 @@ def test_a_folder_without_settings_says_what_to_write(tmp_path: Path) -> None:
     (tmp_path / "text_encoder.json").write_text('{"prefix": "q"}')
     with pytest.raises(UserError, match=r"text_encoder.json: .*prefix.*Allowed"):
         load_text_encoder(tmp_path)
+
+
+def test_passages_are_embedded_by_their_texts_alone_where_asked() -> None:
+    encoder = text_encoder(passage_tokens=40)
+    alone = dataclasses.replace(encoder, titles=False)
+    untitled = [dataclasses.replace(passage, title="") for passage in PASSAGES]
+    np.testing.assert_allclose(alone.embed_passages(PASSAGES), encoder.embed_passages(untitled), atol=2e-6)
+    assert alone.tokenize_passages(PASSAGES[1:2]) == ([[1, 5, 8, 10, 11, 2]], 0)  # without rome

@@ -5,8 +5,9 @@ import random
 import numpy as np
 import pytest
 
+from rrl.data.questions import Question
 from rrl.errors import UserError
-from rrl.retrieval.gold import gold_efficiency, gold_hits, hits_by_answer
+from rrl.retrieval.gold import IDS, TITLES, gold_efficiency, gold_hits, hits_by, hits_by_answer
 
 
 def loops(found: list[str], gold: set[str], k: int) -> dict[str, float]:
@@ -96,6 +97,12 @@ def test_hits_by_answer_take_the_first_passage_that_holds_one() -> None:
     np.testing.assert_allclose(hits.reciprocal_rank(), [1 / 2, 1 / 2, 0])
     assert hits.hit(1).tolist() == [0, 0, 0]
     assert hits.recall().tolist() == [1, 1, 0]
+
+
+def test_ids_that_differ_in_case_are_different_passages_and_titles_are_not() -> None:
+    question = Question("q", "Who?", ("A",), gold=("Oslo",), gold_ids=("aB",))
+    for key, recall in ((IDS, 0), (TITLES, 1)):
+        assert hits_by(key, [["AB"]], [["OSLO"]], [question]).recall().tolist() == [recall]
 
 
 def test_wrong_use_is_refused() -> None:

@@ -7,6 +7,7 @@ import shutil
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -165,7 +166,7 @@ def a_tree_for_few(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rrl.retrieval.build.choose_scann", lambda *_: ScannConfig(5, 1, 10))
 
 
-def stored(folder: Path, kind: str = "scann", passages: list[Passage] = CORPUS, **encoder: str) -> Retriever:
+def stored(folder: Path, kind: str = "scann", passages: list[Passage] = CORPUS, **encoder: Any) -> Retriever:
     return stored_retriever(passages, kind, WordEncoder(**encoder), folder)  # type: ignore[arg-type]
 
 
@@ -182,9 +183,14 @@ def test_a_stored_index_is_built_once_and_opened_after_that(
 @pytest.mark.usefixtures("a_tree_for_few")
 def test_another_corpus_or_encoder_has_a_stored_index_of_its_own(tmp_path: Path) -> None:
     other = [*CORPUS[:-1], Passage("new", "Name new", "fact 49")]
-    for passages, encoder in ((CORPUS, {}), (other, {}), (CORPUS, {"fingerprint": "e" * 64})):
+    for passages, encoder in (
+        (CORPUS, {}),
+        (other, {}),
+        (CORPUS, {"fingerprint": "e" * 64}),
+        (CORPUS, {"titles": False}),
+    ):
         assert list(stored(tmp_path, "scann", passages, **encoder).passages) == passages
-    assert len([folder for folder in tmp_path.iterdir() if folder.is_dir()]) == 3
+    assert len([folder for folder in tmp_path.iterdir() if folder.is_dir()]) == 4
 
 
 @pytest.mark.usefixtures("a_tree_for_few")

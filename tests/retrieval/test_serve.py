@@ -235,6 +235,12 @@ def test_a_document_without_an_id_is_the_same_passage_at_every_rank() -> None:
     assert {hit[0].id for hit in one if hit} == {hit[0].id for hit in two if hit}
 
 
+def test_a_document_has_the_id_that_it_was_given_under_any_name() -> None:
+    answer = {"result": [[{"docid": 7, "contents": "x"}, {"doc_id": "d", "contents": "y"}]]}
+    ((first, second),) = read_answer("search-r1", answer, 1)
+    assert first and second and (first[0].id, second[0].id) == ("7", "d")
+
+
 def test_a_document_without_title_and_text_is_left_out_and_counted(caplog: pytest.LogCaptureFixture) -> None:
     empty = [{"id": "3", "title": "", "text": None}, {"id": "4", "contents": " "}]
     with answering(200, json.dumps({"result": [[ONE, *empty, TWO]]}).encode()) as address:

@@ -212,7 +212,7 @@ def test_a_full_disk_is_a_save_error(run, tmp_path, monkeypatch):
                 json.dumps(SHAPE.to_hf() | {"hidden_size": 8})
             ),
             {},
-            r"step 4 in .* has \[2\]\['embedding'\].* of shape \(259, 16\), expected is shape \(259, 8\)",
+            r"step 4 in .* has \[2\]\['embedding'\].* of shape \(259, 16\); expected shape \(259, 8\)",
         ),
     ],
 )

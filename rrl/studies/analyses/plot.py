@@ -7,7 +7,16 @@ from typing import Any
 
 import numpy as np
 
-from rrl.report.curves import COLOURS, band, legend_below, new_figure, save_figure, style_axis
+from rrl.report.curves import (
+    COLOURS,
+    band,
+    band_words,
+    explain,
+    legend_below,
+    new_figure,
+    save_figure,
+    style_axis,
+)
 from rrl.studies.analyses.catalogue import Analysis
 from rrl.studies.analyses.table import AnalysisRow
 from rrl.studies.sweep import COSTS, RATES
@@ -57,14 +66,17 @@ def draw(
         )
         # The axis starts at 0 and leaves a margin of 10 % above the highest point.
         axis.set_ylim(0, 1.1 * axis.dataLim.y1 or 1)
+    smoothed = 0
     for name in drawn:
         axis = next(panels)
         style_axis(axis, analysis.curves[name])
         for arm, seeds in logs.items():
-            band(axis, seeds, name, "step", arm, _colours(rows)[arm])
+            smoothed = max(smoothed, band(axis, seeds, name, "step", arm, _colours(rows)[arm]))
         legend_below(axis)
     for axis in panels:
         axis.set_axis_off()
+    if drawn:
+        explain(figure, band_words(max(map(len, logs.values()), default=1), smoothed))
     save_figure(figure, png)
 
 

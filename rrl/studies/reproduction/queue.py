@@ -24,7 +24,7 @@ from rrl.config.renamed import new_name, rename_stored
 from rrl.errors import UserError
 from rrl.eval import evaluate
 from rrl.eval.result_card import commit_here
-from rrl.files import atomic_stream, exclusive_lock
+from rrl.files import atomic_stream, exclusive_lock, shipped
 from rrl.parallel.runtime import available_cores
 from rrl.runs.launcher import EXIT_TRY_AGAIN, load_config
 from rrl.sft import stages
@@ -245,8 +245,9 @@ class _RunProcess:
         self._manifest.save(self._file)
         with self.log.open("a", encoding="utf-8") as stream:
             # The child inherits the lock: if this process is killed, the surviving run still holds it.
+            launcher, *flags = run.command(out)
             self.process = subprocess.Popen(
-                [sys.executable, *run.command(out)],
+                [sys.executable, str(shipped(launcher)), *flags],
                 stdout=stream,
                 stderr=subprocess.STDOUT,
                 pass_fds=[lock],
