@@ -168,9 +168,9 @@ class Agent:
     def _run(
         self, questions: Sequence[str | Question], sample: int, environment: Any
     ) -> list[DisplayedTrajectory]:
-        asked = [q if isinstance(q, Question) else Question(str(n), q, ()) for n, q in enumerate(questions)]
+        parsed = [q if isinstance(q, Question) else Question(str(n), q, ()) for n, q in enumerate(questions)]
         requests = []
-        for number, question in enumerate(asked):
+        for number, question in enumerate(parsed):
             if not question.text.strip():
                 raise UserError(f"question {number} is empty; give a text")
             prompt = chat_ids(self.engine.tokenizer, self.recipe.prompt(question))

@@ -19,7 +19,7 @@ class Event(NamedTuple):
     """"reasoning", "search", "observation", "evidence", "answer", "message" (a correction by the
     environment) or "end"."""
     text: str
-    """The text; for "end" the reason why the episode ended."""
+    """The text of the segment; for "end" the reason why the episode ended."""
     titles: tuple[str, ...] = ()
     """Titles of the passages, best first; for "observation" only."""
     trajectory: Trajectory | None = None

@@ -266,18 +266,18 @@ def _step_limit_of(method: str) -> str:
     Raises UserError for an unknown method, and for one without such a field.
     """
     if method in METHODS:
-        where, names = "method", list(make_prompted_method(method).defaults)
+        section, names = "method", list(make_prompted_method(method).defaults)
     elif method in RECIPES:
         environment: Any = make_recipe(method).environment
-        where, names = "recipe.environment", [field.name for field in dataclasses.fields(environment)]
+        section, names = "recipe.environment", [field.name for field in dataclasses.fields(environment)]
     else:
         raise UserError(
             f"method={method!r} is unknown; recipes are {', '.join(RECIPES)}; prompted methods {', '.join(METHODS)}"
         )
-    found = next((name for name in STEP_LIMITS if name in names), None)
-    if found is None:
+    field_name = next((name for name in STEP_LIMITS if name in names), None)
+    if field_name is None:
         raise UserError(f"method={method!r} has no step limit to vary; leave it out")
-    return f"{where}.{found}"
+    return f"{section}.{field_name}"
 
 
 def _folder_of(*parts: str) -> str:

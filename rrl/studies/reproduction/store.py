@@ -155,18 +155,18 @@ class MeasurementStore:
         assert entry.evaluation is not None and entry.card is not None, name
         columns = dict(entry.evaluation.columns)
         metrics = {metric: columns.pop(metric) for metric in ("em", "f1")}
-        found = {"metrics": list(metrics), "cost": costs(columns, metrics["em"])}
+        report = {"metrics": list(metrics), "cost": costs(columns, metrics["em"])}
         if entry.card.corpus:
-            found["retrieval"] = entry.evaluation.hits.report(CUTS)
-        return EvaluationRun(name, self._file(name), entry.card, found, metrics, entry.evaluation.ids)
+            report["retrieval"] = entry.evaluation.hits.report(CUTS)
+        return EvaluationRun(name, self._file(name), entry.card, report, metrics, entry.evaluation.ids)
 
     def results(self, seeds: Sequence[int]) -> ReproductionResults:
         """Return the measurements in the form that claims read."""
 
         def evaluation(name: str) -> EvaluationResult:
-            found = self.entries[name].evaluation
-            assert found is not None, name
-            return found
+            result = self.entries[name].evaluation
+            assert result is not None, name
+            return result
 
         return ReproductionResults(seeds, evaluation, lambda name: self.entries[name].training)
 
