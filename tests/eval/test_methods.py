@@ -119,7 +119,9 @@ def test_a_recipe_shows_the_choices_of_a_question() -> None:
 
     way = make_answering_method({"name": "rsearch"}, {"instruction": ""}, None)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("rrl.recipes.episodes.chat_ids", lambda _, prompt: np.frombuffer(prompt.encode(), np.uint8))
+        patch.setattr(
+            "rrl.recipes.episodes.chat_ids", lambda _, prompt: np.frombuffer(prompt.encode(), np.uint8)
+        )
         question = Question("q", "Which?", ("B",), choices=("red", "blue"))
         way.ask(Engine(), None, [(7, question)], None, 0.5, lambda record: None)
     assert b"(B) blue" in asked[0].prompt.tobytes()
