@@ -289,7 +289,7 @@ def test_non_finite_logits_put_no_nan_into_the_update(parts, tmp_path, monkeypat
     draw = device.sample_tokens
 
     def breaking(model, rows, *rest):
-        ends = jnp.where(rows.request % 3 == 2, 99, 3 * (rows.request % 3))
+        ends = jnp.where(rows.seed % 3 == 2, 99, 3 * (rows.seed % 3))
         return [
             d._replace(logps=jnp.where(rows.length == ends, jnp.nan, d.logps))
             for d in draw(model, rows, *rest)
