@@ -131,8 +131,8 @@ def main(_: Sequence[str]) -> None:
                 )
     if _RETRIEVER.value != "bm25" and _TITLE.value not in (0, 1):
         raise UserError(
-            f"--title_weight={_TITLE.value} must be 0 or 1 with --retriever={_RETRIEVER.value}: a text is embedded with its "
-            "title or without"
+            f"--title_weight={_TITLE.value} must be 0 or 1 with --retriever={_RETRIEVER.value}: an embedding contains the "
+            "title once or not at all"
         )
     k1, b = PUBLISHED[_BM25.value]
     bm25 = Bm25Config(

@@ -164,8 +164,8 @@ def finished_runs(root: pathlib.Path, config: str, cold_start: str, arms: Sequen
     finished.
     """
     seeds = {int(folder.name.rpartition("-")[2]) for folder in root.glob("*-[0-9]*")}
-    known = dict.fromkeys([*ARMS, *arms])
-    runs = [run for arm in known for seed in sorted(seeds) if (run := _arm_run(root, arm, seed)).finished]
+    all_arms = dict.fromkeys([*ARMS, *arms])
+    runs = [run for arm in all_arms for seed in sorted(seeds) if (run := _arm_run(root, arm, seed)).finished]
     runs = [run for run in runs if _stored_provenance(run) in (None, provenance_of(run, config, cold_start))]
     grpo = {run.seed for run in runs if run.arm == GRPO}
     return [run for run in runs if run.arm != SFT or run.seed in grpo]

@@ -220,7 +220,7 @@ def evaluation_points(
     rest = [argument for argument in arguments if argument not in reader]
     builtin = not any(argument.startswith("dataset=") for argument in arguments)
     methods = [method for method, _ in given]
-    points, known = [], {}
+    points, planned = [], {}
     for method, folder in given:
         label = method if methods.count(method) == 1 else f"{method}@{folder}"
         for value in values:
@@ -229,12 +229,12 @@ def evaluation_points(
             if method in RETRIEVAL_ONLY:
                 config = with_arguments(config, *(reader or [f"reader={SHIPPED_READER}"] * builtin))
             name = _folder_of(label, value)
-            if name in known:
+            if name in planned:
                 raise UserError(f"policy={label}, value={value}: two runs would share the folder {name}")
             run = PlannedRun(name, "eval", config, 1.0, {**(fields or {}), **varied})
-            known[name] = smoke_run(run) if smoke else run
+            planned[name] = smoke_run(run) if smoke else run
             points.append(AnalysisPoint(label, value, (name,)))
-    return points, known
+    return points, planned
 
 
 def _system(policy: str) -> tuple[str, str]:

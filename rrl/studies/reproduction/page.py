@@ -172,9 +172,9 @@ def _distinct(values: Iterable[str]) -> list[str]:
     return sorted({value for value in values if value})
 
 
-def list_of(runs: Sequence[PlannedRun], known: Mapping[str, PlannedRun], out: Path, jobs: int) -> str:
+def list_of(runs: Sequence[PlannedRun], planned: Mapping[str, PlannedRun], out: Path, jobs: int) -> str:
     """Return the runs to execute as text: order, state, minutes and command."""
-    rows = run_states(with_dependencies([run.name for run in runs], known), out)
+    rows = run_states(with_dependencies([run.name for run in runs], planned), out)
     todo = sum(row["minutes"] for row in rows if row["state"] != "finished")
     lines = [
         f"{row['minutes']:5.1f}  {row['state']:<10}  {row['name']:<24}  {row['command']}" for row in rows

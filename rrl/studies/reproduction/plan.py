@@ -190,12 +190,12 @@ def smoke_run(run: PlannedRun) -> PlannedRun:
     return dataclasses.replace(run, config=config, fields={**run.fields, **fields})
 
 
-def with_dependencies(names: Sequence[str], known: Mapping[str, PlannedRun]) -> list[PlannedRun]:
-    """Return these runs and all runs that they need, in the order of `known`."""
+def with_dependencies(names: Sequence[str], planned: Mapping[str, PlannedRun]) -> list[PlannedRun]:
+    """Return these runs and all runs that they need, in the order of `planned`."""
     wanted, todo = set[str](), list(names)
     while todo:
         name = todo.pop()
         if name not in wanted:
             wanted.add(name)
-            todo += known[name].needs
-    return [run for run in known.values() if run.name in wanted]
+            todo += planned[name].needs
+    return [run for run in planned.values() if run.name in wanted]

@@ -268,10 +268,10 @@ def core_shares(jobs: int) -> list[list[int]]:
 
     Raises UserError for more runs than cores.
     """
-    known = sorted(os.sched_getaffinity(0)) if CAN_PIN_CORES else []
+    available = sorted(os.sched_getaffinity(0)) if CAN_PIN_CORES else []
     if not 1 <= jobs <= available_cores():
         raise UserError(f"jobs={jobs} must be 1 to {available_cores()}, the number of available cores")
-    return [known[place::jobs] for place in range(jobs)]
+    return [available[place::jobs] for place in range(jobs)]
 
 
 def _manifest_file(run: PlannedRun, out: Path) -> Path:

@@ -84,17 +84,17 @@ class StoredMeasurement:
 class MeasurementStore:
     """The measurements of planned runs in one folder."""
 
-    def __init__(self, folder: Path, known: Mapping[str, PlannedRun]) -> None:
+    def __init__(self, folder: Path, planned: Mapping[str, PlannedRun]) -> None:
         """Load the folder. Raises UserError for a damaged file, and if `folder` is a file."""
         if folder.exists() and not folder.is_dir():
             raise UserError(f"keep={str(folder)!r} is a file; give a folder")
         self.folder = folder
-        self._planned = known
+        self._planned = planned
         self.entries: dict[str, StoredMeasurement] = {}
         """Run -> its valid measurement."""
         self.outdated: dict[str, str] = {}
         """Run whose stored measurement is not used -> reason."""
-        for name, run in known.items():
+        for name, run in planned.items():
             if self._file(name).exists():
                 entry = StoredMeasurement.load(self._file(name))
                 if why := manifest_mismatch(entry.manifest, run):
