@@ -245,7 +245,7 @@ def test_a_field_or_argument_that_is_not_there_is_named() -> None:
 
 @pytest.mark.parametrize("name", [*RECIPES, *METHODS])
 def test_every_recipe_and_method_is_a_config_away(name: str) -> None:
-    settings = evaluate.Settings.of(config(f"method={name}"))
+    settings = evaluate.EvaluationSettings.of(config(f"method={name}"))
     assert json.loads(json.dumps(settings.way.identity)) and settings.way.limits
     assert settings.way.name == name and settings.searches == (name not in ("direct", "cot"))
 
@@ -263,7 +263,7 @@ def test_r3rag_is_evaluated_as_in_the_paper_on_real_questions() -> None:
 
 def test_other_gold_passages_are_another_evaluation() -> None:
     """R2AG's trees and the diagnostics look at them, though the questions are the same."""
-    settings = evaluate.Settings.of(config("method=rsearch"))
+    settings = evaluate.EvaluationSettings.of(config("method=rsearch"))
     data = Dataset("four", QUESTIONS, corpus_sha256="c" * 64)
     moved = [dataclasses.replace(question, gold=("Rome",)) for question in QUESTIONS]
     other = dataclasses.replace(data, questions=moved)

@@ -152,7 +152,7 @@ def test_a_recipe_whose_reader_answers_is_kept_when_it_has() -> None:
     assert way.name == "r2ag (reader=models/generator)"
     kept: list[dict] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("rrl.eval.methods.prompt_ids", lambda *_: np.zeros(3, np.int32))
+        patch.setattr("rrl.recipes.episodes.prompt_ids", lambda *_: np.zeros(3, np.int32))
         question = dataclasses.replace(QUESTION, gold=(PERSON.title,))
         read = dataclasses.replace(way, reader=AnswerModel(reader))
         read.ask(Engine(), None, [(0, question)], None, 0.0, kept.append)
