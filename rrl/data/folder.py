@@ -12,8 +12,8 @@ from rrl.data.records import OnError
 from rrl.errors import UserError
 
 SPLITS = ("train", "dev", "test", "questions")
-CORPORA = ("corpus", "passages")
-CONTAINERS = (".json", ".jsonl", ".tsv", ".csv")
+CORPUS_NAMES = ("corpus", "passages")
+CONTAINER_ENDINGS = (".json", ".jsonl", ".tsv", ".csv")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,13 +41,13 @@ class DataFolder:
             )
         return file
 
-    def first_answered(self, order: Sequence[str], but: str = "") -> tuple[str, list[Question]] | None:
+    def first_answered(self, order: Sequence[str], exclude: str = "") -> tuple[str, list[Question]] | None:
         """The first split of `order` with gold answers that is not `but`, and its questions; None if there is none.
 
         A split without any gold answer, such as the test file of many releases, is passed over and logged.
         """
         for split in order:
-            if split == but or split not in self.files:
+            if split == exclude or split not in self.files:
                 continue
             try:
                 return split, self.questions(split)
@@ -73,11 +73,11 @@ def load_folder(path: str | Path, on_error: OnError = "refuse", corpus: bool = T
         raise UserError(
             f"data folder {folder}: not a folder. Give a folder that holds a corpus and question files."
         )
-    corpora, files = _sorted_out(folder)
+    corpora, files = _classify_files(folder)
     problems = []
     if corpus and len(corpora) != 1:
         problems.append(
-            f"{len(corpora)} corpus files, where one is needed (named {', '.join(CORPORA)} + anything)"
+            f"{len(corpora)} corpus files, where one is needed (named {', '.join(CORPUS_NAMES)} + anything)"
         )
     if not files:
         problems.append(f"no question file (named {', '.join(SPLITS)} + anything)")
@@ -85,19 +85,19 @@ def load_folder(path: str | Path, on_error: OnError = "refuse", corpus: bool = T
         found = ", ".join(sorted(file.name for file in folder.iterdir())) or "nothing"
         raise UserError(
             f"data folder {folder}: {'; '.join(problems)}. Found: {found}. "
-            f"Allowed endings: {', '.join(CONTAINERS)}, each with or without {' or '.join(COMPRESSED)}."
+            f"Allowed endings: {', '.join(CONTAINER_ENDINGS)}, each with or without {' or '.join(COMPRESSED)}."
         )
     return DataFolder(folder, load_passages(corpora[0], on_error) if corpus else [], files, on_error)
 
 
-def _sorted_out(folder: Path) -> tuple[list[Path], dict[str, list[Path]]]:
+def _classify_files(folder: Path) -> tuple[list[Path], dict[str, list[Path]]]:
     corpora: list[Path] = []
     files: dict[str, list[Path]] = {}
     for file in sorted(folder.iterdir()):
         stem, _, ending = plain_name(file).rpartition(".")
-        if f".{ending}" not in CONTAINERS or not file.is_file():
+        if f".{ending}" not in CONTAINER_ENDINGS or not file.is_file():
             continue
-        if stem.startswith(CORPORA) or stem.endswith(tuple(f"_{word}" for word in CORPORA)):
+        if stem.startswith(CORPUS_NAMES) or stem.endswith(tuple(f"_{word}" for word in CORPUS_NAMES)):
             corpora.append(file)
         elif split := next((split for split in SPLITS if stem.startswith(split)), None):
             files.setdefault(split, []).append(file)

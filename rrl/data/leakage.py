@@ -21,7 +21,7 @@ class Leak:
     @property
     def same_answer(self) -> bool:
         """Whether the two share a gold answer, normalised, or neither has one."""
-        ours, theirs = (set(map(_normal, question.answers)) for question in (self.train, self.held_out))
+        ours, theirs = (set(map(_normalized, question.answers)) for question in (self.train, self.held_out))
         return not ours.isdisjoint(theirs) or ours == theirs
 
 
@@ -33,12 +33,12 @@ def shared_questions(train: Sequence[Question], held_out: Sequence[Question]) ->
     """
     by_text: dict[str, list[Question]] = {}
     for question in train:
-        by_text.setdefault(_normal(question.text), []).append(question)
-    leaks = ([Leak(known, q) for known in by_text.get(_normal(q.text), ())] for q in held_out)
+        by_text.setdefault(_normalized(question.text), []).append(question)
+    leaks = ([Leak(known, q) for known in by_text.get(_normalized(q.text), ())] for q in held_out)
     return [next((leak for leak in of if leak.same_answer), of[0]) for of in leaks if of]
 
 
-def _normal(text: str) -> str:
+def _normalized(text: str) -> str:
     """Words without case and articles, whatever stands between them: "Well-known" is "well known", “it’s” is "it s"."""
     plain = unicodedata.normalize("NFKC", text).casefold()
     return " ".join(word for word in _WORD.findall(plain) if word not in _ARTICLES) or plain.strip()

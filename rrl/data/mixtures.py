@@ -17,7 +17,7 @@ class MixturePart:
     """Questions to train on; 0: all that are left."""
     validation: int = 0
     """Questions held out from the same file, none of them a training question."""
-    after: int = 0
+    skip_first: int = 0
     """So many at the beginning of the file are left out."""
     in_order: bool = False
     """The first questions of the file; otherwise they are drawn without replacement."""
@@ -25,7 +25,7 @@ class MixturePart:
 
 PAPERS: Mapping[str, Mapping[str, MixturePart]] = {
     "rsearch": {"2wiki": MixturePart()},
-    "r3rag": {"hotpotqa": MixturePart(8192, after=30_000)},
+    "r3rag": {"hotpotqa": MixturePart(8192, skip_first=30_000)},
     "r3rag_cold_start": {
         "hotpotqa": MixturePart(30_000, in_order=True),
         "2wiki": MixturePart(15_000),
@@ -49,14 +49,14 @@ PAPERS: Mapping[str, Mapping[str, MixturePart]] = {
 """
 
 
-def parts_of(paper: str) -> Mapping[str, MixturePart]:
+def paper_parts(paper: str) -> Mapping[str, MixturePart]:
     """What a paper trains on, by dataset; UserError for a name that is none of `PAPERS`."""
     if paper not in PAPERS:
         raise UserError(f"paper={paper!r} is unknown; choose one of {', '.join(PAPERS)}")
     return PAPERS[paper]
 
 
-def take_part(
+def draw_part(
     questions: Sequence[Question],
     part: MixturePart,
     seed: int = 0,
@@ -73,7 +73,7 @@ def take_part(
     """
     if not 0 < scale <= 1:
         raise UserError(f"scale={scale} must be above 0 and at most 1")
-    after, train, validation = (round(scale * n) for n in (part.after, part.train, part.validation))
+    after, train, validation = (round(scale * n) for n in (part.skip_first, part.train, part.validation))
     left = len(questions) - after
     if not part.train:
         train = round(scale * left) - validation

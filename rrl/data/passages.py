@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from rrl.data.pools import is_pool, join_sentences, pool_of
+from rrl.data.question_passages import has_passages, join_sentences, passages_in
 from rrl.data.records import ExcludedRecord, OnError, fields_of, id_field, parse_records
 from rrl.data.tables import PASSAGE_IDS, TEXTS
 
@@ -40,7 +40,7 @@ def iter_passages(
     path: str | Path,
     on_error: OnError = "refuse",
     skipped: list[str] | None = None,
-    left_out: list[str] | None = None,
+    excluded: list[str] | None = None,
     columns: Sequence[str] = (),
 ) -> Iterator[Passage]:
     """Stream a corpus file: FlashRAG / Search-R1, BEIR / HippoRAG, HotpotQA pools, DPR and MS MARCO TSV (see `ALLOWED`).
@@ -53,26 +53,26 @@ def iter_passages(
       on_error: "refuse" raises UserError at the first broken record or repeated id; "skip" leaves them out and
         logs how many and where.
       skipped: if given, receives one "line 7: reason" for each broken record.
-      left_out: if given, receives the same for each document without title and text.
+      excluded: if given, receives the same for each document without title and text.
       columns: of a table, what each column is (id, title, text, or - for none), where its header does not say it.
     """
-    seen, pooled = SeenIds(), set[bytes]()
+    seen, yielded = SeenIds(), set[bytes]()
 
     def parse(position: int, record: Any) -> Iterable[Passage]:
-        if isinstance(record, dict) and is_pool(record):
-            return pool(record)
+        if isinstance(record, dict) and has_passages(record):
+            return context_passages(record)
         passage = passage_of(position, record)
         if not seen.add(passage.id):
             raise ValueError(f"id: {passage.id!r} occurs twice; ids must be unique")
         return (passage,)
 
-    def pool(record: dict[str, Any]) -> Iterator[Passage]:
-        for title, text in pool_of(record):
-            if (key := _digest(title, text)) not in pooled:
-                yield Passage(str(len(pooled)), title, text)
-                pooled.add(key)
+    def context_passages(record: dict[str, Any]) -> Iterator[Passage]:
+        for title, text in passages_in(record):
+            if (key := _digest(title, text)) not in yielded:
+                yield Passage(str(len(yielded)), title, text)
+                yielded.add(key)
 
-    return parse_records(path, parse, ALLOWED, on_error, skipped, left_out, columns)
+    return parse_records(path, parse, ALLOWED, on_error, skipped, excluded, columns)
 
 
 class SeenIds:
@@ -107,7 +107,7 @@ def _digest(*parts: str) -> bytes:
     return digest.digest()
 
 
-_BESIDE = ("title", "metadata", "url", "score")
+_METADATA_FIELDS = ("title", "metadata", "url", "score")
 """What a document may have beside its id where it has no text; a field of another name may be its text."""
 
 
@@ -124,7 +124,7 @@ def passage_of(position: int, record: Any) -> Passage:
         raise ValueError(f"title: got {title!r}, not a string")
     title = (title or "").strip()
     name = next((name for name in (*TEXTS, "contents") if fields.get(name)), "")
-    known = "title" in fields and not fields.keys() - {*PASSAGE_IDS, *_BESIDE}
+    known = "title" in fields and not fields.keys() - {*PASSAGE_IDS, *_METADATA_FIELDS}
     if not known and not {*TEXTS, "contents"} & fields.keys():
         found = ", ".join(list(fields)[:8]) + (", ..." if len(fields) > 8 else "")
         raise ValueError(f"{' or '.join(TEXTS)}: missing; found the fields {found or '(none)'}")

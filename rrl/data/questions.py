@@ -13,12 +13,12 @@ from rrl.data.decoding import BrokenRecord
 from rrl.data.records import (
     ExcludedRecord,
     OnError,
-    asked_fields_of,
     fields_of,
     id_field,
     list_field,
     list_in_text,
     load_records,
+    question_fields_of,
     read_records,
     text_field,
 )
@@ -34,7 +34,7 @@ ALLOWED = (
 
 QUESTION_FIELDS = QUESTIONS
 ANSWER_FIELDS = ANSWERS
-LISTED_AS_TEXT = ("answers", "golden_answers", "answer_aliases", "possible_answers", "reference")
+LIST_TEXT_FIELDS = ("answers", "golden_answers", "answer_aliases", "possible_answers", "reference")
 """Fields of `ANSWER_FIELDS` that a table holds as the text of a list."""
 Unanswerable = Literal["leave_out", "empty"]
 UNANSWERABLE = ("",)
@@ -166,7 +166,7 @@ def question_of(
 
     ValueError names what is wrong, such as no gold answer; ExcludedRecord: its publisher marks it as unanswerable.
     """
-    fields = asked_fields_of(record)
+    fields = question_fields_of(record)
     metadata = fields.get("metadata")
     if isinstance(metadata, dict):
         fields = {name: metadata[name] for name in METADATA if name in metadata} | fields
@@ -194,7 +194,7 @@ def _answers(
         raise ExcludedRecord("its publisher marks it as unanswerable")
     found: dict[str, None] = {}
     for name in (*ANSWER_FIELDS, "output"):
-        for answer in _listed(fields, name):
+        for answer in _answer_values(fields, name):
             if choices and type(answer) is int and 0 <= answer < len(choices):
                 answer = string.ascii_uppercase[answer]  # FlashRAG's golden_answers are places in the choices
             text = answer_text(name, answer)
@@ -252,15 +252,15 @@ _ANSWER_DICTS = (("Value", "Aliases"), ("value", "aliases"), ("", "text"), ("tex
 there, SQuAD's own, KILT's."""
 
 
-def _listed(fields: dict[str, Any], name: str) -> list[Any]:
+def _answer_values(fields: dict[str, Any], name: str) -> list[Any]:
     value = fields.get(name)
     if name == "output":
         # KILT's; in a file of predictions it is what a model wrote.
         entries = value if isinstance(value, list) else []
         return [entry["answer"] for entry in entries if isinstance(entry, dict) and "answer" in entry]
     if isinstance(value, dict):
-        return _inside(name, value)
-    if isinstance(value, str) and name in LISTED_AS_TEXT:
+        return _answers_in_object(name, value)
+    if isinstance(value, str) and name in LIST_TEXT_FIELDS:
         try:
             listed = list_in_text(value)
         except ValueError as error:
@@ -272,12 +272,12 @@ def _listed(fields: dict[str, Any], name: str) -> list[Any]:
         return [
             inner
             for entry in value
-            for inner in (_inside(name, entry) if isinstance(entry, dict) else [entry])
+            for inner in (_answers_in_object(name, entry) if isinstance(entry, dict) else [entry])
         ]
     return [] if value is None else [value]
 
 
-def _inside(name: str, value: dict[str, Any]) -> list[Any]:
+def _answers_in_object(name: str, value: dict[str, Any]) -> list[Any]:
     """The answers of an object; ValueError for one of no known form, since its answers would be lost."""
     for one, more in _ANSWER_DICTS:
         if more in value and isinstance(value[more], list):

@@ -21,7 +21,7 @@ from typing import Any, BinaryIO, Literal, TypeVar
 from rrl.data.decoding import BrokenRecord, decode, open_plain, plain_name
 from rrl.data.tables import QUESTION_IDS, read_table
 from rrl.errors import UserError
-from rrl.text.characters import whole_characters
+from rrl.text.characters import replace_lone_surrogates
 
 OnError = Literal["refuse", "skip"]
 OnFault = Literal["refuse", "skip", "stop"]
@@ -29,10 +29,10 @@ OnFault = Literal["refuse", "skip", "stop"]
 too long for the context ends as "context_limit"; with "stop" the run does not begin."""
 T = TypeVar("T")
 
-LISTS = ("Data", "data", "queries", "questions", "examples")
+LIST_FIELDS = ("Data", "data", "queries", "questions", "examples")
 """Fields of a JSON document under which publishers put their list of records."""
 
-TABLES = (".tsv", ".csv")
+TABLE_ENDINGS = (".tsv", ".csv")
 """Endings of tables."""
 
 MAX_NAMED_LINES = 5
@@ -52,17 +52,19 @@ def read_records(path: str | Path, columns: Sequence[str] = ()) -> Iterator[tupl
     """Yield (place, record): place is "line 7" or "record 7" (from 1), record a decoded value or `BrokenRecord`.
 
     Empty lines are passed over. A JSON object of {title: [sentences]} yields ("record i", (title, sentences)), one of
-    {id: {question or answer ...}} those objects with the id in them, and one with a list of objects under a name of `LISTS`
+    {id: {question or answer ...}} those objects with the id in them, and one with a list of objects under a name of `LIST_FIELDS`
     that list. `columns` are the meaning of a table's columns, where its header does not say it (see `read_table`).
     Raises UserError if the file cannot be opened or holds no readable text at all, and as `read_table`.
     """
     path = Path(path)
     ending = Path(plain_name(path)).suffix
-    if columns and ending not in TABLES:
-        raise UserError(f"columns={','.join(columns)}: {path} is no table (named {' or '.join(TABLES)})")
+    if columns and ending not in TABLE_ENDINGS:
+        raise UserError(
+            f"columns={','.join(columns)}: {path} is no table (named {' or '.join(TABLE_ENDINGS)})"
+        )
     try:
         with open_plain(path) as stream:
-            if ending in TABLES:
+            if ending in TABLE_ENDINGS:
                 yield from read_table(path, stream, columns)
             elif ending == ".jsonl":
                 yield from _json_lines(stream)
@@ -91,19 +93,19 @@ def parse_records(
     allowed: str,
     on_error: OnError,
     skipped: list[str] | None = None,
-    left_out: list[str] | None = None,
+    excluded: list[str] | None = None,
     columns: Sequence[str] = (),
 ) -> Iterator[T]:
     """Yield the items of every record by `parse(position, record)`, whose ValueError marks the record as broken.
 
     Broken records are refused (UserError naming file, place, reason and `allowed`) or skipped: then each is
     appended to `skipped` as "place: reason" and their number is logged. A record whose `parse` raises `ExcludedRecord` is never
-    refused: it is appended to `left_out`, and their number is logged. A file without an item is refused.
+    refused: it is appended to `excluded`, and their number is logged. A file without an item is refused.
     """
     if on_error not in ("refuse", "skip"):
         raise UserError(f"on_error: got {on_error!r}; allowed are 'refuse' and 'skip'.")
     count = total = 0
-    broken, empty = _Named(skipped), _Named(left_out)
+    broken, empty = _RecordLog(skipped), _RecordLog(excluded)
     for position, (place, record) in enumerate(read_records(path, columns)):
         total += 1
         try:
@@ -139,7 +141,7 @@ def parse_records(
             )
 
 
-class _Named:
+class _RecordLog:
     """Records that are not yielded: how many, the first of them, and all where somebody keeps a list."""
 
     def __init__(self, all_of_them: list[str] | None) -> None:
@@ -162,7 +164,7 @@ def fields_of(record: Any) -> dict[str, Any]:
     return record
 
 
-def asked_fields_of(record: Any) -> dict[str, Any]:
+def question_fields_of(record: Any) -> dict[str, Any]:
     """As `fields_of`. Of our own results and trajectories, whose question is a record itself, the fields of that stand beside
     the others, and the answer is the prediction."""
     record = fields_of(record)
@@ -237,7 +239,7 @@ def id_field(record: dict[str, Any], position: int, names: Sequence[str] = QUEST
     return str(value)
 
 
-def places_of(path: str | Path, identity: str) -> list[str]:
+def record_places(path: str | Path, identity: str) -> list[str]:
     """Where in a file the records with an id stand: "line 7", ...; a record without an id has its position."""
     places = []
     for position, (place, record) in enumerate(read_records(path)):
@@ -256,13 +258,13 @@ def _short(value: Any) -> str:
 
 def _parse(text: str) -> Any:
     try:
-        value = json.loads(text, object_pairs_hook=_object)
+        value = json.loads(text, object_pairs_hook=_unique_names)
         return _whole(value) if "\\ud" in text.lower() else value
     except json.JSONDecodeError as error:
         line = f"line {error.lineno}, " if error.lineno > 1 or "\n" in text.strip() else ""
         return BrokenRecord(f"not JSON ({error.msg}: {line}column {error.colno})")
-    except _Twice as error:
-        return BrokenRecord(f"{error.name!r} is there twice in one object{_second(text, error.name)}")
+    except _DuplicateName as error:
+        return BrokenRecord(f"{error.name!r} is there twice in one object{_second_place(text, error.name)}")
     except (ValueError, RecursionError) as error:
         return BrokenRecord(str(error))
 
@@ -270,7 +272,7 @@ def _parse(text: str) -> Any:
 def _whole(value: Any) -> Any:
     """The value, whose texts can be written down again: an escape may stand for half a character."""
     if isinstance(value, str):
-        return whole_characters(value)
+        return replace_lone_surrogates(value)
     if isinstance(value, list):
         return [_whole(part) for part in value]
     if isinstance(value, dict):
@@ -278,24 +280,24 @@ def _whole(value: Any) -> Any:
     return value
 
 
-class _Twice(ValueError):
+class _DuplicateName(ValueError):
     def __init__(self, name: str) -> None:
         super().__init__(name)
         self.name = name
 
 
-def _second(text: str, name: str) -> str:
+def _second_place(text: str, name: str) -> str:
     """Where a name of an object of several lines stands again; nothing where other objects have it too."""
     places = [found.start() for found in re.finditer(re.escape(json.dumps(name)) + r"\s*:", text)]
     line = text.count("\n", 0, places[-1]) + 1 if len(places) == 2 else 1
     return f" (line {line})" if line > 1 else ""
 
 
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
         (twice, _), *_ = collections.Counter(name for name, _ in pairs).most_common(1)
-        raise _Twice(twice)
+        raise _DuplicateName(twice)
     return found
 
 
@@ -336,10 +338,10 @@ def _json_any(path: Path, stream: BinaryIO) -> Iterator[tuple[str, Any]]:
 
 def _entries(document: dict[str, Any]) -> list[Any] | None:
     """The records of a JSON object that holds many; None where it is a record itself."""
-    for name in LISTS:
+    for name in LIST_FIELDS:
         inner = document.get(name)
         if isinstance(inner, list) and inner and all(isinstance(entry, dict) for entry in inner):
-            return [question for entry in inner for question in _squad(entry)]
+            return [question for entry in inner for question in _squad_questions(entry)]
     values = document.values()
     if document and all(isinstance(value, list) for value in values):
         return list(document.items())
@@ -350,7 +352,7 @@ def _entries(document: dict[str, Any]) -> list[Any] | None:
     return None
 
 
-def _squad(article: dict[str, Any]) -> list[dict[str, Any]]:
+def _squad_questions(article: dict[str, Any]) -> list[dict[str, Any]]:
     """The questions of an article in SQuAD's own file, each with its title and context; any other record as it is."""
     paragraphs = article.get("paragraphs")
     if not isinstance(paragraphs, list):

@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from rrl.data.mixtures import parts_of, take_part
+from rrl.data.mixtures import draw_part, paper_parts
 from rrl.data.questions import Question, load_questions, with_choices
 from rrl.errors import UserError
 from rrl.models.tokenizer import load_tokenizer
@@ -192,7 +192,7 @@ def add_task(
     rule = rule_named(normalization)
     if not splits:
         raise UserError(f"task {name}: splits is empty; give a question file for one split or more")
-    questions = {split: _loaded(source) for split, source in splits.items()}
+    questions = {split: _load(source) for split, source in splits.items()}
     for split, some in questions.items():
         if not some:
             raise UserError(f"task {name}: the split {split!r} has no questions; give some, or leave it out")
@@ -212,7 +212,7 @@ def add_task(
             "inputs": seqio.Feature(tokenizer, add_eos=False),
             "targets": seqio.Feature(tokenizer, add_eos=True),
         },
-        postprocess_fn=_gold_or_said,
+        postprocess_fn=_postprocess,
         metric_fns=[choice_accuracy if True in choosing else functools.partial(mean_scores, rule=rule)],
     )
 
@@ -240,17 +240,17 @@ def add_mixture(
       scale: share of the paper's numbers, for a small mixture of the same proportions.
       normalization: of the metrics.
 
-    Raises UserError for an unknown paper, datasets that are not the paper's, and as `add_task` and `rrl.data.mixtures.take_part`.
+    Raises UserError for an unknown paper, datasets that are not the paper's, and as `add_task` and `rrl.data.mixtures.draw_part`.
     """
     _check_name(name)
-    parts = parts_of(paper)
+    parts = paper_parts(paper)
     if files.keys() != parts.keys():
         raise UserError(
             f"files: {paper} is trained on {', '.join(parts)}; got {', '.join(files) or 'none'}. Give the questions of each"
         )
     vocabulary = tokenizer if isinstance(tokenizer, TokenizerVocabulary) else TokenizerVocabulary(tokenizer)
     taken = {
-        dataset: take_part(_loaded(files[dataset]), part, seed, scale, f"{paper}, {dataset}")
+        dataset: draw_part(_load(files[dataset]), part, seed, scale, f"{paper}, {dataset}")
         for dataset, part in parts.items()
     }
     tasks = [
@@ -323,7 +323,7 @@ def choice_accuracy(targets: Sequence[Mapping[str, Any]], predictions: Sequence[
     return {"acc": float(np.mean(right))}
 
 
-def _gold_or_said(said: str, example: Mapping[str, Any] | None = None, is_target: bool = False) -> Any:
+def _postprocess(said: str, example: Mapping[str, Any] | None = None, is_target: bool = False) -> Any:
     """seqio's postprocessing: of a target its gold answers and choices, of a prediction its text."""
     if not is_target or example is None:
         return said
@@ -331,7 +331,7 @@ def _gold_or_said(said: str, example: Mapping[str, Any] | None = None, is_target
     return {"answers": list(question.answers), "choices": list(question.choices)}
 
 
-def _loaded(source: Source) -> Sequence[Question]:
+def _load(source: Source) -> Sequence[Question]:
     return load_questions(source) if isinstance(source, str | Path) else source
 
 

@@ -41,7 +41,7 @@ PREDICTIONS = (
     "result",
 )
 
-KNOWN = {
+KNOWN_COLUMNS = {
     name.lower(): name
     for names in (
         ("title", "contents", "metadata"),
@@ -51,16 +51,16 @@ KNOWN = {
 } | {"question": "question", "answer": "answer"}
 """Column names that are understood, whatever their case."""
 
-ALONE = ("text", "question")
+HEADER_WORDS = ("text", "question")
 """A first line with one of these names is a header; otherwise it takes two known names."""
 
-NAME_LENGTH = 40
+MAX_NAME_LENGTH = 40
 """Characters of a column's name at most."""
 
-SAMPLE = 100
+SAMPLE_RECORDS = 100
 """Records without a header from which the meaning of the columns is inferred."""
 
-CELL_LINES = 100_000
+MAX_CELL_LINES = 100_000
 """Lines of one quoted cell at most."""
 
 COLUMNS = ("id", "title", "text", "-")
@@ -93,10 +93,10 @@ def read_table(
     ends.
     """
     _check_columns(path, columns)
-    rows = _Rows(path, stream, len(columns)).rows()
-    first = list(itertools.islice(rows, SAMPLE))
-    names, first = _names(path, first, columns)
-    split_title = not columns and names == ["id", "text"] and _titles_inside(first)
+    rows = _RowReader(path, stream, len(columns)).rows()
+    first = list(itertools.islice(rows, SAMPLE_RECORDS))
+    names, first = _column_names(path, first, columns)
+    split_title = not columns and names == ["id", "text"] and _has_inline_titles(first)
     if split_title:
         logging.getLogger(__name__).info("%s: its texts, 'Title: ... Text: ...', are taken apart", path)
     before: tuple[str, dict[str, Any] | BrokenRecord] | None = None
@@ -115,7 +115,7 @@ def read_table(
                 name: cell for name, cell in zip(names, row.cells, strict=True) if name not in ("", "-")
             }
             if split_title:
-                record |= _title_inside(record["text"])
+                record |= _split_inline_title(record["text"])
         if before:
             yield before
         before = place, record
@@ -123,7 +123,7 @@ def read_table(
         yield before
 
 
-class _Rows:
+class _RowReader:
     """Reads records from lines, looking ahead only inside a quoted cell."""
 
     def __init__(self, path: Path, stream: BinaryIO, width: int = 0) -> None:
@@ -181,19 +181,21 @@ class _Rows:
             return _Row(line, cells)
         except csv.Error as error:
             if not _is_open(error):
-                return self._unquoted(line, text, str(error))
-        return self._joined(line, text) or self._unquoted(line, text, "a quoted cell is not closed")
+                return self._unquoted_row(line, text, str(error))
+        return self._multiline_row(line, text) or self._unquoted_row(
+            line, text, "a quoted cell is not closed"
+        )
 
-    def _joined(self, line: int, text: str) -> _Row | None:
+    def _multiline_row(self, line: int, text: str) -> _Row | None:
         """The record that begins with a line whose last cell is open, with the lines that it goes on in; None if those do not
         close it."""
         size, group, faults = self._width or self._count(text), [text], [""]
-        quotes = _marks(text)
-        while (ahead := self._peek(len(group) - 1)) is not None and len(group) < CELL_LINES:
+        quotes = _count_quotes(text)
+        while (ahead := self._peek(len(group) - 1)) is not None and len(group) < MAX_CELL_LINES:
             _, more, broken = ahead
             group.append(more)
             faults.append(broken)
-            quotes += _marks(more)
+            quotes += _count_quotes(more)
             if quotes % 2:
                 continue  # the cell is still open
             try:
@@ -202,7 +204,7 @@ class _Rows:
                 return None
             if self._width and len(cells) != self._width:
                 return None
-            removed = sum(map(_marks, group)) - sum(map(_marks, cells))
+            removed = sum(map(_count_quotes, group)) - sum(map(_count_quotes, cells))
             if not self._quoted and removed <= 2 and all(self._count(one) == size for one in group):
                 return None  # each line is a whole record, and no other quotation marks say that it is not
             for _ in group[1:]:
@@ -211,7 +213,7 @@ class _Rows:
             return _Row(line, cells, next(filter(None, faults), ""))
         return None
 
-    def _unquoted(self, line: int, text: str, error: str) -> _Row:
+    def _unquoted_row(self, line: int, text: str, error: str) -> _Row:
         """The line as it stands, where the file is not quoted; UserError where that is not sure.
 
         A guess could cut a passage, or take a part of one for a record.
@@ -228,14 +230,14 @@ class _Rows:
     def _shows_quoting(self, text: str, cells: Sequence[str]) -> bool:
         """Whether a record has a quoted cell that a file without quoting is unlikely to have: with a tab or doubled quotation
         marks in it, or beside another."""
-        removed = _marks(text) - sum(map(_marks, cells))
+        removed = _count_quotes(text) - sum(map(_count_quotes, cells))
         return removed > 2 or (removed > 0 and any(self._delimiter in cell for cell in cells))
 
     def _count(self, text: str) -> int:
         return text.count(self._delimiter) + 1
 
 
-def _marks(text: str) -> int:
+def _count_quotes(text: str) -> int:
     return text.count('"')
 
 
@@ -265,7 +267,7 @@ def _check_columns(path: Path, columns: Sequence[str]) -> None:
         )
 
 
-def _names(path: Path, rows: list[_Row], columns: Sequence[str]) -> tuple[list[str], list[_Row]]:
+def _column_names(path: Path, rows: list[_Row], columns: Sequence[str]) -> tuple[list[str], list[_Row]]:
     """The names of the columns, and the rows without the header; both are logged."""
     good = [row for row in rows if not row.broken]
     if not good:
@@ -273,20 +275,22 @@ def _names(path: Path, rows: list[_Row], columns: Sequence[str]) -> tuple[list[s
     head = good[0]
     given = [cell.strip() for cell in head.cells]
     names = list(columns)
-    header = _is_header(given) or (bool(columns) and _differs(good, columns))
+    header = _is_header(given) or (bool(columns) and _is_unknown_header(good, columns))
     if not names and header:
-        names = [KNOWN.get(name.lower(), name) for name in given]
+        names = [KNOWN_COLUMNS.get(name.lower(), name) for name in given]
         twice = [name for name, count in collections.Counter(filter(None, names)).items() if count > 1]
         if twice:
             raise UserError(
                 f"{path}, line {head.line}: the column {twice[0]!r} is there twice in the header {', '.join(given)}. Rename one."
             )
     elif not names:
-        names = _inferred(path, good)
+        names = _infer_columns(path, good)
     logging.getLogger(__name__).info(
         "%s: %s; %s",
         path,
-        ", ".join(_taken(names, given if header else [f"column {at}" for at in range(1, len(names) + 1)])),
+        ", ".join(
+            _describe_columns(names, given if header else [f"column {at}" for at in range(1, len(names) + 1)])
+        ),
         "as given" if columns else "by the header" if header else "inferred, since there is no header",
     )
     return names, [row for row in rows if not (header and row is head)]
@@ -303,7 +307,7 @@ _ROLES = (
 """What a column may be taken for, and its names, the first of which that is there is taken."""
 
 
-def _taken(names: Sequence[str], shown: Sequence[str]) -> Iterator[str]:
+def _describe_columns(names: Sequence[str], shown: Sequence[str]) -> Iterator[str]:
     """For each column, what it is taken for."""
     roles = {
         next(name for name in known if name in names): role
@@ -316,13 +320,13 @@ def _taken(names: Sequence[str], shown: Sequence[str]) -> Iterator[str]:
 
 def _is_header(cells: Sequence[str]) -> bool:
     """Whether a row is the names of columns; numbers and sentences are none, whatever word stands beside them."""
-    if any(len(cell) > NAME_LENGTH or cell.isdigit() for cell in cells):
+    if any(len(cell) > MAX_NAME_LENGTH or cell.isdigit() for cell in cells):
         return False
-    known = [KNOWN[cell.lower()] for cell in cells if cell.lower() in KNOWN]
-    return len(known) > 1 or any(name in ALONE for name in known)
+    known = [KNOWN_COLUMNS[cell.lower()] for cell in cells if cell.lower() in KNOWN_COLUMNS]
+    return len(known) > 1 or any(name in HEADER_WORDS for name in known)
 
 
-def _differs(rows: Sequence[_Row], columns: Sequence[str]) -> bool:
+def _is_unknown_header(rows: Sequence[_Row], columns: Sequence[str]) -> bool:
     """Whether the first row has a word where all others have a number as their id: a header in words of its own."""
     if "id" not in columns or len(rows) < 2:
         return False
@@ -331,7 +335,7 @@ def _differs(rows: Sequence[_Row], columns: Sequence[str]) -> bool:
     return len(ids) > 1 and not ids[0].isdigit() and all(identity.isdigit() for identity in ids[1:])
 
 
-def _inferred(path: Path, rows: Sequence[_Row]) -> list[str]:
+def _infer_columns(path: Path, rows: Sequence[_Row]) -> list[str]:
     """The meaning of the columns where the first records leave no doubt: DPR's questions with lists of answers, or an id beside
     a text, or beside a text and a title of at most half its length. UserError otherwise.
     """
@@ -359,15 +363,15 @@ def _is_text(cell: str) -> bool:
     return bool(re.search(r"\S\s+\S", cell)) or len(cell) >= 20
 
 
-_TITLE_INSIDE = re.compile(r"Title: (.+?) Text: (.*)", re.S)
+_INLINE_TITLE = re.compile(r"Title: (.+?) Text: (.*)", re.S)
 """How a two-column corpus may write a passage with its title."""
 
 
-def _titles_inside(rows: Iterable[_Row]) -> bool:
+def _has_inline_titles(rows: Iterable[_Row]) -> bool:
     cells = [row.cells for row in rows if not row.broken]
-    return bool(cells) and all(len(row) == 2 and _TITLE_INSIDE.fullmatch(row[1]) for row in cells)
+    return bool(cells) and all(len(row) == 2 and _INLINE_TITLE.fullmatch(row[1]) for row in cells)
 
 
-def _title_inside(text: str) -> dict[str, str]:
-    found = _TITLE_INSIDE.fullmatch(text)
+def _split_inline_title(text: str) -> dict[str, str]:
+    found = _INLINE_TITLE.fullmatch(text)
     return {"title": found[1], "text": found[2]} if found else {}

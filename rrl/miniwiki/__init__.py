@@ -14,7 +14,7 @@ import numpy as np
 
 from rrl.data.passages import Passage
 from rrl.data.questions import Question
-from rrl.miniwiki.questions import KINDS, Hop, MiniQuestion, Plan, ask
+from rrl.miniwiki.questions import KINDS, Hop, MiniQuestion, Plan, generate_questions
 from rrl.miniwiki.world import World, build_world, write_passages
 
 __all__ = [
@@ -41,7 +41,7 @@ class MiniWiki:
 
     def questions(self, kind: str, n: int, seed: int) -> list[MiniQuestion]:
         """`n` different questions of one of KINDS; UserError when there are not so many."""
-        return ask(self.world, kind, n, seed)
+        return generate_questions(self.world, kind, n, seed)
 
 
 def generate(split: str, seed: int, passages: int, worlds: int = 1) -> MiniWiki:

@@ -14,7 +14,7 @@ from pathlib import Path
 from rrl.errors import UserError
 from rrl.miniwiki import KINDS, MiniWiki, generate
 from rrl.miniwiki.names import SPLITS
-from rrl.miniwiki.vocabulary import VOCABULARY, build_tokenizer
+from rrl.miniwiki.vocabulary import VOCABULARY_SIZE, build_tokenizer
 
 
 def write(wiki: MiniWiki, folder: Path, questions: int, seed: int) -> None:
@@ -49,7 +49,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--worlds", type=int, default=10, help="closed sub-worlds")
     parser.add_argument("--questions", type=int, default=200, help="of each kind")
-    parser.add_argument("--vocabulary", type=int, default=VOCABULARY, help="tokens of the tokenizer")
+    parser.add_argument("--vocabulary", type=int, default=VOCABULARY_SIZE, help="tokens of the tokenizer")
     given = parser.parse_args(arguments)
     if given.out is None and given.tokenizer is None:
         parser.error("nothing to do: give --out=FOLDER, --tokenizer=FOLDER or both")

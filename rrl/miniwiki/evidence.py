@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 from rrl.data.examples import Example
 from rrl.errors import UserError
 from rrl.miniwiki import KINDS, MiniQuestion, MiniWiki
-from rrl.miniwiki.context import Shelf
+from rrl.miniwiki.lookup import WikiLookup
 from rrl.text.chat import chat_ids
 from rrl.text.encoding import text_ids
 
@@ -46,9 +46,9 @@ def reader_examples(
         if field not in template:
             raise UserError(f"template={template!r}: must contain {field}")
     rng = np.random.default_rng((seed, 2))
-    shelf = Shelf(wiki)
+    lookup = WikiLookup(wiki)
     for item in _endless(wiki, seed, rng):
-        evidence, answer = gather_evidence(item, shelf, rng, missing)
+        evidence, answer = gather_evidence(item, lookup, rng, missing)
         prompt = template.replace("{evidence}", evidence).replace("{query}", item.question.text)
         asked = chat_ids(tokenizer, prompt) if chat else text_ids(tokenizer, prompt)
         # The leading space gives a name the tokens it has everywhere else.
@@ -59,7 +59,7 @@ def reader_examples(
 
 
 def gather_evidence(
-    item: MiniQuestion, shelf: Shelf, rng: np.random.Generator, missing: float
+    item: MiniQuestion, lookup: WikiLookup, rng: np.random.Generator, missing: float
 ) -> tuple[str, str]:
     """Evidence for a question and the answer it allows."""
     facts = list(dict.fromkeys((hop.sentence, f"The {hop.query} is {hop.value}.") for hop in item.plan.hops))
@@ -73,19 +73,19 @@ def gather_evidence(
         answer = UNKNOWN
     if rng.random() < 0.4 or not sentences:
         for _ in range(int(rng.integers(1, 4))):
-            sentences.insert(int(rng.integers(len(sentences) + 1)), _elsewhere(item, shelf, rng))
+            sentences.insert(int(rng.integers(len(sentences) + 1)), _distractor(item, lookup, rng))
     if rng.random() < 0.3:
         sentences = [sentences[i] for i in rng.permutation(len(sentences))]
     return " ".join(sentences), answer
 
 
-def _elsewhere(item: MiniQuestion, shelf: Shelf, rng: np.random.Generator) -> str:
+def _distractor(item: MiniQuestion, lookup: WikiLookup, rng: np.random.Generator) -> str:
     """A sentence about something the question does not need."""
     needed = set(item.question.gold) | {hop.value for hop in item.plan.hops}
     while True:
-        entity = shelf.any(rng, item.world)
-        if shelf.title(entity) not in needed:
-            sentences = shelf.world.sentences(entity.kind, entity.index)
+        entity = lookup.sample_entity(rng, item.world)
+        if lookup.title(entity) not in needed:
+            sentences = lookup.world.sentences(entity.kind, entity.index)
             return sentences[int(rng.integers(len(sentences)))]
 
 

@@ -83,7 +83,7 @@ _SHARES = (0.5, 0.25, 0.25)
 _KEY = 20250601
 """Key of the partition of names into splits; another value would be another data set."""
 
-_PAIRED = 5
+_NAMESAKE_EVERY = 5
 """Every fifth drawn name brings its namesake into the same call."""
 
 
@@ -185,9 +185,9 @@ def draw_names(family: str, count: int, split: str, seed: int) -> list[str]:
       UserError: the split has fewer names of this family.
     """
     rng = np.random.default_rng((seed, *family.encode()))
-    # Group g holds one name, or two namesakes when g is a multiple of _PAIRED.
-    groups = -(-count * _PAIRED // (_PAIRED + 1)) + 1
-    sizes = 1 + (np.arange(groups) % _PAIRED == 0)
+    # Group g holds one name, or two namesakes when g is a multiple of _NAMESAKE_EVERY.
+    groups = -(-count * _NAMESAKE_EVERY // (_NAMESAKE_EVERY + 1)) + 1
+    sizes = 1 + (np.arange(groups) % _NAMESAKE_EVERY == 0)
     patterns = PATTERNS[family]
     remaining, taken = groups, []
     for pattern in patterns:

@@ -16,7 +16,7 @@ class Relation:
     """Entity type of the value, or "year" or "country"."""
     phrases: tuple[str, ...]
     """Noun phrases for the value inside a longer question, "{}" is the subject."""
-    asks: tuple[str, ...]
+    questions: tuple[str, ...]
     """Whole questions for the value."""
     years: tuple[int, int] = (0, 0)
     """First and last year, for values that are years."""

@@ -7,7 +7,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rrl.data.examples import Example
 from rrl.miniwiki import MiniWiki, reading
-from rrl.miniwiki.context import Shelf
+from rrl.miniwiki.lookup import WikiLookup
 
 
 def reading_probes(
@@ -30,14 +30,14 @@ def reading_probes(
       limit: longest example in tokens; longer ones are left out.
     """
     rng = np.random.default_rng((seed, 3))
-    shelf, writer = Shelf(wiki), reading.Writer(tokenizer)
+    lookup, writer = WikiLookup(wiki), reading.ExampleWriter(tokenizer)
     probes: dict[str, list[Example]] = {}
-    for order in reading.ORDERS_BY_SHARE:
+    for order in reading.READING_TASKS:
         found: list[Example] = []
         while len(found) < n:
-            context = shelf.gather(rng, passages)
-            if asked := order(shelf, rng, context):
-                text = "".join(f"(Title: {shelf.title(e)}) {shelf.text(e)}\n" for e in context.entities)
+            context = lookup.sample_entities(rng, passages)
+            if asked := order(lookup, rng, context):
+                text = "".join(f"(Title: {lookup.title(e)}) {lookup.text(e)}\n" for e in context.entities)
                 example = writer.example([(text, False), *asked], limit + 1)
                 found += [example] if len(example) <= limit else []
         probes[order.__name__.strip("_")] = found

@@ -15,10 +15,10 @@ from rrl.miniwiki.world import World
 
 T = TypeVar("T")
 
-Key = tuple[str, str]
+RelationKey = tuple[str, str]
 """Subject type and relation."""
 
-Chain = tuple[Key, ...]
+Chain = tuple[RelationKey, ...]
 """Relations followed one after the other."""
 
 KINDS = ("one_hop", "two_hop", "three_hop", "comparison", "bridge_comparison")
@@ -75,12 +75,12 @@ class MiniQuestion:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Order:
+class YearComparison:
     """A comparison of years: who or which came first."""
 
     kind: str
     relation: str
-    asks: tuple[tuple[str, str], ...]
+    questions: tuple[tuple[str, str], ...]
     """(question, word of the conclusion); "earlier" or "later" in the word decides."""
     verb: str
     """How the conclusion states a year, "{0} was born in {1}"."""
@@ -97,22 +97,22 @@ def _which(noun: str, verb: str, ask_older: bool = True) -> tuple[tuple[str, str
     )
 
 
-WHO = (
+BIRTH_QUESTIONS = (
     ("Who was born first, {0} or {1}?", "earlier"),
     ("Who was born earlier, {0} or {1}?", "earlier"),
     ("Who was born later, {0} or {1}?", "later"),
     ("Who is older, {0} or {1}?", "earlier"),
 )
 
-ORDERS = (
-    Order("person", "birth year", WHO, "born"),
-    Order("film", "release year", _which("film", "released", ask_older=False), "released"),
-    Order("book", "publication year", _which("book", "published", ask_older=False), "published"),
-    Order("company", "founding year", _which("company", "founded"), "founded"),
-    Order("city", "founding year", _which("city", "founded"), "founded"),
+YEAR_COMPARISONS = (
+    YearComparison("person", "birth year", BIRTH_QUESTIONS, "born"),
+    YearComparison("film", "release year", _which("film", "released", ask_older=False), "released"),
+    YearComparison("book", "publication year", _which("book", "published", ask_older=False), "published"),
+    YearComparison("company", "founding year", _which("company", "founded"), "founded"),
+    YearComparison("city", "founding year", _which("city", "founded"), "founded"),
 )
 
-SAME = {
+EQUALITY_COMPARISONS = {
     ("person", "birthplace"): (
         "born in",
         "Were {} born in the same city?",
@@ -133,7 +133,7 @@ SAME = {
 """By (type, relation): the words that join name and value in the conclusion, and wordings of the yes/no question."""
 
 BRIDGES = (("film", "director"), ("book", "author"), ("company", "founder"))
-BRIDGE_ORDER = (
+BRIDGE_QUESTIONS = (
     ("Which {kind} has the {role} who was born earlier, {0} or {1}?", "earlier"),
     ("Which {kind} has the {role} born first, {0} or {1}?", "earlier"),
     ("Which {kind} has the {role} who was born later, {0} or {1}?", "later"),
@@ -163,7 +163,7 @@ def follow(world: World, chain: Chain) -> Int[np.ndarray, "H n"]:
     return np.stack(steps)
 
 
-def ask(world: World, kind: str, n: int, seed: int) -> list[MiniQuestion]:
+def generate_questions(world: World, kind: str, n: int, seed: int) -> list[MiniQuestion]:
     """`n` different questions of one kind, uniform over relations and entities. Same arguments, same questions.
 
     Raises:
@@ -191,7 +191,7 @@ def ask(world: World, kind: str, n: int, seed: int) -> list[MiniQuestion]:
     return questions
 
 
-Made = tuple[str, tuple[str, ...], Plan, int]
+GeneratedQuestion = tuple[str, tuple[str, ...], Plan, int]
 """Text, answers, plan and sub-world of a question."""
 
 
@@ -203,7 +203,7 @@ def _mention(rng: np.random.Generator, kind: str, name: str) -> str:
     return _pick(rng, MENTION[kind]).format(name)
 
 
-def hop(world: World, key: Key, entity: int) -> Hop:
+def hop(world: World, key: RelationKey, entity: int) -> Hop:
     """Looking up one fact of an entity; it must have it."""
     kind, relation = key
     name = world.names[kind][entity]
@@ -217,7 +217,9 @@ def hop(world: World, key: Key, entity: int) -> Hop:
     )
 
 
-def _paths(world: World, rng: np.random.Generator, n: int, options: Sequence[Chain]) -> Iterator[Made]:
+def _paths(
+    world: World, rng: np.random.Generator, n: int, options: Sequence[Chain]
+) -> Iterator[GeneratedQuestion]:
     """Compositional questions: a chain uniformly, then one of the starts it has left."""
     left = []
     for chain in options:
@@ -241,7 +243,7 @@ def _paths(world: World, rng: np.random.Generator, n: int, options: Sequence[Cha
         phrase = _mention(rng, chain[0][0], hops[0].subject)
         for key in chain[:-1]:
             phrase = _pick(rng, RELATION[key].phrases).format(phrase)
-        text = _pick(rng, RELATION[chain[-1]].asks).format(phrase)
+        text = _pick(rng, RELATION[chain[-1]].questions).format(phrase)
         yield (
             text,
             _answers(chain[-1], hops[-1].value),
@@ -250,11 +252,11 @@ def _paths(world: World, rng: np.random.Generator, n: int, options: Sequence[Cha
         )
 
 
-def _answers(key: Key, value: str) -> tuple[str, ...]:
+def _answers(key: RelationKey, value: str) -> tuple[str, ...]:
     return (value, f"the city of {value}") if RELATION[key].value == "city" else (value,)
 
 
-def _comparisons(world: World, rng: np.random.Generator, n: int, bridge: bool) -> Iterator[Made]:
+def _comparisons(world: World, rng: np.random.Generator, n: int, bridge: bool) -> Iterator[GeneratedQuestion]:
     """Pairs of entities of one type and sub-world, compared by year or asked to be the same."""
     seen: set[tuple[Chain, frozenset[int]]] = set()
     yes, failed = True, 0
@@ -264,10 +266,12 @@ def _comparisons(world: World, rng: np.random.Generator, n: int, bridge: bool) -
             same = rng.random() < YES_NO
         head = BRIDGES[int(rng.integers(len(BRIDGES)))] if bridge else None
         if same:
-            options = [k for k in SAME if not head or k[0] == "person"]
+            options = [k for k in EQUALITY_COMPARISONS if not head or k[0] == "person"]
             key = options[int(rng.integers(len(options)))]
         else:
-            order = ORDERS[0] if head else ORDERS[int(rng.integers(len(ORDERS)))]
+            order = (
+                YEAR_COMPARISONS[0] if head else YEAR_COMPARISONS[int(rng.integers(len(YEAR_COMPARISONS)))]
+            )
             key = (order.kind, order.relation)
         path: Chain = (head, key) if head else (key,)
         pair = _pair(world, rng, path, same, yes)
@@ -282,13 +286,13 @@ def _comparisons(world: World, rng: np.random.Generator, n: int, bridge: bool) -
         mentions = [_mention(rng, subject, name) if same else name for name in names]
         if same:
             both = f"the {path[0][1]}s of {{0}} and {{1}}" if head else "{0} and {1}"
-            text = _pick(rng, SAME[key][1:]).format(both).format(*mentions)
-            answer, conclusion = conclude_same(hops, SAME[key][0])
+            text = _pick(rng, EQUALITY_COMPARISONS[key][1:]).format(both).format(*mentions)
+            answer, conclusion = conclude_equality(hops, EQUALITY_COMPARISONS[key][0])
             yes = not yes
         else:
-            template, word = _pick(rng, BRIDGE_ORDER if head else order.asks)
+            template, word = _pick(rng, BRIDGE_QUESTIONS if head else order.questions)
             text = template.format(*names, kind=subject, role=path[0][1])
-            answer, conclusion = conclude_order(
+            answer, conclusion = conclude_years(
                 hops, word, order.verb, f"the {path[0][1]} of" if head else ""
             )
         plan = Plan(tuple(itertools.chain.from_iterable(hops)), conclusion)
@@ -328,7 +332,7 @@ def _hop_along(world: World, path: Chain, entity: int) -> tuple[Hop, ...]:
     return tuple(hops)
 
 
-def conclude_same(hops: tuple[tuple[Hop, ...], ...], verb: str) -> tuple[str, str]:
+def conclude_equality(hops: tuple[tuple[Hop, ...], ...], verb: str) -> tuple[str, str]:
     """Answer and conclusion for two branches whose last values may be the same."""
     a, b = (branch[-1] for branch in hops)
     answer = "yes" if a.value == b.value else "no"
@@ -336,7 +340,7 @@ def conclude_same(hops: tuple[tuple[Hop, ...], ...], verb: str) -> tuple[str, st
     return answer, f"{a.subject} is {verb} {a.value} and {b.subject} is {verb} {b.value}, {word}."
 
 
-def conclude_order(hops: tuple[tuple[Hop, ...], ...], word: str, verb: str, role: str) -> tuple[str, str]:
+def conclude_years(hops: tuple[tuple[Hop, ...], ...], word: str, verb: str, role: str) -> tuple[str, str]:
     """Answer and conclusion for two branches that end in different years; `word` is "earlier" or "later"."""
     a, b = (branch[-1] for branch in hops)
     first = (int(a.value) < int(b.value)) == (word == "earlier")

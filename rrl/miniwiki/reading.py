@@ -13,45 +13,45 @@ from transformers import PreTrainedTokenizerBase
 
 from rrl.data.examples import Example
 from rrl.miniwiki import KINDS, MiniWiki
-from rrl.miniwiki.context import Context, Entity, Shelf, facts_of
+from rrl.miniwiki.lookup import Entity, SeenEntities, WikiLookup, facts_of
 from rrl.miniwiki.passages import RELATION, RELATIONS
 from rrl.miniwiki.questions import (
     BRIDGES,
-    ORDERS,
-    SAME,
+    EQUALITY_COMPARISONS,
+    YEAR_COMPARISONS,
     Hop,
-    Key,
     Plan,
-    conclude_order,
-    conclude_same,
+    RelationKey,
+    conclude_equality,
+    conclude_years,
     hop,
 )
 
-Piece = tuple[str, bool]
+Segment = tuple[str, bool]
 """Text, and whether it is a target."""
 
 Rng = np.random.Generator
 
 
-class Writer:
-    """Turns pieces of text into one example; remembers the tokens of pieces it has seen (passages come again)."""
+class ExampleWriter:
+    """Turns segments of text into one example; remembers the tokens of segments it has seen (passages come again)."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
         self._known: dict[str, list[int]] = {}
 
-    def example(self, pieces: list[Piece], limit: int, everything: bool = False) -> Example:
-        """Pieces begin with a space or end with a line, so that tokens are the same as those of the whole text."""
-        unknown = [text for text, _ in pieces if text not in self._known]
+    def example(self, segments: list[Segment], limit: int, everything: bool = False) -> Example:
+        """Segments begin with a space or end with a line, so that tokens are the same as those of the whole text."""
+        unknown = [text for text, _ in segments if text not in self._known]
         if unknown:
             if len(self._known) > 200_000:
                 self._known.clear()
-                unknown = [text for text, _ in pieces]
+                unknown = [text for text, _ in segments]
             ids = self._tokenizer(unknown, add_special_tokens=False)["input_ids"]
             self._known.update(zip(unknown, ids, strict=True))
         tokens: list[int] = []
         loss: list[bool] = []
-        for text, target in pieces:
+        for text, target in segments:
             part = self._known[text]
             tokens += part
             loss += [target or everything] * len(part)
@@ -86,147 +86,151 @@ def reading_examples(
       limit: longest example in tokens; longer ones are cut.
     """
     rng = np.random.default_rng((seed, 1))
-    shelf, writer = Shelf(wiki), Writer(tokenizer)
+    lookup, writer = WikiLookup(wiki), ExampleWriter(tokenizer)
     asked = _questions(wiki, seed) if questions else []
     while True:
         draw = rng.random()
         if draw < drills:
-            pieces = drill(shelf, rng)
+            segments = drill_segments(lookup, rng)
         elif draw < drills + questions:
             chosen = rng.integers(len(asked), size=int(rng.integers(6, 13))).tolist()
-            pieces = [piece for i in chosen for piece in asked[i]]
+            segments = [segment for i in chosen for segment in asked[i]]
         else:
-            pieces = read(shelf, rng, int(rng.integers(1, most_passages + 1)))
-        yield writer.example(pieces, limit, everything=bool(rng.random() < plain))
+            segments = passage_segments(lookup, rng, int(rng.integers(1, most_passages + 1)))
+        yield writer.example(segments, limit, everything=bool(rng.random() < plain))
 
 
-def read(shelf: Shelf, rng: Rng, passages: int) -> list[Piece]:
+def passage_segments(lookup: WikiLookup, rng: Rng, passages: int) -> list[Segment]:
     """Passages in one to three blocks, each followed by orders about any passage read so far."""
-    context = shelf.gather(rng, passages)
+    context = lookup.sample_entities(rng, passages)
     blocks = min(passages, int(rng.choice([1, 2, 3], p=[0.5, 0.3, 0.2])))
     cuts = (
         sorted(rng.choice(np.arange(1, passages), blocks - 1, replace=False).tolist()) if blocks > 1 else []
     )
-    pieces: list[Piece] = []
+    segments: list[Segment] = []
     for low, high in itertools.pairwise([0, *cuts, passages]):
         for entity in context.entities[low:high]:
-            pieces += _passage(shelf, entity)
-        seen = Context(context.entities[:high], context.entities[low:high])
+            segments += _passage(lookup, entity)
+        seen = SeenEntities(context.entities[:high], context.entities[low:high])
         for _ in range(int(rng.integers(1, 6 // blocks + 1))):
-            pieces += _order(shelf, rng, seen)
-    return pieces
+            segments += _task(lookup, rng, seen)
+    return segments
 
 
-def _passage(shelf: Shelf, entity: Entity) -> list[Piece]:
+def _passage(lookup: WikiLookup, entity: Entity) -> list[Segment]:
     """A passage in which the subject's mentions after the title are targets."""
-    title, text = shelf.title(entity), shelf.text(entity)
-    pieces: list[Piece] = [(f"(Title: {title})", False)]
+    title, text = lookup.title(entity), lookup.text(entity)
+    segments: list[Segment] = [(f"(Title: {title})", False)]
     for i, between in enumerate(f" {text}".split(f" {title}")):
         if i:
-            pieces.append((f" {title}", True))
+            segments.append((f" {title}", True))
         if between:
-            pieces.append((between, False))
-    return [*pieces, ("\n", False)]
+            segments.append((between, False))
+    return [*segments, ("\n", False)]
 
 
-def _order(shelf: Shelf, rng: Rng, seen: Context) -> list[Piece]:
+def _task(lookup: WikiLookup, rng: Rng, seen: SeenEntities) -> list[Segment]:
     """One order that the passages seen can answer; a look-up where the drawn one does not fit."""
-    made = ORDERS_BY_SHARE[int(rng.choice(len(ORDERS_BY_SHARE), p=_SHARES))](shelf, rng, seen)
-    return made or _value(shelf, rng, seen)
+    made = READING_TASKS[int(rng.choice(len(READING_TASKS), p=_TASK_SHARES))](lookup, rng, seen)
+    return made or _value(lookup, rng, seen)
 
 
-def _value(shelf: Shelf, rng: Rng, seen: Context) -> list[Piece]:
-    found = shelf.fact(rng, seen)
+def _value(lookup: WikiLookup, rng: Rng, seen: SeenEntities) -> list[Segment]:
+    found = lookup.sample_fact(rng, seen)
     return [(f" {found.query} :", False), (f" {found.value}\n", True)]
 
 
-def _statement(shelf: Shelf, rng: Rng, seen: Context) -> list[Piece]:
-    found = shelf.fact(rng, seen)
+def _statement(lookup: WikiLookup, rng: Rng, seen: SeenEntities) -> list[Segment]:
+    found = lookup.sample_fact(rng, seen)
     return [(f" The {found.query} is", False), (f" {found.value}.\n", True)]
 
 
-def _quote(shelf: Shelf, rng: Rng, seen: Context) -> list[Piece]:
+def _quote(lookup: WikiLookup, rng: Rng, seen: SeenEntities) -> list[Segment]:
     """The sentences that state one to four facts, in the order asked."""
-    found = [shelf.fact(rng, seen) for _ in range(int(rng.choice([1, 2, 3, 4], p=[0.5, 0.25, 0.15, 0.1])))]
+    found = [
+        lookup.sample_fact(rng, seen) for _ in range(int(rng.choice([1, 2, 3, 4], p=[0.5, 0.25, 0.15, 0.1])))
+    ]
     asked = ",".join(f" {item.query}" for item in found)
     said = " ".join(dict.fromkeys(item.sentence for item in found))
     return [(f" copy{asked} :", False), (f" {said}\n", True)]
 
 
-def _recite(shelf: Shelf, rng: Rng, seen: Context) -> list[Piece]:
+def _recite(lookup: WikiLookup, rng: Rng, seen: SeenEntities) -> list[Segment]:
     """What the passage about X says."""
     entity = seen.entities[int(rng.integers(len(seen.entities)))]
-    return [(f" passage of {shelf.title(entity)} :", False), (f" {shelf.text(entity)}\n", True)]
+    return [(f" passage of {lookup.title(entity)} :", False), (f" {lookup.text(entity)}\n", True)]
 
 
-def _chain(shelf: Shelf, rng: Rng, seen: Context) -> list[Piece]:
+def _chain(lookup: WikiLookup, rng: Rng, seen: SeenEntities) -> list[Segment]:
     """Two statements, the second about the value of the first."""
     links = [
-        (entity, key, shelf.follow(entity, key))
+        (entity, key, lookup.follow(entity, key))
         for entity in seen.entities
-        for key in facts_of(shelf.world, entity)
-        if shelf.follow(entity, key) in seen.entities
+        for key in facts_of(lookup.world, entity)
+        if lookup.follow(entity, key) in seen.entities
     ]
     if not links:
         return []
     entity, key, value = links[int(rng.integers(len(links)))]
     assert value is not None
-    keys = [key for key in facts_of(shelf.world, value) if shelf.follow(value, key) != entity]
+    keys = [key for key in facts_of(lookup.world, value) if lookup.follow(value, key) != entity]
     second = keys[int(rng.integers(len(keys)))]
-    hops = (hop(shelf.world, key, entity.index), hop(shelf.world, second, value.index))
-    return _worked_out(rng, Plan(hops, ""), hops[-1].value)
+    hops = (hop(lookup.world, key, entity.index), hop(lookup.world, second, value.index))
+    return _derivation(rng, Plan(hops, ""), hops[-1].value)
 
 
-def _compare(shelf: Shelf, rng: Rng, seen: Context) -> list[Piece]:
+def _compare(lookup: WikiLookup, rng: Rng, seen: SeenEntities) -> list[Segment]:
     """Which of two passages' subjects is earlier or later, after stating both years."""
-    choices = [(order, pair) for order in ORDERS for pair in itertools.combinations(seen.of(order.kind), 2)]
+    choices = [
+        (order, pair) for order in YEAR_COMPARISONS for pair in itertools.combinations(seen.of(order.kind), 2)
+    ]
     if not choices:
         return []
     order, pair = choices[int(rng.integers(len(choices)))]
     a, b = (
-        hop(shelf.world, (order.kind, order.relation), entity.index)
+        hop(lookup.world, (order.kind, order.relation), entity.index)
         for entity in (pair if rng.random() < 0.5 else pair[::-1])
     )
     if a.value == b.value:
         return []
-    answer, conclusion = conclude_order(((a,), (b,)), _earlier_or_later(rng), order.verb, "")
-    return _worked_out(rng, Plan((a, b), conclusion), answer)
+    answer, conclusion = conclude_years(((a,), (b,)), _earlier_or_later(rng), order.verb, "")
+    return _derivation(rng, Plan((a, b), conclusion), answer)
 
 
-def _same(shelf: Shelf, rng: Rng, seen: Context) -> list[Piece]:
+def _same(lookup: WikiLookup, rng: Rng, seen: SeenEntities) -> list[Segment]:
     """Whether two passages' subjects share a city, company or country, after stating both."""
     choices = [
         (key, pair)
-        for key in SAME
+        for key in EQUALITY_COMPARISONS
         for pair in itertools.combinations(seen.of(key[0]), 2)
-        if all(shelf.world.facts[key][entity.index] >= 0 for entity in pair)
+        if all(lookup.world.facts[key][entity.index] >= 0 for entity in pair)
     ]
     if not choices:
         return []
-    equal = [c for c in choices if len({int(shelf.world.facts[c[0]][entity.index]) for entity in c[1]}) == 1]
+    equal = [c for c in choices if len({int(lookup.world.facts[c[0]][entity.index]) for entity in c[1]}) == 1]
     if equal and rng.random() < 0.5:
         choices = equal
     key, pair = choices[int(rng.integers(len(choices)))]
-    a, b = (hop(shelf.world, key, entity.index) for entity in pair)
-    answer, conclusion = conclude_same(((a,), (b,)), SAME[key][0])
-    return _worked_out(rng, Plan((a, b), conclusion), answer)
+    a, b = (hop(lookup.world, key, entity.index) for entity in pair)
+    answer, conclusion = conclude_equality(((a,), (b,)), EQUALITY_COMPARISONS[key][0])
+    return _derivation(rng, Plan((a, b), conclusion), answer)
 
 
-def _worked_out(rng: Rng, plan: Plan, outcome: str) -> list[Piece]:
+def _derivation(rng: Rng, plan: Plan, outcome: str) -> list[Segment]:
     """The facts a plan asks for, each stated, and its conclusion; then often the sentences they come from, the outcome."""
-    pieces: list[Piece] = [
+    segments: list[Segment] = [
         (f" {plan.facts} :", False),
-        (f"{_stated(plan.hops)}{plan.conclusion and f' {plan.conclusion}'}\n", True),
+        (f"{_statements(plan.hops)}{plan.conclusion and f' {plan.conclusion}'}\n", True),
     ]
     if rng.random() < 0.7:
         said = " ".join(dict.fromkeys(item.sentence for item in plan.hops))
-        pieces += [(" copy :", False), (f" {said}\n", True)]
+        segments += [(" copy :", False), (f" {said}\n", True)]
     if rng.random() < 0.5:
-        pieces += [(" in short :", False), (f" {outcome}\n", True)]
-    return pieces
+        segments += [(" in short :", False), (f" {outcome}\n", True)]
+    return segments
 
 
-def _stated(hops: Iterable[Hop]) -> str:
+def _statements(hops: Iterable[Hop]) -> str:
     return "".join(f" The {item.query} is {item.value}." for item in hops)
 
 
@@ -234,7 +238,7 @@ def _earlier_or_later(rng: Rng) -> str:
     return str(rng.choice(["earlier", "later"]))
 
 
-ORDERS_BY_SHARE: tuple[Callable[[Shelf, Rng, Context], list[Piece]], ...] = (
+READING_TASKS: tuple[Callable[[WikiLookup, Rng, SeenEntities], list[Segment]], ...] = (
     _value,
     _statement,
     _quote,
@@ -243,10 +247,10 @@ ORDERS_BY_SHARE: tuple[Callable[[Shelf, Rng, Context], list[Piece]], ...] = (
     _compare,
     _same,
 )
-_SHARES = (0.1, 0.14, 0.24, 0.02, 0.22, 0.18, 0.1)
+_TASK_SHARES = (0.1, 0.14, 0.24, 0.02, 0.22, 0.18, 0.1)
 
 
-def _questions(wiki: MiniWiki, seed: int) -> list[list[Piece]]:
+def _questions(wiki: MiniWiki, seed: int) -> list[list[Segment]]:
     """Questions of every kind with the facts they ask for."""
     number = max(1, len(wiki.passages) // 20)
     return [
@@ -256,17 +260,17 @@ def _questions(wiki: MiniWiki, seed: int) -> list[list[Piece]]:
     ]
 
 
-def drill(shelf: Shelf, rng: Rng) -> list[Piece]:
+def drill_segments(lookup: WikiLookup, rng: Rng) -> list[Segment]:
     """A dozen or two short lines of one or more exercises, without passages."""
-    world = int(rng.integers(len(shelf.spans)))
-    pieces: list[Piece] = []
+    world = int(rng.integers(len(lookup.spans)))
+    segments: list[Segment] = []
     for _ in range(int(rng.integers(8, 20))):
         exercise = (_years, _dated, _equal, _echo)[int(rng.choice(4, p=[0.3, 0.45, 0.2, 0.05]))]
-        pieces += exercise(shelf, rng, world)
-    return pieces
+        segments += exercise(lookup, rng, world)
+    return segments
 
 
-def _years(shelf: Shelf, rng: Rng, world: int) -> list[Piece]:
+def _years(lookup: WikiLookup, rng: Rng, world: int) -> list[Segment]:
     low, high = RELATIONS_WITH_YEARS[int(rng.integers(len(RELATIONS_WITH_YEARS)))]
     a, b = rng.choice(np.arange(low, high + 1), 2, replace=False).tolist()
     word = _earlier_or_later(rng)
@@ -276,49 +280,49 @@ def _years(shelf: Shelf, rng: Rng, world: int) -> list[Piece]:
 RELATIONS_WITH_YEARS = tuple(relation.years for relation in RELATIONS if relation.value == "year")
 
 
-def _dated(shelf: Shelf, rng: Rng, world: int) -> list[Piece]:
+def _dated(lookup: WikiLookup, rng: Rng, world: int) -> list[Segment]:
     """Two years as stated, of two names or of those whom two works lead to, and which is earlier or later."""
     bridge = rng.random() < 0.4
-    order = ORDERS[0 if bridge else int(rng.integers(len(ORDERS)))]
+    order = YEAR_COMPARISONS[0 if bridge else int(rng.integers(len(YEAR_COMPARISONS)))]
     low, high = RELATION[order.kind, order.relation].years
     years = rng.choice(np.arange(low, high + 1), 2, replace=False)
-    branches, role = _branches(shelf, rng, world, (order.kind, order.relation), map(str, years), bridge)
+    branches, role = _branches(lookup, rng, world, (order.kind, order.relation), map(str, years), bridge)
     word = _earlier_or_later(rng)
-    _, conclusion = conclude_order(branches, word, order.verb, role)
-    return [(f" {word} :{_stated(itertools.chain(*branches))}", False), (f" {conclusion}\n", True)]
+    _, conclusion = conclude_years(branches, word, order.verb, role)
+    return [(f" {word} :{_statements(itertools.chain(*branches))}", False), (f" {conclusion}\n", True)]
 
 
-def _equal(shelf: Shelf, rng: Rng, world: int) -> list[Piece]:
+def _equal(lookup: WikiLookup, rng: Rng, world: int) -> list[Segment]:
     """Two cities, companies or countries as stated, and whether they are the same."""
-    key, (verb, *_) = list(SAME.items())[int(rng.integers(len(SAME)))]
-    x, y = shelf.some(rng, world, RELATION[key].value, 2)
+    key, (verb, *_) = list(EQUALITY_COMPARISONS.items())[int(rng.integers(len(EQUALITY_COMPARISONS)))]
+    x, y = lookup.sample_names(rng, world, RELATION[key].value, 2)
     values = (x, x if rng.random() < 0.5 else y)
-    branches, _ = _branches(shelf, rng, world, key, values, key[0] == "person" and bool(rng.random() < 0.5))
-    _, conclusion = conclude_same(branches, verb)
-    return [(f" same :{_stated(itertools.chain(*branches))}", False), (f" {conclusion}\n", True)]
+    branches, _ = _branches(lookup, rng, world, key, values, key[0] == "person" and bool(rng.random() < 0.5))
+    _, conclusion = conclude_equality(branches, verb)
+    return [(f" same :{_statements(itertools.chain(*branches))}", False), (f" {conclusion}\n", True)]
 
 
 def _branches(
-    shelf: Shelf, rng: Rng, world: int, key: Key, values: Iterable[str], bridge: bool
+    lookup: WikiLookup, rng: Rng, world: int, key: RelationKey, values: Iterable[str], bridge: bool
 ) -> tuple[tuple[tuple[Hop, ...], ...], str]:
     """Two made-up lines of facts that end in `values`, through a work where `bridge` says so, and the bridge's role."""
 
-    def fact(key: Key, subject: str, value: str) -> Hop:
+    def fact(key: RelationKey, subject: str, value: str) -> Hop:
         return Hop(subject, key[1], value, RELATION[key].query(subject), "", subject)
 
-    names = shelf.some(rng, world, key[0], 2)
+    names = lookup.sample_names(rng, world, key[0], 2)
     ends = [fact(key, name, value) for name, value in zip(names, values, strict=True)]
     if not bridge:
         return tuple((end,) for end in ends), ""
     head = BRIDGES[int(rng.integers(len(BRIDGES)))]
-    works = shelf.some(rng, world, head[0], 2)
+    works = lookup.sample_names(rng, world, head[0], 2)
     return tuple(
         (fact(head, work, end.subject), end) for work, end in zip(works, ends, strict=True)
     ), f"the {head[1]} of"
 
 
-def _echo(shelf: Shelf, rng: Rng, world: int) -> list[Piece]:
+def _echo(lookup: WikiLookup, rng: Rng, world: int) -> list[Segment]:
     """A list of names, said again in the same order."""
     kind = str(rng.choice(["person", "film", "book", "company", "city"]))
-    said = " ".join(f"{name}." for name in shelf.some(rng, world, kind, int(rng.integers(1, 5))))
+    said = " ".join(f"{name}." for name in lookup.sample_names(rng, world, kind, int(rng.integers(1, 5))))
     return [(f" copy : {said} :", False), (f" {said}\n", True)]

@@ -7,10 +7,10 @@ from transformers import PreTrainedTokenizerFast
 from rrl.miniwiki import KINDS, generate
 from rrl.models.tokenizer import train_tokenizer
 
-VOCABULARY = 1664
+VOCABULARY_SIZE = 1664
 """The smallest multiple of 128 at which nearly all first names, syllables, title words and countries are one token."""
 
-PROTOCOL = (
+PROTOCOL_TEXTS = (
     " <search> </search> <observation> </observation> <original_evidence> </original_evidence> <answer> </answer>",
     "<search> </search>\n<observation> </observation>\n<original_evidence> </original_evidence>\n<answer> </answer>\n",
     "earlier, later, copy :\n</search>\n</observation>\n</original_evidence>\n</answer>\n",
@@ -38,12 +38,12 @@ def vocabulary_texts(seed: int, passages: int, worlds: int) -> Iterator[str]:
     for _ in range(30):
         for century in range(10, 21):
             yield "".join(f" {century}{year:02d}" for year in range(100))
-    for text in PROTOCOL:
+    for text in PROTOCOL_TEXTS:
         yield from [text] * 1000
 
 
 def build_tokenizer(
-    seed: int = 0, vocab_size: int = VOCABULARY, passages: int = 60000, worlds: int = 300
+    seed: int = 0, vocab_size: int = VOCABULARY_SIZE, passages: int = 60000, worlds: int = 300
 ) -> PreTrainedTokenizerFast:
     """The tokenizer shipped with the repository, made again: the same arguments give the same bytes."""
     return train_tokenizer(vocabulary_texts(seed, passages, worlds), vocab_size)

@@ -14,8 +14,8 @@ from rrl.miniwiki.passages import RELATION, RELATIONS, SLOT_OF, SLOTS, TEMPLATES
 SHARES = {"person": 0.36, "film": 0.20, "book": 0.16, "company": 0.14, "city": 0.14}
 """Entities of each type in a sub-world."""
 
-SMALLEST = 50
-LARGEST = 1_000_000
+MIN_PASSAGES = 50
+MAX_PASSAGES = 1_000_000
 """Allowed passages in a sub-world, and in all of them together."""
 
 MARRIED = 0.8
@@ -24,7 +24,7 @@ EMPLOYED = 0.5
 
 
 @dataclasses.dataclass(frozen=True)
-class Layout:
+class EntityLayout:
     """Where the entities of each sub-world lie, by type: those of world w are starts[w]:starts[w + 1]."""
 
     starts: dict[str, Int[np.ndarray, "W+1"]]
@@ -44,13 +44,13 @@ class World:
 
     split: str
     seed: int
-    layout: Layout
+    layout: EntityLayout
     names: dict[str, list[str]]
     facts: dict[tuple[str, str], Int[np.ndarray, "n"]]
     """By (subject type, relation): a year, the number of a country, or of an entity; -1 where there is none."""
     wording: dict[str, Int[np.ndarray, "n slots"]]
     """Template of each sentence."""
-    turn: dict[str, Int[np.ndarray, "n"]]
+    first_slot: dict[str, Int[np.ndarray, "n"]]
     """The sentence a passage starts with."""
 
     def value(self, kind: str, relation: str, entity: int) -> str:
@@ -78,7 +78,7 @@ class World:
     def sentences(self, kind: str, entity: int) -> list[str]:
         """All sentences of the passage about `entity`, in their order."""
         slots = len(SLOTS[kind])
-        first = int(self.turn[kind][entity])
+        first = int(self.first_slot[kind][entity])
         written = (self.sentence(kind, (first + i) % slots, entity) for i in range(slots))
         return [sentence for sentence in written if sentence]
 
@@ -100,13 +100,13 @@ def build_world(split: str, seed: int, passages: int, worlds: int = 1) -> World:
     layout = _lay_out(passages, worlds)
     names = _name(rng, layout, split, seed)
     facts = _draw_facts(rng, layout)
-    wording, turn = {}, {}
+    wording, first_slot = {}, {}
     for kind in TYPES:
         n, slots = len(names[kind]), len(SLOTS[kind])
         wording[kind] = rng.integers(0, TEMPLATES_PER_SLOT, (n, slots), dtype=np.int8)
         # Mostly the natural order, now and then another sentence first.
-        turn[kind] = np.where(rng.random(n) < 0.7, 0, rng.integers(0, slots, n)).astype(np.int8)
-    return World(split, seed, layout, names, facts, wording, turn)
+        first_slot[kind] = np.where(rng.random(n) < 0.7, 0, rng.integers(0, slots, n)).astype(np.int8)
+    return World(split, seed, layout, names, facts, wording, first_slot)
 
 
 def _check(split: str, seed: int, passages: int, worlds: int) -> None:
@@ -116,24 +116,24 @@ def _check(split: str, seed: int, passages: int, worlds: int) -> None:
         raise UserError(f"seed={seed}: must be 0 or more")
     if worlds < 1:
         raise UserError(f"worlds={worlds}: must be 1 or more")
-    if not SMALLEST * worlds <= passages <= LARGEST:
+    if not MIN_PASSAGES * worlds <= passages <= MAX_PASSAGES:
         raise UserError(
-            f"passages={passages} in worlds={worlds}: allowed are {SMALLEST} a world to {LARGEST:,} in all; "
-            f"give at least {SMALLEST * worlds} passages or fewer worlds"
+            f"passages={passages} in worlds={worlds}: allowed are {MIN_PASSAGES} a world to {MAX_PASSAGES:,} in all; "
+            f"give at least {MIN_PASSAGES * worlds} passages or fewer worlds"
         )
 
 
-def _lay_out(passages: int, worlds: int) -> Layout:
+def _lay_out(passages: int, worlds: int) -> EntityLayout:
     edges = np.arange(worlds + 1, dtype=np.int64) * passages // worlds
     sizes = np.diff(edges)
     counts = {kind: (sizes * SHARES[kind]).astype(np.int64) for kind in TYPES}
     counts["person"] = sizes - counts["film"] - counts["book"] - counts["company"] - counts["city"]
     starts = {kind: np.concatenate([[0], np.cumsum(counts[kind])]) for kind in TYPES}
     world = {kind: np.repeat(np.arange(worlds), counts[kind]) for kind in TYPES}
-    return Layout(starts, world)
+    return EntityLayout(starts, world)
 
 
-def _name(rng: np.random.Generator, layout: Layout, split: str, seed: int) -> dict[str, list[str]]:
+def _name(rng: np.random.Generator, layout: EntityLayout, split: str, seed: int) -> dict[str, list[str]]:
     names = {}
     for family, kinds in {
         "person": ["person"],
@@ -152,7 +152,9 @@ def _name(rng: np.random.Generator, layout: Layout, split: str, seed: int) -> di
     return names
 
 
-def _draw_facts(rng: np.random.Generator, layout: Layout) -> dict[tuple[str, str], Int[np.ndarray, "n"]]:
+def _draw_facts(
+    rng: np.random.Generator, layout: EntityLayout
+) -> dict[tuple[str, str], Int[np.ndarray, "n"]]:
     facts = {}
     for relation in RELATIONS:
         n = len(layout.world[relation.subject])
@@ -170,7 +172,7 @@ def _draw_facts(rng: np.random.Generator, layout: Layout) -> dict[tuple[str, str
     return facts
 
 
-def _marry(rng: np.random.Generator, layout: Layout) -> Int[np.ndarray, "n"]:
+def _marry(rng: np.random.Generator, layout: EntityLayout) -> Int[np.ndarray, "n"]:
     """Spouse of each person: neighbours in a world marry (names are already shuffled), some stay single."""
     world = layout.world["person"]
     n = len(world)
@@ -210,11 +212,11 @@ def _write(world: World, kind: str) -> list[str]:
         values = [_texts(world, kind, relation) for relation in slot.relations]
         rows = zip(world.wording[kind][:, i].tolist(), names, *values, strict=True)
         columns.append([templates[t](name, *rest) if rest[0] else "" for t, name, *rest in rows])
-    turn = world.turn[kind].tolist()
+    first_slot = world.first_slot[kind].tolist()
     join: Callable[..., str] = " ".join
     return [
         join([sentence for sentence in row[first:] + row[:first] if sentence])
-        for first, row in zip(turn, zip(*columns, strict=True), strict=True)
+        for first, row in zip(first_slot, zip(*columns, strict=True), strict=True)
     ]
 
 

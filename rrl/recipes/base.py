@@ -137,7 +137,7 @@ def check_tags(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> None:
     """Raises UserError for a tag of the recipe or of its environment that has a special token of the tokenizer in it: no text
     shows those, so that nobody would see the tag written."""
     opening, environment = recipe.prompt(Question("", "", ("",))), recipe.environment
-    text = opening if isinstance(opening, str) else f"{opening.system}{opening.said}{opening.prefill}"
+    text = opening if isinstance(opening, str) else f"{opening.system}{opening.user_message}{opening.prefill}"
     tags = [*recipe.tags, *(["think"] if "<think>" in text else [])]
     if isinstance(environment, Stream):
         tags += [environment.search, environment.observation, environment.answer]

@@ -118,7 +118,7 @@ def find_long_prompts(
     long: dict[int, int] = {}
     for place, question in enumerate(questions):
         prompt = recipe.prompt(question)
-        own = prompt if isinstance(prompt, str) else f"{prompt.system}{prompt.said}{prompt.prefill}"
+        own = prompt if isinstance(prompt, str) else f"{prompt.system}{prompt.user_message}{prompt.prefill}"
         size = len(own.encode())
         if template is None:
             template = len(chat_text(engine.tokenizer, prompt).encode()) - size

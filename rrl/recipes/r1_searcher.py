@@ -19,7 +19,7 @@ from rrl.rollout.protocol import Stream
 from rrl.text.chat import Prompt
 from rrl.text.metrics import token_f1
 from rrl.text.normalize import RULES
-from rrl.text.spans import Tag, boxed, exactly_one, last_box, row_of_boxes
+from rrl.text.spans import Tag, box_sequence, boxed, has_exactly_one_box, last_box
 
 INSTRUCTION = (
     "The user asks a question and you answer it. First you think it through, between <think> and </think>; then you give the "
@@ -132,13 +132,13 @@ class R1Searcher(OutcomeRecipe):
             return False
         said = [f"<think>{response[0]}", *response[1:]]
         whole, (_, _, after) = "".join(said), said[-1].partition("</think>")
-        if not (exactly_one([whole], "think") and exactly_one(said, answer)):
+        if not (has_exactly_one_box([whole], "think") and has_exactly_one_box(said, answer)):
             return False
         if len(last_box(said, answer).split()) > self.longest_answer:
             return False
         if self.released_form:
             return not _STRANGE.search(whole)
-        return row_of_boxes(after, [search, answer]) == [answer]
+        return box_sequence(after, [search, answer]) == [answer]
 
     # -- the cold start in the built-in world ------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ from rrl.recipes.expert import DemonstrationBuilder, thoughts
 from rrl.recipes.outcome import OutcomeRecipe, answer_metrics
 from rrl.rollout.protocol import Stream
 from rrl.text.metrics import token_f1
-from rrl.text.spans import Tag, boxed, exactly_one, last_box
+from rrl.text.spans import Tag, boxed, has_exactly_one_box, last_box
 
 SYSTEM_TEMPLATE = (
     "You are a helpful assistant that can solve the given question step by step. For each step, start by explaining "
@@ -90,8 +90,8 @@ class RSearch(OutcomeRecipe):
 
     def format_reward(self, response: Sequence[str], searched: bool) -> float:
         """Eq. 5. `response` is the policy's own text, cut where the environment spoke."""
-        answer_ok = exactly_one(response, self.environment.answer)
-        evidence_ok = exactly_one(response, "original_evidence")
+        answer_ok = has_exactly_one_box(response, self.environment.answer)
+        evidence_ok = has_exactly_one_box(response, "original_evidence")
         if not self.use_evidence:
             return self.answer_weight * answer_ok
         if not searched:

@@ -18,8 +18,8 @@ from rrl.data.trajectory import ENVIRONMENT, POLICY, Search, Trajectory
 from rrl.errors import UserError, at_least
 from rrl.miniwiki import KINDS as QUESTIONS
 from rrl.miniwiki import MiniQuestion, MiniWiki, mixed_questions
-from rrl.miniwiki.attempts import Attempt, attempt, wrong_answer
-from rrl.miniwiki.context import Shelf
+from rrl.miniwiki.attempts import Attempt, make_attempt, wrong_answer
+from rrl.miniwiki.lookup import WikiLookup
 from rrl.recipes.r3rag_steps import R3RagEnvironment
 from rrl.recipes.tiresrag import TiresRag
 from rrl.retrieval.bm25 import Bm25Config
@@ -98,9 +98,9 @@ def make_judge_examples(
     """
     recipe = recipe or TiresRag(opening="bare")
     rng = np.random.default_rng((seed, 4))
-    shelf = Shelf(wiki)
+    lookup = WikiLookup(wiki)
     items = mixed_questions(wiki, per_kind, QUESTIONS, seed)
-    tried = [attempt(item, shelf, rng, config.faulty) for item in items]
+    tried = [make_attempt(item, lookup, rng, config.faulty) for item in items]
     retriever = make_retriever(wiki.passages, "bm25", None, Bm25Config(title_weight=3))
     queries = [*(hop.query for one in tried for hop in one.hops), *(item.question.text for item in items)]
     wanted = list(dict.fromkeys(queries))
@@ -110,7 +110,7 @@ def make_judge_examples(
     }  # one more than is shown, for those whose search shall miss
     for item, one in zip(items, tried, strict=True):
         episode = act_out(item, one, found, config.top_k, recipe)
-        for case in _cases(item, one, episode, found, shelf, rng, config, recipe):
+        for case in _cases(item, one, episode, found, lookup, rng, config, recipe):
             (score,) = Oracle().grade([case])
             assert score is not None
             yield JudgeExample(case, score, f" {_answer(case, item, score)}")
@@ -125,7 +125,7 @@ def act_out(
     def retrieve(query: str) -> list[Passage]:
         place = len(searches)
         passages = list(found[query])
-        if place in one.unfound:
+        if place in one.failed_hops:
             passages = [p for p in passages if p.title != one.hops[place].title]
         passages = passages[:top_k]
         searches.append(Search.of(place, query, passages))
@@ -167,7 +167,7 @@ def _cases(
     one: Attempt,
     episode: Trajectory,
     found: Mapping[str, Sequence[Passage]],
-    shelf: Shelf,
+    lookup: WikiLookup,
     rng: np.random.Generator,
     config: JudgeExamplesConfig,
     recipe: TiresRag,
@@ -185,18 +185,18 @@ def _cases(
         Relevance(item.question, documents),
         Sufficiency(item.question, told),
         Thinking(item.question, told),
-        Correctness(item.question, _predicted(item, one, shelf, rng)),
+        Correctness(item.question, _predicted(item, one, lookup, rng)),
     ]
 
 
-def _predicted(item: MiniQuestion, one: Attempt, shelf: Shelf, rng: np.random.Generator) -> str:
+def _predicted(item: MiniQuestion, one: Attempt, lookup: WikiLookup, rng: np.random.Generator) -> str:
     """The attempt's answer, or another one, at times in a sentence."""
     draw = rng.random()
     said = one.answer
     if draw < 0.3:
         said = item.question.answers[int(rng.integers(len(item.question.answers)))]
     elif draw < 0.7:
-        said = wrong_answer(item, shelf, rng)
+        said = wrong_answer(item, lookup, rng)
     forms = (
         "{}",
         "{}",

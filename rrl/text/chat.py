@@ -9,7 +9,7 @@ from jaxtyping import Int
 from transformers import PreTrainedTokenizerBase
 
 from rrl.errors import UserError, describe_error
-from rrl.text.encoding import CUTS, cut_names, plain_ids, special_name, template_ids
+from rrl.text.encoding import NONCHARACTERS, plain_ids, special_name, split_names, template_ids
 from rrl.text.encoding import text_ids as text_ids
 
 _OPENED = re.compile(r"<think>\s*\Z")
@@ -31,7 +31,7 @@ class Prompt:
     """False: the texts one after the other without a template, for base models."""
 
     @property
-    def said(self) -> str:
+    def user_message(self) -> str:
         """The user's turn."""
         return f"{self.user}{self.body}{self.after}"
 
@@ -45,7 +45,7 @@ def chat_text(tokenizer: PreTrainedTokenizerBase, prompt: str | Prompt, thinking
     if isinstance(prompt, str):
         prompt = Prompt(prompt)
     if not prompt.chat:
-        return f"{prompt.system}{prompt.said}{prompt.prefill}"
+        return f"{prompt.system}{prompt.user_message}{prompt.prefill}"
     if not tokenizer.chat_template:
         raise UserError(
             f"the tokenizer {tokenizer.name_or_path!r} has no chat_template: use an instruction-tuned model's folder, "
@@ -61,9 +61,9 @@ def chat_text(tokenizer: PreTrainedTokenizerBase, prompt: str | Prompt, thinking
 def _templated(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, choice: Mapping[str, bool]) -> str:
     """The conversation in the tokenizer's template. A template that refuses system messages, as Gemma's does, or leaves
     them out gets the system's text at the start of the user's."""
-    user = {"role": "user", "content": prompt.said}
+    user = {"role": "user", "content": prompt.user_message}
     system = {"role": "system", "content": prompt.system}
-    joined = {"role": "user", "content": f"{prompt.system}\n\n{prompt.said}"}
+    joined = {"role": "user", "content": f"{prompt.system}\n\n{prompt.user_message}"}
     errors = []
     for messages in [[system, user], [joined]] if prompt.system else [[user]]:
         try:
@@ -89,12 +89,12 @@ def chat_ids(
     """Token ids of `chat_text`; it raises the same. Only the template and the prefill make control tokens: where a question or a
     document names one, that is text."""
     prompt = Prompt(prompt) if isinstance(prompt, str) else prompt
-    written = f"{prompt.system}{prompt.said}"
+    written = f"{prompt.system}{prompt.user_message}"
     if not special_name(tokenizer, written):
         return template_ids(tokenizer, chat_text(tokenizer, prompt, thinking))
-    cut = next(mark for mark in CUTS if mark not in written)
-    system, user = (prompt.system, prompt.said) if prompt.chat else ("", written)
-    system, user = (cut_names(tokenizer, text, cut) for text in (system, user))
+    cut = next(mark for mark in NONCHARACTERS if mark not in written)
+    system, user = (prompt.system, prompt.user_message) if prompt.chat else ("", written)
+    system, user = (split_names(tokenizer, text, cut) for text in (system, user))
     marked = dataclasses.replace(prompt, system=system, user=user, body="", after="")
     return template_ids(tokenizer, chat_text(tokenizer, marked, thinking), cut)
 

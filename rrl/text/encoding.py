@@ -12,14 +12,14 @@ from jaxtyping import Int
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerBase
 
-from rrl.text.characters import whole_characters
+from rrl.text.characters import replace_lone_surrogates
 
-CUTS = tuple(map(chr, range(0xFDD0, 0xFDF0)))
-"""Noncharacters of Unicode, which no text holds that may be exchanged: one marks where a name is cut (`cut_names`)."""
+NONCHARACTERS = tuple(map(chr, range(0xFDD0, 0xFDF0)))
+"""Noncharacters of Unicode, which no text holds that may be exchanged: one marks where a name is cut (`split_names`)."""
 
 
 def text_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> Int[np.ndarray, "T"]:
-    """Token ids whose bytes are the text's, but for `whole_characters`; no special tokens added.
+    """Token ids whose bytes are the text's, but for `replace_lone_surrogates`; no special tokens added.
 
     Tokenizers that put a space before a text (SentencePiece's dummy prefix) put none: the text may continue another.
     """
@@ -30,12 +30,12 @@ def text_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> Int[np.ndarray, "
         exact.encode_special_tokens != tokenizer.split_special_tokens
     ):  # not at each call: other threads encode
         exact.encode_special_tokens = tokenizer.split_special_tokens
-    return np.asarray(exact.encode(whole_characters(text), add_special_tokens=False).ids, np.int32)
+    return np.asarray(exact.encode(replace_lone_surrogates(text), add_special_tokens=False).ids, np.int32)
 
 
 def plain_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> Int[np.ndarray, "T"]:
     """`text_ids` of a text that others wrote: where it holds the name of a special token, that is text and no control token."""
-    parts = [text_ids(tokenizer, part) for part in _cut(tokenizer, text)]
+    parts = [text_ids(tokenizer, part) for part in _split_at_names(tokenizer, text)]
     return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
@@ -46,20 +46,20 @@ def special_name(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
     return found[0] if found else ""
 
 
-def cut_names(tokenizer: PreTrainedTokenizerBase, text: str, cut: str) -> str:
-    """The text with `cut`, one of `CUTS`, inside the name of each special token."""
-    return cut.join(_cut(tokenizer, text))
+def split_names(tokenizer: PreTrainedTokenizerBase, text: str, cut: str) -> str:
+    """The text with `cut`, one of `NONCHARACTERS`, inside the name of each special token."""
+    return cut.join(_split_at_names(tokenizer, text))
 
 
 def template_ids(tokenizer: PreTrainedTokenizerBase, text: str, cut: str = "") -> Int[np.ndarray, "T"]:
     """Token ids as the tokenizer gives them to the start of a text, with its dummy prefix if it has one, and with the special
-    tokens that the text names, but for names with a `cut` inside (`cut_names`)."""
+    tokens that the text names, but for names with a `cut` inside (`split_names`)."""
     if cut and cut in text:
         first, *others = text.split(cut)
         return np.concatenate(
             [template_ids(tokenizer, first), *(text_ids(tokenizer, part) for part in others)]
         )
-    text, backend = whole_characters(text), getattr(tokenizer, "backend_tokenizer", None)
+    text, backend = replace_lone_surrogates(text), getattr(tokenizer, "backend_tokenizer", None)
     # What an earlier call asked for stays with the backend.
     if (
         backend is None
@@ -73,7 +73,7 @@ def template_ids(tokenizer: PreTrainedTokenizerBase, text: str, cut: str = "") -
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Facts:
+class _TokenizerFacts:
     """What is found out once about a tokenizer."""
 
     tokens: int
@@ -83,10 +83,10 @@ class _Facts:
     """The names of its special tokens. One of a single character cannot be cut and is left out."""
 
 
-_KNOWN: "weakref.WeakKeyDictionary[PreTrainedTokenizerBase, _Facts]" = weakref.WeakKeyDictionary()
+_KNOWN: "weakref.WeakKeyDictionary[PreTrainedTokenizerBase, _TokenizerFacts]" = weakref.WeakKeyDictionary()
 
 
-def _facts(tokenizer: PreTrainedTokenizerBase) -> _Facts:
+def _facts(tokenizer: PreTrainedTokenizerBase) -> _TokenizerFacts:
     found = _KNOWN.get(tokenizer)
     if found is None or found.tokens != len(tokenizer):
         special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
@@ -95,11 +95,11 @@ def _facts(tokenizer: PreTrainedTokenizerBase) -> _Facts:
             (name for name in special if len(name) > 1), key=lambda name: (-len(name), name)
         )
         names = re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
-        found = _KNOWN[tokenizer] = _Facts(len(tokenizer), _without_prefix(tokenizer), names)
+        found = _KNOWN[tokenizer] = _TokenizerFacts(len(tokenizer), _without_prefix(tokenizer), names)
     return found
 
 
-def _cut(tokenizer: PreTrainedTokenizerBase, text: str) -> Iterator[str]:
+def _split_at_names(tokenizer: PreTrainedTokenizerBase, text: str) -> Iterator[str]:
     """The text in parts, none of which holds the name of a special token: each is cut behind its first character."""
     names, start = _facts(tokenizer).names, 0
     while names is not None and (found := names.search(text, start)):
@@ -114,12 +114,12 @@ def _without_prefix(tokenizer: PreTrainedTokenizerBase) -> Tokenizer | None:
     if backend is None:
         return None
     steps = [json.loads(step.__getstate__()) for step in (backend.normalizer, backend.pre_tokenizer) if step]
-    if not any(_prefixes(step) for top in steps for step in _nested(top)):
+    if not any(_adds_prefix(step) for top in steps for step in _nested(top)):
         return None
     fields = json.loads(backend.to_str())
     for part in ("normalizer", "pre_tokenizer"):
         for step in _nested(fields[part]):
-            _prefixes(step, remove=True)
+            _adds_prefix(step, remove=True)
     exact = Tokenizer.from_str(json.dumps(fields))
     exact.no_truncation()
     exact.no_padding()
@@ -134,7 +134,7 @@ def _nested(step: Any) -> Iterator[dict[str, Any]]:
             yield from _nested(inner)
 
 
-def _prefixes(step: dict[str, Any], remove: bool = False) -> bool:
+def _adds_prefix(step: dict[str, Any], remove: bool = False) -> bool:
     """Whether a step of a tokenizer puts something before a text, which `remove` makes it leave out."""
     nothing = {
         "Prepend": ("prepend", ""),

@@ -111,7 +111,7 @@ def _refuse_no_gold(answers: Sequence[str]) -> None:
 def _bare(raw: str, gold: str, rule: Rule) -> float:
     # A gold answer of articles or punctuation alone ("The The", "!!!") normalises to nothing;
     # compared as normalised text it would pay for an empty prediction.
-    raw, gold = (" ".join(rule.written(text).lower().split()) for text in (raw, gold))
+    raw, gold = (" ".join(rule.canonicalize(text).lower().split()) for text in (raw, gold))
     return float(raw == gold)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from rrl.errors import UserError, one_of
-from rrl.text.characters import one_form
+from rrl.text.characters import canonical_unicode
 
 _ARTICLES = re.compile(r"\b(?:a|an|the)\b")
 _QUOTES = "_‘’´`"
@@ -41,7 +41,7 @@ class Rule:
     never scores; as SQuAD 2.0, where two empty sides are equal; or as SQuAD 1.1, where they are equal for EM and F1 is 0."""
     f1_decimals: int | None = None
     """F1 rounded to so many decimals (R-Search as released: 2)."""
-    one_form: bool = False
+    canonical_unicode: bool = False
     """Texts are compared in one Unicode form (NFKC), HTML character references such as `&amp;` resolved. No published rule does
     so."""
 
@@ -52,12 +52,12 @@ class Rule:
 
     def normalize(self, text: str) -> str:
         """Lower case, without punctuation and articles, single spaces."""
-        text = self._stripped(self.written(_BOOLEANS.get(text, text) if self.booleans else text))
+        text = self._stripped(self.canonicalize(_BOOLEANS.get(text, text) if self.booleans else text))
         return " ".join(text.split())
 
-    def written(self, text: str) -> str:
+    def canonicalize(self, text: str) -> str:
         """The text as it is written, in one form where the rule asks for that."""
-        return one_form(text) if self.one_form else text
+        return canonical_unicode(text) if self.canonical_unicode else text
 
     def _stripped(self, text: str) -> str:
         text, table = text.lower(), _TABLES[self.punctuation]
@@ -69,7 +69,7 @@ class Rule:
         """`normalize` of each, several times as fast where there are many: they are worked on as one text."""
         if self.booleans:
             texts = [_BOOLEANS.get(text, text) for text in texts]
-        lines = self.written("\n".join(texts))
+        lines = self.canonicalize("\n".join(texts))
         if lines.count("\n") != len(texts) - 1:
             return [self.normalize(text) for text in texts]
         # Nothing reaches across a line break: it is neither part of a word nor punctuation.
@@ -83,7 +83,7 @@ _TABLES: dict[str, dict[int, Any]] = {
     "quotes": _SPACE_QUOTES,
 }
 
-RRL = Rule(one_form=True)
+RRL = Rule(canonical_unicode=True)
 """What rewards and training metrics use."""
 
 RULES: Mapping[str, Rule] = {
@@ -128,4 +128,4 @@ def answer_tokens(text: str, rule: Rule = RRL) -> list[str]:
 
 def title_key(title: str) -> str:
     """What titles are compared by: case, white space, the Unicode form and HTML character references do not count."""
-    return " ".join(one_form(title).casefold().split())
+    return " ".join(canonical_unicode(title).casefold().split())

@@ -76,14 +76,14 @@ def count_tags(text: str, tag: Tag) -> tuple[int, int]:
     return text.count(opening), text.count(closing)
 
 
-def exactly_one(texts: Sequence[str], tag: Tag) -> bool:
+def has_exactly_one_box(texts: Sequence[str], tag: Tag) -> bool:
     """True when the tag makes exactly one box in several texts and stands nowhere else in them."""
     counts = [count_tags(text, tag) for text in texts]
     opened, closed = sum(c[0] for c in counts), sum(c[1] for c in counts)
     return opened == closed == 1 and sum(len(boxes(text, tag)) for text in texts) == 1
 
 
-def row_of_boxes(text: str, tags: Sequence[Tag]) -> list[Tag] | None:
+def box_sequence(text: str, tags: Sequence[Tag]) -> list[Tag] | None:
     """The tags of a text that is nothing but boxes one after the other, with white space between them; None for any other.
 
     No box holds a marker of `tags`, and none stands outside. Linear in the length of the text.
@@ -104,7 +104,7 @@ def row_of_boxes(text: str, tags: Sequence[Tag]) -> list[Tag] | None:
     return row if inside is None else None
 
 
-def in_one_box(text: str) -> str | None:
+def enclosed_content(text: str) -> str | None:
     """Content of a text that one pair of markers encloses, whatever they are; None for any other text."""
     found = _ONE_BOX.fullmatch(text)
     return found[1] if found else None

@@ -274,9 +274,9 @@ def test_a_title_is_the_title_and_may_stand_alone(tmp_path: Path, record: dict, 
 def test_documents_with_neither_title_nor_text_are_left_out_and_counted(tmp_path: Path, caplog) -> None:
     empty = ({"id": "a", "title": "", "text": " "}, {"id": "b", "contents": ""}, {"id": "c", "title": None})
     file = written(tmp_path, *empty, {"id": "d", "text": "x"})
-    left_out: list[str] = []
-    assert [passage.id for passage in iter_passages(file, left_out=left_out)] == ["d"]
-    assert left_out == [f"line {line}: neither a title nor a text" for line in (1, 2, 3)]
+    excluded: list[str] = []
+    assert [passage.id for passage in iter_passages(file, excluded=excluded)] == ["d"]
+    assert excluded == [f"line {line}: neither a title nor a text" for line in (1, 2, 3)]
     assert "left out 3 records of 4 (line 1: neither" in caplog.text
     with pytest.raises(UserError, match="nothing of its 3 records can be used"):
         load_passages(written(tmp_path, *empty))

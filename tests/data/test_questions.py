@@ -456,7 +456,7 @@ def test_a_split_without_gold_answers_is_passed_over_and_one_with_a_fault_is_not
     folder = load_folder(tmp_path, corpus=False)
     assert folder.first_answered(("test", "dev")) == ("dev", [Question("0", "Who?", ("A",))])
     assert "test.json has no gold answers and is not used" in caplog.text
-    assert folder.first_answered(("test", "dev"), but="dev") is None
+    assert folder.first_answered(("test", "dev"), exclude="dev") is None
     for faulty in ([asked, asked | {"answer": "A"}], [{"title": "T", "text": "x"}], []):
         test.write_text(json.dumps(faulty))
         with pytest.raises(UserError, match=r"test\.json"):

@@ -13,7 +13,7 @@ import pytest
 from rrl.data.passages import Passage, load_passages
 from rrl.data.questions import load_questions
 from rrl.data.records import read_records
-from rrl.data.tables import CELL_LINES
+from rrl.data.tables import MAX_CELL_LINES
 from rrl.errors import UserError
 
 
@@ -148,7 +148,7 @@ def test_a_large_table_is_read_record_by_record(tmp_path: Path) -> None:
     file = written(tmp_path, "a.csv", "id,text\n" + "1,a b\n" * 500 + '2,"no end\n' + "x\n" * 10)
     records = read_records(file)
     assert [next(records)[1] for _ in range(400)] == [{"id": "1", "text": "a b"}] * 400
-    assert CELL_LINES >= 10_000
+    assert MAX_CELL_LINES >= 10_000
 
 
 ORDERS = {

@@ -10,9 +10,9 @@ from transformers import PreTrainedTokenizerFast
 
 from rrl.errors import UserError
 from rrl.miniwiki import KINDS, MiniWiki, generate
-from rrl.miniwiki.context import Shelf
 from rrl.miniwiki.evidence import UNKNOWN, gather_evidence, reader_examples
-from rrl.miniwiki.reading import drill, read, reading_examples
+from rrl.miniwiki.lookup import WikiLookup
+from rrl.miniwiki.reading import drill_segments, passage_segments, reading_examples
 from rrl.models.tokenizer import load_tokenizer
 
 TEMPLATE = "Passages: {evidence}\n\nQuestion: {query}\n\nAnswer:"
@@ -94,11 +94,11 @@ def test_facts_of_a_plan_by_kind(wiki: MiniWiki, kind: str, pattern: str) -> Non
 
 
 def test_answers_to_orders_stand_in_the_passages_before_them(wiki: MiniWiki) -> None:
-    shelf, rng = Shelf(wiki), np.random.default_rng(0)
+    lookup, rng = WikiLookup(wiki), np.random.default_rng(0)
     for _ in range(200):
-        pieces = read(shelf, rng, int(rng.integers(1, 10)))
+        segments = passage_segments(lookup, rng, int(rng.integers(1, 10)))
         said = ""
-        for (order, _), (answer, target) in itertools.pairwise(pieces):
+        for (order, _), (answer, target) in itertools.pairwise(segments):
             said += order
             if target and order.startswith(LOOK_UPS) and not set(",;") & set(order):
                 assert answer.strip() in said
@@ -110,10 +110,10 @@ def test_answers_to_orders_stand_in_the_passages_before_them(wiki: MiniWiki) -> 
 
 
 def test_drills_conclude_what_their_statements_say(wiki: MiniWiki) -> None:
-    shelf, rng = Shelf(wiki), np.random.default_rng(0)
-    pieces = [piece for _ in range(60) for piece in drill(shelf, rng)]
+    lookup, rng = WikiLookup(wiki), np.random.default_rng(0)
+    segments = [segment for _ in range(60) for segment in drill_segments(lookup, rng)]
     kinds = {"earlier": 0, "later": 0, "same": 0, "bridge": 0}
-    for (order, _), (answer, _) in itertools.pairwise(pieces):
+    for (order, _), (answer, _) in itertools.pairwise(segments):
         word, stated = order.split(" :")[0].strip(), STATED.findall(order)
         if not stated:
             continue
@@ -133,17 +133,17 @@ def test_drills_conclude_what_their_statements_say(wiki: MiniWiki) -> None:
 
 @pytest.mark.parametrize("passages", range(1, 10))
 def test_as_many_different_passages_as_asked_from_one_sub_world(wiki: MiniWiki, passages: int) -> None:
-    shelf = Shelf(wiki)
-    entities = shelf.gather(np.random.default_rng(passages), passages).entities
+    lookup = WikiLookup(wiki)
+    entities = lookup.sample_entities(np.random.default_rng(passages), passages).entities
     assert len(set(entities)) == passages
-    assert len({shelf.where(entity) for entity in entities}) == 1
+    assert len({lookup.world_of(entity) for entity in entities}) == 1
 
 
 def test_evidence_holds_what_is_needed_unless_the_answer_is_unknown(wiki: MiniWiki) -> None:
-    shelf, rng = Shelf(wiki), np.random.default_rng(0)
+    lookup, rng = WikiLookup(wiki), np.random.default_rng(0)
     unknown = 0
     for item in wiki.questions("two_hop", 200, 0):
-        evidence, answer = gather_evidence(item, shelf, rng, missing=0.2)
+        evidence, answer = gather_evidence(item, lookup, rng, missing=0.2)
         complete = all(
             h.sentence in evidence or f"The {h.query} is {h.value}." in evidence for h in item.plan.hops
         )

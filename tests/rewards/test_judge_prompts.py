@@ -49,7 +49,7 @@ def test_thinking_shows_what_was_found_the_question_and_the_thoughts_and_no_gold
     assert case.prompt.system == THINKING_SYSTEM
     assert "directed by Marta" in case.prompt.body and "Search the film" not in case.prompt.body
     assert "Who?" in case.prompt.after and "Search the film" in case.prompt.after
-    assert "The Gold" not in case.prompt.said
+    assert "The Gold" not in case.prompt.user_message
 
 
 def test_the_printed_prompts_are_word_for_word_those_of_the_papers():
@@ -81,11 +81,11 @@ def test_the_printed_prompts_are_word_for_word_those_of_the_papers():
 
 
 def test_correctness_and_validation_show_question_gold_and_prediction():
-    said = Correctness(QUESTION, "Velikov {x}").prompt.said
+    said = Correctness(QUESTION, "Velikov {x}").prompt.user_message
     assert "Question: Who directed Silver Harbour?\nGolden Answer: Marta Velikov or M. Velikov" in said
     assert said.endswith("Predicted Answer: Velikov {x}")
     prompt = Validation(QUESTION, "Velikov").prompt
-    assert prompt.system == VALIDATION_SYSTEM and 'Student\'s Answer: "Velikov"' in prompt.said
+    assert prompt.system == VALIDATION_SYSTEM and 'Student\'s Answer: "Velikov"' in prompt.user_message
 
 
 def test_relevance_shows_question_and_documents():
@@ -234,7 +234,7 @@ def test_short_answers_are_scored_by_the_forms_that_were_listed(reply, em, f1):
     long = "It was Marta Velikov who directed it."
     cases = [ShortAnswer(QUESTION, long, name) for name in ("em", "f1")]
     assert cases[0].prompt == cases[1].prompt  # asked once
-    assert QUESTION.text in cases[0].prompt.said and long in cases[0].prompt.said
+    assert QUESTION.text in cases[0].prompt.user_message and long in cases[0].prompt.user_message
     assert [case.parse(reply) for case in cases] == [em, f1]
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from rrl.models.tokenizer import load_tokenizer, token_bytes
-from rrl.text.encoding import cut_names, plain_ids, special_name, template_ids, text_ids
+from rrl.text.encoding import plain_ids, special_name, split_names, template_ids, text_ids
 from tests.text.tokenizers import sentence_piece
 
 KINDS = ("legacy", "always", "first", "never")
@@ -56,7 +56,7 @@ def test_the_name_of_a_special_token_is_text_where_others_wrote_it(tokenizer, te
     ids = plain_ids(tokenizer, text)
     assert not np.isin(ids, control).any() and np.isin(text_ids(tokenizer, text), control).any()
     assert said(tokenizer, ids) == text
-    marked = cut_names(tokenizer, text, "\ufdd0")
+    marked = split_names(tokenizer, text, "\ufdd0")
     assert template_ids(tokenizer, marked, "\ufdd0").tolist() == ids.tolist()
 
 

@@ -6,13 +6,13 @@ import time
 import pytest
 
 from rrl.text.spans import (
+    box_sequence,
     boxed,
     boxes,
     count_tags,
-    exactly_one,
-    in_one_box,
+    enclosed_content,
+    has_exactly_one_box,
     last_box,
-    row_of_boxes,
     tag_named,
     without_boxes,
 )
@@ -94,7 +94,7 @@ def test_what_is_written_as_a_box_is_read_as_one() -> None:
     ],
 )
 def test_exactly_one_box_and_no_stray_tag(texts: list[str], one: bool) -> None:
-    assert exactly_one(texts, "a") is one
+    assert has_exactly_one_box(texts, "a") is one
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,7 @@ def test_exactly_one_box_and_no_stray_tag(texts: list[str], one: bool) -> None:
     ],
 )
 def test_a_row_of_boxes_has_nothing_between_or_nested(text: str, row: list | None) -> None:
-    assert row_of_boxes(text, ["a", "b", QUERY]) == row
+    assert box_sequence(text, ["a", "b", QUERY]) == row
 
 
 @pytest.mark.parametrize(
@@ -132,14 +132,14 @@ def test_a_row_of_boxes_has_nothing_between_or_nested(text: str, row: list | Non
     ],
 )
 def test_a_message_in_one_box_is_told_from_one_that_only_names_tags(text: str, inner: str | None) -> None:
-    assert in_one_box(text) == inner
+    assert enclosed_content(text) == inner
 
 
 def test_hostile_text_takes_linear_time() -> None:
     started = time.process_time()
     assert boxes("<a>" * 200_000, "a") == []
     assert boxes("</a>" * 200_000, "a") == []
-    assert row_of_boxes("<a>" * 200_000, ["a", "b"]) is None
-    assert row_of_boxes("<a></a>" * 100_000, ["a", "b"]) == ["a"] * 100_000
-    assert in_one_box("<a>" * 200_000 + ".") is None
+    assert box_sequence("<a>" * 200_000, ["a", "b"]) is None
+    assert box_sequence("<a></a>" * 100_000, ["a", "b"]) == ["a"] * 100_000
+    assert enclosed_content("<a>" * 200_000 + ".") is None
     assert time.process_time() - started < 2

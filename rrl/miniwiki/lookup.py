@@ -8,10 +8,10 @@ import numpy as np
 from rrl.miniwiki import MiniWiki
 from rrl.miniwiki.names import COUNTRY
 from rrl.miniwiki.passages import RELATION, RELATIONS, TYPES
-from rrl.miniwiki.questions import Hop, Key, hop
+from rrl.miniwiki.questions import Hop, RelationKey, hop
 from rrl.miniwiki.world import World
 
-_KEYS: dict[str, list[Key]] = {
+_KEYS: dict[str, list[RelationKey]] = {
     kind: [(r.subject, r.name) for r in RELATIONS if r.subject == kind] for kind in TYPES
 }
 
@@ -25,7 +25,7 @@ class Entity:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Context:
+class SeenEntities:
     """Entities whose passages have been read."""
 
     entities: list[Entity]
@@ -37,12 +37,12 @@ class Context:
         return [entity for entity in self.entities if entity.kind == kind]
 
 
-def facts_of(world: World, entity: Entity) -> list[Key]:
+def facts_of(world: World, entity: Entity) -> list[RelationKey]:
     """The facts an entity has."""
     return [key for key in _KEYS[entity.kind] if world.facts[key][entity.index] >= 0]
 
 
-class Shelf:
+class WikiLookup:
     """The passages of a wiki by entity, and which share a word of their title."""
 
     def __init__(self, wiki: MiniWiki) -> None:
@@ -56,7 +56,7 @@ class Shelf:
         for entity in self._text:
             for word in self.title(entity).split():
                 if word[0].isupper() and word != "The":
-                    self._by_word[self.where(entity), word].append(entity)
+                    self._by_word[self.world_of(entity), word].append(entity)
 
     def _in_order(self) -> list[Entity]:
         starts = self.world.layout.starts
@@ -71,11 +71,11 @@ class Shelf:
         """Title of an entity's passage: its name."""
         return self.world.names[entity.kind][entity.index]
 
-    def knows(self, title: str) -> bool:
+    def has_entity(self, title: str) -> bool:
         """Whether there is an entity of this name."""
         return title in self._by_title
 
-    def named(self, title: str) -> Entity:
+    def entity_named(self, title: str) -> Entity:
         """The entity of a name, which must be there."""
         return self._by_title[title]
 
@@ -83,33 +83,33 @@ class Shelf:
         """Text of an entity's passage."""
         return self._text[entity]
 
-    def where(self, entity: Entity) -> int:
+    def world_of(self, entity: Entity) -> int:
         """Sub-world of an entity."""
         return int(self.world.layout.world[entity.kind][entity.index])
 
-    def follow(self, entity: Entity, key: Key) -> Entity | None:
+    def follow(self, entity: Entity, key: RelationKey) -> Entity | None:
         """The entity a fact leads to; None for years, countries and facts that are not there."""
         kind, number = RELATION[key].value, int(self.world.facts[key][entity.index])
         return Entity(kind, number) if kind in TYPES and number >= 0 else None
 
-    def fact(self, rng: np.random.Generator, seen: Context) -> Hop:
+    def sample_fact(self, rng: np.random.Generator, seen: SeenEntities) -> Hop:
         """A random fact of a passage that was read."""
         among = seen.recent if rng.random() < 0.5 else seen.entities
         entity = among[int(rng.integers(len(among)))]
         keys = facts_of(self.world, entity)
         return hop(self.world, keys[int(rng.integers(len(keys)))], entity.index)
 
-    def some(self, rng: np.random.Generator, world: int, kind: str, n: int) -> list[str]:
+    def sample_names(self, rng: np.random.Generator, world: int, kind: str, n: int) -> list[str]:
         """`n` different names of one type (or countries) of a sub-world."""
         if kind == "country":
             return [COUNTRY[i] for i in rng.choice(len(COUNTRY), n, replace=False)]
         low, high = self.world.layout.starts[kind][world : world + 2].tolist()
         return [self.world.names[kind][low + i] for i in rng.choice(high - low, n, replace=False).tolist()]
 
-    def gather(self, rng: np.random.Generator, n: int) -> Context:
+    def sample_entities(self, rng: np.random.Generator, n: int) -> SeenEntities:
         """`n` different entities of one sub-world in random order: linked to each other, namesakes, or any."""
         world = int(rng.integers(len(self.spans)))
-        chosen: dict[Entity, None] = {self.any(rng, world): None}
+        chosen: dict[Entity, None] = {self.sample_entity(rng, world): None}
         while len(chosen) < n:
             known = list(chosen)
             last = known[int(rng.integers(len(known)))]
@@ -125,13 +125,13 @@ class Shelf:
             elif draw < 0.8:
                 low, high = self.world.layout.starts[last.kind][world : world + 2].tolist()
                 other = Entity(last.kind, int(rng.integers(low, high)))
-            chosen[other or self.any(rng, world)] = None
+            chosen[other or self.sample_entity(rng, world)] = None
         entities = list(chosen)
         order = rng.permutation(n)
         shuffled = [entities[i] for i in order]
-        return Context(shuffled, shuffled)
+        return SeenEntities(shuffled, shuffled)
 
-    def any(self, rng: np.random.Generator, world: int) -> Entity:
+    def sample_entity(self, rng: np.random.Generator, world: int) -> Entity:
         """Any entity of a sub-world."""
         kind = TYPES[int(rng.integers(len(TYPES)))]
         low, high = self.world.layout.starts[kind][world : world + 2].tolist()

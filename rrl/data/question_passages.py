@@ -11,30 +11,30 @@ from rrl.data.tables import TEXTS
 PASSAGE_WORDS = 100
 """Words of the passages that a long text is cut into (DPR's and FlashRAG's Wikipedia)."""
 
-LISTED = ("paragraphs", "ctxs", "contexts", "positive_ctxs", "hard_negative_ctxs", "negative_ctxs")
+PASSAGE_LISTS = ("paragraphs", "ctxs", "contexts", "positive_ctxs", "hard_negative_ctxs", "negative_ctxs")
 """Fields with lists of {title, text}: MuSiQue's, what DPR's readers take, HippoRAG's, what DPR trains on."""
 
 _NUMBERED = re.compile(r"^Passage \d+:\n", re.M)
 """What stands before each passage in LongBench's multi-document contexts."""
 
 
-def is_pool(record: dict[str, Any]) -> bool:
+def has_passages(record: dict[str, Any]) -> bool:
     """Whether the record is a question that brings its passages."""
-    record = _inside(record)
-    return bool({"question", "input"} & record.keys() and {"context", *LISTED} & record.keys())
+    record = _with_metadata(record)
+    return bool({"question", "input"} & record.keys() and {"context", *PASSAGE_LISTS} & record.keys())
 
 
-def _inside(record: dict[str, Any]) -> dict[str, Any]:
+def _with_metadata(record: dict[str, Any]) -> dict[str, Any]:
     metadata = record.get("metadata")
     if not isinstance(metadata, dict):
         return record
-    return {name: metadata[name] for name in ("context", *LISTED) if name in metadata} | record
+    return {name: metadata[name] for name in ("context", *PASSAGE_LISTS) if name in metadata} | record
 
 
-def pool_of(record: dict[str, Any]) -> Iterator[tuple[str, str]]:
+def passages_in(record: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield (title, text) of each passage; passages with neither are left out. ValueError for another form."""
-    record = _inside(record)
-    for name in LISTED:
+    record = _with_metadata(record)
+    for name in PASSAGE_LISTS:
         for paragraph in list_field(record, name):
             fields = fields_of(paragraph)
             if not fields.keys() & set(TEXTS):
@@ -44,12 +44,12 @@ def pool_of(record: dict[str, Any]) -> Iterator[tuple[str, str]]:
             text = next((fields[key] for key in TEXTS if fields.get(key)), "")
             if not isinstance(text, str):
                 raise ValueError(f"{name}: got {text!r:.60}, not a text")
-            yield from _some(_title(fields.get("title")), text)
+            yield from _non_empty(_title(fields.get("title")), text)
     context = record.get("context")
     if isinstance(context, str):
         text = context.strip()
         if not (text.startswith("[") and text.endswith("]")) or {"choice_A", "input"} & record.keys():
-            yield from _long(record, context)
+            yield from _split_context(record, context)
             return
         context = list_field(record, "context")
     if isinstance(context, dict):
@@ -62,19 +62,19 @@ def pool_of(record: dict[str, Any]) -> Iterator[tuple[str, str]]:
     for entry in list_field({"context": context}, "context"):
         if not isinstance(entry, list | tuple) or len(entry) != 2:
             raise ValueError("context: not a list of [title, [sentences]]")
-        yield from _some(_title(entry[0]), join_sentences(*entry))
+        yield from _non_empty(_title(entry[0]), join_sentences(*entry))
 
 
-def _long(record: dict[str, Any], context: str) -> Iterator[tuple[str, str]]:
+def _split_context(record: dict[str, Any], context: str) -> Iterator[tuple[str, str]]:
     """The passages of a context that is one text: LongBench's numbered ones, SQuAD's paragraph with its title beside it, or
     windows of `PASSAGE_WORDS` of LongBench's long documents."""
     title = record.get("title")
     if _NUMBERED.match(context.lstrip()):
         for part in _NUMBERED.split(context)[1:]:
             first, _, rest = part.strip().partition("\n")
-            yield from _some(first, rest) if rest.strip() else _some("", first)
+            yield from _non_empty(first, rest) if rest.strip() else _non_empty("", first)
     elif isinstance(title, str):
-        yield from _some(title.strip(), context)
+        yield from _non_empty(title.strip(), context)
     elif "choice_A" in record or "input" in record:
         words, title = context.split(), str(record.get("_id", record.get("id", "")))
         for start in range(0, len(words), PASSAGE_WORDS):
@@ -83,7 +83,7 @@ def _long(record: dict[str, Any], context: str) -> Iterator[tuple[str, str]]:
         raise ValueError(f"context: got {context!r:.60}, not a list")
 
 
-def _some(title: str, text: str) -> Iterator[tuple[str, str]]:
+def _non_empty(title: str, text: str) -> Iterator[tuple[str, str]]:
     if title or text.strip():
         yield title, text.strip()
 
