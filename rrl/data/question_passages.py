@@ -1,5 +1,8 @@
-"""The passages that come with a question: HotpotQA's and 2WikiMultiHopQA's `context`, MuSiQue's `paragraphs`, DPR's `ctxs`,
-SQuAD's paragraph, the long `context` of LongBench; in FlashRAG's form they are inside `metadata`."""
+"""Extract the passages that come with a question. Read `passages_in` first.
+
+They are in HotpotQA's and 2WikiMultiHopQA's `context`, MuSiQue's `paragraphs`, DPR's `ctxs`, SQuAD's paragraph or LongBench's
+long `context`. FlashRAG's format has them inside `metadata`.
+"""
 
 import re
 from collections.abc import Iterator
@@ -9,22 +12,23 @@ from rrl.data.records import fields_of, list_field
 from rrl.data.tables import TEXTS
 
 PASSAGE_WORDS = 100
-"""Words of the passages that a long text is cut into (DPR's and FlashRAG's Wikipedia)."""
+"""Words per passage when a long text is split, as in DPR's and FlashRAG's Wikipedia."""
 
 PASSAGE_LISTS = ("paragraphs", "ctxs", "contexts", "positive_ctxs", "hard_negative_ctxs", "negative_ctxs")
-"""Fields with lists of {title, text}: MuSiQue's, what DPR's readers take, HippoRAG's, what DPR trains on."""
+"""Fields with lists of {title, text}, in order: MuSiQue's, DPR's for readers, HippoRAG's, and DPR's training passages."""
 
 _NUMBERED = re.compile(r"^Passage \d+:\n", re.M)
-"""What stands before each passage in LongBench's multi-document contexts."""
+"""The heading of each passage in LongBench's multi-document contexts."""
 
 
 def has_passages(record: dict[str, Any]) -> bool:
-    """Whether the record is a question that brings its passages."""
+    """Return whether the record is a question with its own passages."""
     record = _with_metadata(record)
     return bool({"question", "input"} & record.keys() and {"context", *PASSAGE_LISTS} & record.keys())
 
 
 def _with_metadata(record: dict[str, Any]) -> dict[str, Any]:
+    """Return the record with the passage fields of its `metadata` as fields of its own."""
     metadata = record.get("metadata")
     if not isinstance(metadata, dict):
         return record
@@ -32,7 +36,10 @@ def _with_metadata(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def passages_in(record: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield (title, text) of each passage; passages with neither are left out. ValueError for another form."""
+    """Yield (title, text) of each passage of a question. Passages with neither are skipped.
+
+    Raises ValueError if the passages are in an unknown format.
+    """
     record = _with_metadata(record)
     for name in PASSAGE_LISTS:
         for paragraph in list_field(record, name):
@@ -53,7 +60,7 @@ def passages_in(record: dict[str, Any]) -> Iterator[tuple[str, str]]:
             return
         context = list_field(record, "context")
     if isinstance(context, dict):
-        # The form of the datasets library: two lists side by side; FlashRAG's 2Wiki calls the second one content.
+        # The datasets library stores two parallel lists; FlashRAG's 2Wiki calls the second one content.
         texts = "content" if "content" in context else "sentences"
         titles, sentences = list_field(context, "title"), list_field(context, texts)
         if len(titles) != len(sentences):
@@ -66,8 +73,11 @@ def passages_in(record: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _split_context(record: dict[str, Any], context: str) -> Iterator[tuple[str, str]]:
-    """The passages of a context that is one text: LongBench's numbered ones, SQuAD's paragraph with its title beside it, or
-    windows of `PASSAGE_WORDS` of LongBench's long documents."""
+    """Yield (title, text) of each passage of a context that is one string.
+
+    The context is LongBench's numbered passages, SQuAD's paragraph (its title is another field), or one of LongBench's long
+    documents, which is split every `PASSAGE_WORDS` words.
+    """
     title = record.get("title")
     if _NUMBERED.match(context.lstrip()):
         for part in _NUMBERED.split(context)[1:]:
@@ -84,12 +94,13 @@ def _split_context(record: dict[str, Any], context: str) -> Iterator[tuple[str, 
 
 
 def _non_empty(title: str, text: str) -> Iterator[tuple[str, str]]:
+    """Yield the passage unless title and text are empty."""
     if title or text.strip():
         yield title, text.strip()
 
 
 def join_sentences(title: Any, sentences: Any) -> str:
-    """One text; HotpotQA's sentences bring their own leading space, 2Wiki's do not."""
+    """Join sentences with single spaces. HotpotQA's sentences begin with a space, 2Wiki's do not."""
     if not isinstance(sentences, list) or not all(isinstance(sentence, str) for sentence in sentences):
         raise ValueError(f"sentences of {title!r}: not all of them are strings")
     return " ".join(sentence.strip() for sentence in sentences).strip()

@@ -1,7 +1,7 @@
-"""CSV and TSV files: records whose quoted cells may hold line breaks, and columns found by the names in the header.
+"""Read records from CSV and TSV files with a header, or without one if the columns are clear. Read `read_table` first.
 
-`read_table` is the entry. Files of some publishers are not quoted at all (MS MARCO's collection.tsv): a line of a TSV file that
-has all its columns is a record by itself, even if a cell begins with a quotation mark that nothing closes.
+Quoted cells may hold line breaks. Some files are not quoted at all (MS MARCO's collection.tsv): a line of a TSV file with all
+columns is a record even if a cell begins with a quotation mark that is never closed.
 """
 
 import collections
@@ -17,10 +17,13 @@ from rrl.data.decoding import BrokenRecord, decode
 from rrl.errors import UserError
 
 PASSAGE_IDS = ("id", "_id", "pid", "docid", "doc_id", "passage_id", "psg_id", "docno")
+"""Field names of the id of a passage. Of each tuple of names here, the first that a record has is used."""
 QUESTION_IDS = ("id", "_id", "question_id", "QuestionId", "query_id", "qid")
+"""Field names of the id of a question."""
 TEXTS = ("text", "body", "passage", "content", "document", "paragraph_text")
-"""Names of a passage's text. `contents` is one too; without a title beside it, its first line may be the title."""
+"""Field names of the text of a passage. `contents` is another one: its first line is the title if the record has no title."""
 QUESTIONS = ("question", "text", "query", "Question", "problem", "prompt", "input")
+"""Field names of a question."""
 ANSWERS = (
     "answers",
     "golden_answers",
@@ -30,6 +33,7 @@ ANSWERS = (
     "Answer",
     "reference",
 )
+"""Field names of gold answers; a record may have several of them."""
 PREDICTIONS = (
     "prediction",
     "predictions",
@@ -40,6 +44,7 @@ PREDICTIONS = (
     "response",
     "result",
 )
+"""Field names of a prediction."""
 
 KNOWN_COLUMNS = {
     name.lower(): name
@@ -49,22 +54,22 @@ KNOWN_COLUMNS = {
     )
     for name in names
 } | {"question": "question", "answer": "answer"}
-"""Column names that are understood, whatever their case."""
+"""Known column names by their lower-case form."""
 
 HEADER_WORDS = ("text", "question")
-"""A first line with one of these names is a header; otherwise it takes two known names."""
+"""A first line with one of these names is a header; with other names, it needs two known ones."""
 
 MAX_NAME_LENGTH = 40
-"""Characters of a column's name at most."""
+"""Maximum number of characters in a column name."""
 
 SAMPLE_RECORDS = 100
-"""Records without a header from which the meaning of the columns is inferred."""
+"""Number of records from which the meaning of the columns is inferred if there is no header."""
 
 MAX_CELL_LINES = 100_000
-"""Lines of one quoted cell at most."""
+"""Maximum number of lines in a quoted cell."""
 
 COLUMNS = ("id", "title", "text", "-")
-"""What a caller may name columns; "-" is not read."""
+"""Names that a caller may give to columns; "-" is a column to ignore."""
 
 
 class _Row(NamedTuple):
@@ -74,23 +79,26 @@ class _Row(NamedTuple):
     """Number of its first line, counted from 1."""
     cells: list[str]
     broken: str = ""
-    """Why it could not be read."""
+    """Why the record could not be read; "" if it could."""
 
 
 def read_table(
     path: Path, stream: BinaryIO, columns: Sequence[str] = ()
 ) -> Iterator[tuple[str, dict[str, Any] | BrokenRecord]]:
-    """Yields ("line 7", {column: cell}) for each record of a CSV or TSV file; memory holds a few records.
+    """Yield ("line 7", {column: cell}) for each record of a CSV or TSV file. Only a few records are held in memory.
+
+
+    A record whose number of cells differs from that of the header is broken. If it has fewer cells, the record before it is
+    broken too, since its text may continue on this line.
 
     Args:
-      path: the file, for messages and the log.
-      stream: its bytes, decompressed.
-      columns: the meaning of each column (see `COLUMNS`), in place of the header's names. Without a header and without these,
-        the meaning is inferred from the first records, or asked for.
+      path: the file, for error messages and the log.
+      stream: its decompressed bytes.
+      columns: the meaning of each column (see `COLUMNS`); replaces the names of the header. If this and the header are
+        missing, the meaning is inferred from the first records.
 
-    A record with another number of cells than the header is broken. So is the one before it where the cells are fewer, since its
-    text may go on there. Raises UserError for columns whose meaning is not clear, and for quotes that do not show where a record
-    ends.
+    Raises:
+      UserError: the meaning of a column is not clear, or the quotes do not show where a record ends.
     """
     _check_columns(path, columns)
     rows = _RowReader(path, stream, len(columns)).rows()
@@ -98,7 +106,9 @@ def read_table(
     names, first = _column_names(path, first, columns)
     split_title = not columns and names == ["id", "text"] and _has_inline_titles(first)
     if split_title:
-        logging.getLogger(__name__).info("%s: its texts, 'Title: ... Text: ...', are taken apart", path)
+        logging.getLogger(__name__).info(
+            "%s: each text has the form 'Title: ... Text: ...' and is split", path
+        )
     before: tuple[str, dict[str, Any] | BrokenRecord] | None = None
     for row in itertools.chain(first, rows):
         place = f"line {row.line}"
@@ -124,19 +134,19 @@ def read_table(
 
 
 class _RowReader:
-    """Reads records from lines, looking ahead only inside a quoted cell."""
+    """Splits lines into records. It reads ahead only inside quoted cells."""
 
     def __init__(self, path: Path, stream: BinaryIO, width: int = 0) -> None:
-        """`width` is the number of columns; 0: that of the first record."""
+        """`width`: the number of columns; 0: the number of cells of the first record."""
         self._path, self._width = path, width
         self._lines = enumerate(stream, 1)
         self._ahead: collections.deque[tuple[int, str, str]] = collections.deque()
         self._delimiter = self._guess_delimiter()
         self._quoted = self._delimiter == ","
-        """Whether quotation marks enclose cells; of tabs that is not sure before a record shows it."""
+        """Whether the file quotes cells. True for CSV; for TSV, True once a record shows it (see `_shows_quoting`)."""
 
     def rows(self) -> Iterator[_Row]:
-        """Every record; empty lines are passed over."""
+        """Yield every record; empty lines are skipped."""
         while self._peek(0) is not None:
             line, text, broken = self._ahead.popleft()
             if broken or not text.strip():
@@ -149,7 +159,7 @@ class _RowReader:
             yield row
 
     def _peek(self, at: int) -> tuple[int, str, str] | None:
-        """Number, text and fault of the line `at` lines ahead."""
+        """Return number, text and fault of the line `at` lines ahead, or None at the end of the file."""
         while len(self._ahead) <= at:
             number, data = next(self._lines, (0, b""))
             if not number:
@@ -161,7 +171,7 @@ class _RowReader:
         return self._ahead[at]
 
     def _guess_delimiter(self) -> str:
-        """By the name, unless the first lines say otherwise: DPR's *.qa.csv have tabs."""
+        """Guess the delimiter from the file name, unless the first lines contradict it: DPR's *.qa.csv use tabs."""
         lines = [self._peek(at) for at in range(3)]
         texts = [line[1] for line in lines if line and line[1].strip()]
         usual = "\t" if ".tsv" in self._path.suffixes else ","
@@ -187,8 +197,11 @@ class _RowReader:
         )
 
     def _multiline_row(self, line: int, text: str) -> _Row | None:
-        """The record that begins with a line whose last cell is open, with the lines that it goes on in; None if those do not
-        close it."""
+        """Return the record that begins with a line whose last cell is open, and consume the lines that it continues on.
+
+        Returns None if no line closes the cell, if the result has the wrong number of cells, or if each line is a whole record
+        and the file is not known to quote cells.
+        """
         size, group, faults = self._width or self._count(text), [text], [""]
         quotes = _count_quotes(text)
         while (ahead := self._peek(len(group) - 1)) is not None and len(group) < MAX_CELL_LINES:
@@ -206,7 +219,7 @@ class _RowReader:
                 return None
             removed = sum(map(_count_quotes, group)) - sum(map(_count_quotes, cells))
             if not self._quoted and removed <= 2 and all(self._count(one) == size for one in group):
-                return None  # each line is a whole record, and no other quotation marks say that it is not
+                return None  # each line is a whole record, and nothing else shows that the file quotes cells
             for _ in group[1:]:
                 self._ahead.popleft()
             self._quoted = True
@@ -214,22 +227,24 @@ class _RowReader:
         return None
 
     def _unquoted_row(self, line: int, text: str, error: str) -> _Row:
-        """The line as it stands, where the file is not quoted; UserError where that is not sure.
+        """Return the line as a record without quoting. Raises UserError if it is not clear that the file does not quote cells.
 
-        A guess could cut a passage, or take a part of one for a record.
+        A wrong guess could truncate a passage, or read a part of one as a record.
         """
         size, after = self._width or self._count(text), self._peek(0)
         whole = not self._quoted and self._count(text) == size > 1
         if whole and (after is None or not after[1].strip() or self._count(after[1]) == size):
             return _Row(line, text.split(self._delimiter))
         raise UserError(
-            f"{self._path}, line {line}: {error}, so that it cannot be seen where this record ends. Write a quotation mark "
+            f"{self._path}, line {line}: {error}, so it is not clear where this record ends. Write a quotation mark "
             'inside a quoted cell as "", and close every quoted cell.'
         )
 
     def _shows_quoting(self, text: str, cells: Sequence[str]) -> bool:
-        """Whether a record has a quoted cell that a file without quoting is unlikely to have: with a tab or doubled quotation
-        marks in it, or beside another."""
+        """Return whether a record shows that the file quotes cells.
+
+        It does if a quoted cell holds a delimiter or doubled quotation marks, or if several cells are quoted.
+        """
         removed = _count_quotes(text) - sum(map(_count_quotes, cells))
         return removed > 2 or (removed > 0 and any(self._delimiter in cell for cell in cells))
 
@@ -242,9 +257,9 @@ def _count_quotes(text: str) -> int:
 
 
 def _cells(text: str, delimiter: str) -> list[str]:
-    """The cells of one record; csv.Error if it is none."""
+    """Parse the cells of one record. Raises csv.Error if the text is not exactly one record."""
     if len(text) > csv.field_size_limit():
-        csv.field_size_limit(len(text))  # of the whole process; it is never lowered
+        csv.field_size_limit(len(text))  # a limit of the whole process, which is never lowered
     records = csv.reader([line + "\n" for line in text.split("\n")], delimiter=delimiter, strict=True)
     cells = next(records)
     if next(records, None) is not None:
@@ -262,13 +277,13 @@ def _check_columns(path: Path, columns: Sequence[str]) -> None:
         not set(columns) <= set(COLUMNS) or len(set(named)) < len(named) or not {"text", "title"} & set(named)
     ):
         raise UserError(
-            f"columns={','.join(columns)}: not the columns of {path}. Give what each column is, in order, such as "
-            "id,text,title: each of id, title, text once at most, text or title among them, and - for a column to pass over."
+            f"columns={','.join(columns)}: not the columns of {path}. Name each column, in order, such as "
+            "id,text,title: each of id, title and text at most once, with text or title among them, and - for a column to ignore."
         )
 
 
 def _column_names(path: Path, rows: list[_Row], columns: Sequence[str]) -> tuple[list[str], list[_Row]]:
-    """The names of the columns, and the rows without the header; both are logged."""
+    """Return the names of the columns and the rows without the header, and log the meaning of each column."""
     good = [row for row in rows if not row.broken]
     if not good:
         return list(columns), rows
@@ -281,7 +296,7 @@ def _column_names(path: Path, rows: list[_Row], columns: Sequence[str]) -> tuple
         twice = [name for name, count in collections.Counter(filter(None, names)).items() if count > 1]
         if twice:
             raise UserError(
-                f"{path}, line {head.line}: the column {twice[0]!r} is there twice in the header {', '.join(given)}. Rename one."
+                f"{path}, line {head.line}: the column {twice[0]!r} occurs twice in the header {', '.join(given)}. Rename one."
             )
     elif not names:
         names = _infer_columns(path, good)
@@ -291,7 +306,7 @@ def _column_names(path: Path, rows: list[_Row], columns: Sequence[str]) -> tuple
         ", ".join(
             _describe_columns(names, given if header else [f"column {at}" for at in range(1, len(names) + 1)])
         ),
-        "as given" if columns else "by the header" if header else "inferred, since there is no header",
+        "as given" if columns else "from the header" if header else "inferred, because there is no header",
     )
     return names, [row for row in rows if not (header and row is head)]
 
@@ -304,11 +319,11 @@ _ROLES = (
     ("answer", ANSWERS),
     ("prediction", PREDICTIONS),
 )
-"""What a column may be taken for, and its names, the first of which that is there is taken."""
+"""Roles of a column, each with its names; a role goes to the first of its names that the table has."""
 
 
 def _describe_columns(names: Sequence[str], shown: Sequence[str]) -> Iterator[str]:
-    """For each column, what it is taken for."""
+    """Yield "name as role" for each column with a role, and the name alone for the others."""
     roles = {
         next(name for name in known if name in names): role
         for role, known in _ROLES
@@ -319,7 +334,7 @@ def _describe_columns(names: Sequence[str], shown: Sequence[str]) -> Iterator[st
 
 
 def _is_header(cells: Sequence[str]) -> bool:
-    """Whether a row is the names of columns; numbers and sentences are none, whatever word stands beside them."""
+    """Return whether a row holds column names. A row with a number or a long cell never does."""
     if any(len(cell) > MAX_NAME_LENGTH or cell.isdigit() for cell in cells):
         return False
     known = [KNOWN_COLUMNS[cell.lower()] for cell in cells if cell.lower() in KNOWN_COLUMNS]
@@ -327,7 +342,7 @@ def _is_header(cells: Sequence[str]) -> bool:
 
 
 def _is_unknown_header(rows: Sequence[_Row], columns: Sequence[str]) -> bool:
-    """Whether the first row has a word where all others have a number as their id: a header in words of its own."""
+    """Return whether the first row is a header with unknown names: its id is not a number, but all other ids are."""
     if "id" not in columns or len(rows) < 2:
         return False
     at = columns.index("id")
@@ -336,8 +351,10 @@ def _is_unknown_header(rows: Sequence[_Row], columns: Sequence[str]) -> bool:
 
 
 def _infer_columns(path: Path, rows: Sequence[_Row]) -> list[str]:
-    """The meaning of the columns where the first records leave no doubt: DPR's questions with lists of answers, or an id beside
-    a text, or beside a text and a title of at most half its length. UserError otherwise.
+    """Infer the meaning of the columns from the first records.
+
+    The supported forms are a question with a list of answers (DPR), an id with a text, and an id with a text and a title that is
+    at most half as long. Raises UserError for other forms.
     """
     cells = [row.cells for row in rows]
     size = len(cells[0])
@@ -352,26 +369,28 @@ def _infer_columns(path: Path, rows: Sequence[_Row]) -> list[str]:
                     return ["id", "title", "text"] if title == 1 else ["id", "text", "title"]
     shown = ", ".join(repr(cell if len(cell) <= 30 else cell[:27] + "...") for cell in cells[0][:8])
     raise UserError(
-        f"{path}, line {rows[0].line}: {shown} is no header with names such as id, title and text, or question and answer, and "
-        "it is not clear what each column holds. Put a line of such names above it; of a corpus, "
-        "launch/build_index.py --columns=id,text,title (in the order of the file) says it too."
+        f"{path}, line {rows[0].line}: {shown} is not a header with names such as id, title and text, or question and answer, "
+        "and it is not clear what each column holds. Put a line with such names above it. For a corpus, you can instead give "
+        "launch/build_index.py --columns=id,text,title (in the order of the file)."
     )
 
 
 def _is_text(cell: str) -> bool:
-    """Whether it is more than a word; the name of a column is none."""
+    """Return whether a cell is a text rather than a column name: several words, or at least 20 characters."""
     return bool(re.search(r"\S\s+\S", cell)) or len(cell) >= 20
 
 
 _INLINE_TITLE = re.compile(r"Title: (.+?) Text: (.*)", re.S)
-"""How a two-column corpus may write a passage with its title."""
+"""How a two-column corpus may write the title of a passage into its text."""
 
 
 def _has_inline_titles(rows: Iterable[_Row]) -> bool:
+    """Return whether every text of a two-column table has the form `_INLINE_TITLE`."""
     cells = [row.cells for row in rows if not row.broken]
     return bool(cells) and all(len(row) == 2 and _INLINE_TITLE.fullmatch(row[1]) for row in cells)
 
 
 def _split_inline_title(text: str) -> dict[str, str]:
+    """Return title and text of a text of the form `_INLINE_TITLE`; an empty dict for any other text."""
     found = _INLINE_TITLE.fullmatch(text)
     return {"title": found[1], "text": found[2]} if found else {}
