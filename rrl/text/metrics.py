@@ -1,4 +1,7 @@
-"""Answer metrics: exact match, token F1 and cover exact match, each the maximum over the gold answers."""
+"""Answer metrics: exact match, token F1 and cover exact match, each the maximum over the gold answers.
+
+Read `score_answer` first.
+"""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -8,23 +11,31 @@ from rrl.errors import UserError
 from rrl.text.normalize import RRL, YES_NO, Rule
 
 CHUNK = 4096
-"""Predictions that are normalised as one text."""
+"""Number of predictions that are normalised as one text, for speed."""
 
 
 class AnswerScores(NamedTuple):
-    """What one prediction earns, each in [0, 1]."""
+    """Scores of one prediction, each in [0, 1]."""
 
     em: float
+    """Exact match."""
     f1: float
+    """Token F1."""
     cem: float
+    """Cover exact match."""
 
 
 def score_answer(predictions: str | Sequence[str], answers: Sequence[str], rule: Rule = RRL) -> AnswerScores:
-    """The three metrics at once, each text normalised once; of several predictions the best by each metric.
+    """Compute the three metrics of a prediction; of several predictions, the best value of each metric.
 
-    Several predictions are the short answers that were extracted from one long one (R3-RAG, section 4.1); none of them scores 0.
+    Args:
+      predictions: one prediction, or the short answers that were extracted from one long answer (R3-RAG, section 4.1). An empty
+        list scores 0.
+      answers: the gold answers.
+      rule: the normalisation.
 
-    Raises UserError if there is no gold answer.
+    Raises:
+      UserError: there is no gold answer.
     """
     return score_answers([predictions], [answers], rule)[0]
 
@@ -32,7 +43,7 @@ def score_answer(predictions: str | Sequence[str], answers: Sequence[str], rule:
 def score_answers(
     predictions: Sequence[str | Sequence[str]], answers: Sequence[Sequence[str]], rule: Rule = RRL
 ) -> list[AnswerScores]:
-    """`score_answer` of each prediction and the gold answers beside it, several times as fast."""
+    """Compute `score_answer` for each prediction and its gold answers, several times faster than one by one."""
     scores: list[AnswerScores] = []
     for start in range(0, len(predictions), CHUNK):
         given = [[p] if isinstance(p, str) else p for p in predictions[start : start + CHUNK]]
@@ -51,6 +62,7 @@ def score_answers(
 def _scored(
     given: Sequence[str], texts: Sequence[str], answers: Sequence[str], wanted: Sequence[str], rule: Rule
 ) -> AnswerScores:
+    """Best scores of the predictions `given` for the gold `answers`; `texts` and `wanted` are their normalised forms."""
     em = f1 = cem = 0.0
     for raw, text in zip(given, texts):
         if text and text in wanted:
@@ -67,7 +79,7 @@ def _scored(
 
 
 def exact_match(prediction: str, answers: Sequence[str], rule: Rule = RRL) -> float:
-    """1.0 if the normalised prediction equals a normalised gold answer, else 0.0.
+    """Return 1.0 if the normalised prediction equals a normalised gold answer, else 0.0.
 
     Raises UserError if there is no gold answer.
     """
@@ -75,7 +87,7 @@ def exact_match(prediction: str, answers: Sequence[str], rule: Rule = RRL) -> fl
 
 
 def token_f1(prediction: str, answers: Sequence[str], rule: Rule = RRL) -> float:
-    """F1 of the bags of normalised words, in [0, 1] (R-Search, Eq. 3; SQuAD's definition).
+    """Return the F1 of the bags of normalised words, in [0, 1] (R-Search, Eq. 3; SQuAD's definition).
 
     Raises UserError if there is no gold answer.
     """
@@ -83,15 +95,15 @@ def token_f1(prediction: str, answers: Sequence[str], rule: Rule = RRL) -> float
 
 
 def cover_exact_match(prediction: str, answers: Sequence[str], rule: Rule = RRL) -> float:
-    """1.0 if a normalised gold answer stands inside the normalised prediction as whole words (CEM), else 0.0.
+    """Return 1.0 if the normalised prediction contains a normalised gold answer as consecutive whole words (CEM), else 0.0.
 
-    A rule may ask for less than whole words in a row. Raises UserError if there is no gold answer.
+    A rule may require less (`Rule.cover`). Raises UserError if there is no gold answer.
     """
     return _best(_cover, prediction, answers, rule)
 
 
 _Metric = Callable[[str, str, str, str, Rule], float]
-"""Of the prediction and its normalised form, the gold answer and its normalised form, and the rule."""
+"""A function of the prediction, its normalised form, the gold answer, its normalised form, and the rule."""
 
 
 def _best(score: _Metric, prediction: str, answers: Sequence[str], rule: Rule) -> float:
@@ -104,13 +116,16 @@ def _refuse_no_gold(answers: Sequence[str]) -> None:
     if isinstance(answers, str) or not answers:
         raise UserError(
             f"answers: got {answers!r}; a question needs a list of at least one gold answer. "
-            "Give the question's answers, or leave the question out of the data."
+            "Give the answers of the question, or remove the question from the data."
         )
 
 
 def _bare(raw: str, gold: str, rule: Rule) -> float:
-    # A gold answer of articles or punctuation alone ("The The", "!!!") normalises to nothing;
-    # compared as normalised text it would pay for an empty prediction.
+    """Exact match of the texts as written, up to case and white space.
+
+    It is for a gold answer of only articles or punctuation ("The The", "!!!"), which normalises to nothing: its normalised form
+    would equal an empty prediction.
+    """
     raw, gold = (" ".join(rule.canonicalize(text).lower().split()) for text in (raw, gold))
     return float(raw == gold)
 
@@ -128,28 +143,28 @@ def _f1(raw: str, text: str, gold: str, wanted: str, rule: Rule) -> float:
         return _bare(raw, gold, rule) if rule.empty == "written" else float(text == wanted)
     if rule.yes_no_whole and text != wanted and (text in YES_NO or wanted in YES_NO):
         return 0.0
-    ours, theirs = text.split(), wanted.split()
-    if not (shared := _overlap(ours, theirs)):
+    predicted, gold_words = text.split(), wanted.split()
+    if not (shared := _overlap(predicted, gold_words)):
         return 0.0
-    found = 2 * shared / (len(ours) + len(theirs))
-    return found if rule.f1_decimals is None else round(found, rule.f1_decimals)
+    f1 = 2 * shared / (len(predicted) + len(gold_words))
+    return f1 if rule.f1_decimals is None else round(f1, rule.f1_decimals)
 
 
-def _overlap(ours: list[str], theirs: list[str]) -> int:
-    """Size of what two bags of words share."""
-    common = set(ours).intersection(theirs)
+def _overlap(predicted: list[str], gold_words: list[str]) -> int:
+    """Return the size of the intersection of two bags of words."""
+    common = set(predicted).intersection(gold_words)
     if not common:
         return 0
-    if len(ours) == len(theirs) == len(common):
+    if len(predicted) == len(gold_words) == len(common):
         return len(common)
-    return (Counter(ours) & Counter(theirs)).total()
+    return (Counter(predicted) & Counter(gold_words)).total()
 
 
 def _cover(raw: str, text: str, gold: str, wanted: str, rule: Rule) -> float:
     if not wanted and rule.empty == "written":
         return _bare(raw, gold, rule)
     if rule.cover == "substring":
-        return float(wanted in text)  # nothing stands in every text, as in FlashRAG's and Search-R1's scripts
+        return float(wanted in text)  # every text contains "", as in FlashRAG's and Search-R1's scripts
     if not wanted:
         return float(text == wanted)
     if rule.cover == "words":
