@@ -1,6 +1,6 @@
-"""Attempts at questions of the built-in world, right ones and such as go wrong in a weak search agent's ways.
+"""Generate attempts at questions of the built-in world: correct ones, and ones with the typical faults of a weak search agent.
 
-For those who must learn to tell good work from bad: each attempt is a plan that a scripted expert can act out.
+They are training data for judges. Each attempt is a plan that the scripted expert can carry out. Read `make_attempt` first.
 """
 
 import dataclasses
@@ -17,65 +17,66 @@ Rng = np.random.Generator
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Attempt(Plan):
-    """What was looked up, and what was taken for each fact, right or wrong."""
+    """A plan with the facts as the agent read them, correct or wrong."""
 
     stated_facts: str
-    """What it says beforehand that it will look up."""
+    """The facts that the agent announces to look up; they may differ from those in `hops`."""
     answer: str
+    """The agent's answer."""
     failed_hops: frozenset[int] = frozenset()
-    """Hops whose search finds other passages than the one that is needed."""
+    """Indices of hops whose search does not return the required passage."""
 
     @property
     def facts(self) -> str:
-        """What it says, which is not always what it does."""
+        """The announced facts, `stated_facts`."""
         return self.stated_facts
 
 
 def make_attempt(item: MiniQuestion, lookup: WikiLookup, rng: Rng, faulty: float) -> Attempt:
-    """One attempt at a question; the same arguments (and state of `rng`) give the same one.
+    """Return an attempt at a question. The same arguments (and state of `rng`) give the same attempt.
 
     Args:
-      item: the question and its right plan.
-      lookup: the passages of its world.
-      rng: chooses what goes wrong.
-      faulty: chance that something does, in 0..1.
+      item: the question with its correct plan.
+      lookup: an index of its wiki.
+      rng: source of all random choices.
+      faulty: probability of a fault, in [0, 1].
     """
     right = Attempt(item.plan.hops, item.plan.conclusion, item.plan.facts, item.question.answers[0])
     if rng.random() >= faulty:
         return right
-    # Names that are miscopied are what most often goes wrong.
+    # Miscopied names are the most frequent fault of weak agents.
     names = [*FAULTS, "misspelt", "misspelt"]
-    hops, unfound = FAULTS[names[int(rng.integers(len(names)))]](item, lookup, rng)
+    hops, failed = FAULTS[names[int(rng.integers(len(names)))]](item, lookup, rng)
     conclusion = item.plan.conclusion
-    if hops == item.plan.hops and not unfound:
+    if hops == item.plan.hops and not failed:
         return right
     if conclusion and rng.random() < 0.5:
         conclusion = ""
-    # Most say what is needed and then do something else; some do what they say.
+    # Most faulty attempts announce the required facts and then look up others; some announce what they look up.
     stated = item.plan.facts if rng.random() < 0.7 else Plan(hops, "").facts
-    return Attempt(hops, conclusion, stated, _answer(item, hops, rng), unfound)
+    return Attempt(hops, conclusion, stated, _answer(item, hops, rng), failed)
 
 
 FaultyPlan = tuple[tuple[Hop, ...], frozenset[int]]
-"""Hops, and which of them find nothing that is needed."""
+"""The hops of a plan with a fault, and the indices of hops whose search fails."""
 NO_HOPS: frozenset[int] = frozenset()
 
 
 def _early(item: MiniQuestion, lookup: WikiLookup, rng: Rng) -> FaultyPlan:
-    """Stops before the last facts."""
+    """Stop before the last facts."""
     hops = item.plan.hops
     return hops[: int(rng.integers(1, max(len(hops), 2)))], NO_HOPS
 
 
 def _mistaken(item: MiniQuestion, lookup: WikiLookup, rng: Rng) -> FaultyPlan:
-    """Takes something else for a fact, and goes on from there."""
+    """Read a wrong value of a fact, and continue from that value."""
     before, wrong, relations, after = _split_at_hop(item, rng)
     other = _other_values(item, lookup, rng, wrong, 1)[0]
     return _continue_from(lookup, before, dataclasses.replace(wrong, value=other), relations, after), NO_HOPS
 
 
 def _misspelt(item: MiniQuestion, lookup: WikiLookup, rng: Rng) -> FaultyPlan:
-    """A name is miscopied and searched so, at times from where it was read on; so may be the value that is read then."""
+    """Search for a miscopied name. The name may already be wrong in the hop before, and the value read may be wrong too."""
     before, wrong, relations, after = _split_at_hop(item, rng)
     subject = lookup.entity_named(wrong.subject)
     name = _corrupt(wrong.subject, lookup.sample_names(rng, item.world, subject.kind, 1)[0], rng)
@@ -91,18 +92,18 @@ def _misspelt(item: MiniQuestion, lookup: WikiLookup, rng: Rng) -> FaultyPlan:
 
 
 def _astray(item: MiniQuestion, lookup: WikiLookup, rng: Rng) -> FaultyPlan:
-    """Asks for another fact than the one that is needed, and goes on from there."""
+    """Look up another fact of the same entity, and continue from its value."""
     before, wrong, relations, after = _split_at_hop(item, rng)
     subject = lookup.entity_named(wrong.subject)
     keys = [key for key in facts_of(lookup.world, subject) if key[1] != wrong.relation]
     if not keys:
         return item.plan.hops, NO_HOPS
-    asked = hop(lookup.world, keys[int(rng.integers(len(keys)))], subject.index)
-    return _continue_from(lookup, before, asked, relations, after), NO_HOPS
+    other = hop(lookup.world, keys[int(rng.integers(len(keys)))], subject.index)
+    return _continue_from(lookup, before, other, relations, after), NO_HOPS
 
 
 def _elsewhere(item: MiniQuestion, lookup: WikiLookup, rng: Rng) -> FaultyPlan:
-    """Looks the right fact up of something else, most often of a namesake or of its like."""
+    """Look up the same relation of another entity of the same type, and continue from its value."""
     before, wrong, relations, after = _split_at_hop(item, rng)
     subject = lookup.entity_named(wrong.subject)
     other = lookup.entity_named(lookup.sample_names(rng, item.world, subject.kind, 1)[0])
@@ -111,14 +112,14 @@ def _elsewhere(item: MiniQuestion, lookup: WikiLookup, rng: Rng) -> FaultyPlan:
 
 
 def _skipped(item: MiniQuestion, lookup: WikiLookup, rng: Rng) -> FaultyPlan:
-    """Leaves a search out, and goes on as if it had found what it had to."""
+    """Skip a hop, and continue as if its value were known."""
     hops = item.plan.hops
     at = int(rng.integers(len(hops)))
     return (hops[:at] + hops[at + 1 :]) or hops, NO_HOPS
 
 
 def _again(item: MiniQuestion, lookup: WikiLookup, rng: Rng) -> FaultyPlan:
-    """Searches one fact twice; at times another is left out for it."""
+    """Search for one fact twice. Either the last hop is dropped instead, or the plan is truncated to four hops."""
     hops = item.plan.hops
     at = int(rng.integers(len(hops)))
     twice = hops[: at + 1] + hops[at:]
@@ -126,7 +127,7 @@ def _again(item: MiniQuestion, lookup: WikiLookup, rng: Rng) -> FaultyPlan:
 
 
 def _failed_search(item: MiniQuestion, lookup: WikiLookup, rng: Rng) -> FaultyPlan:
-    """A search finds other passages, and what it should have found is stated all the same."""
+    """Let one search return other passages; the agent states the fact nevertheless."""
     return item.plan.hops, frozenset({int(rng.integers(len(item.plan.hops)))})
 
 
@@ -140,11 +141,11 @@ FAULTS: dict[str, Callable[[MiniQuestion, WikiLookup, Rng], FaultyPlan]] = {
     "again": _again,
     "unfound": _failed_search,
 }
-"""What can go wrong."""
+"""Faults by name. Each returns a plan with the fault, or the correct plan if the fault does not apply to the question."""
 
 
 def wrong_answer(item: MiniQuestion, lookup: WikiLookup, rng: Rng) -> str:
-    """An answer of the right type that is not the gold one: another name or year, a misspelt one, the other of two."""
+    """Return a wrong answer of the correct type: another name or year, a miscopied one, or the other choice of a comparison."""
     answer, last = item.question.answers[0], item.plan.hops[-1]
     if item.plan.conclusion:
         return _other_of_two(item)
@@ -158,22 +159,28 @@ def wrong_answer(item: MiniQuestion, lookup: WikiLookup, rng: Rng) -> str:
 
 
 def _other_of_two(item: MiniQuestion) -> str:
+    """Return the wrong one of the two possible answers to a comparison."""
     answer, hops = item.question.answers[0], item.plan.hops
-    named = {"yes": "no", "no": "yes"}
-    if answer in named:
-        return named[answer]
+    opposite = {"yes": "no", "no": "yes"}
+    if answer in opposite:
+        return opposite[answer]
     heads = (hops[0].subject, hops[len(hops) // 2].subject)
     return heads[answer == heads[0]]
 
 
 def _answer(item: MiniQuestion, hops: Sequence[Hop], rng: Rng) -> str:
+    """Return the answer of an agent that read these hops: for a comparison, one of the two possible answers."""
     if item.plan.conclusion:
         return item.question.answers[0] if rng.random() < 0.5 else _other_of_two(item)
     return hops[-1].value
 
 
 def _split_at_hop(item: MiniQuestion, rng: Rng) -> tuple[tuple[Hop, ...], Hop, list[str], tuple[Hop, ...]]:
-    """A plan at one of its hops: those before, it, the relations that follow it in its branch, the hops of other branches."""
+    """Split a plan at a random hop.
+
+    Returns the hops before it, the hop, the relations that follow it in its branch, and the hops of later branches. A comparison
+    has two branches of equal length, other plans have one.
+    """
     hops = item.plan.hops
     length = len(hops) // (2 if item.plan.conclusion else 1)
     at = int(rng.integers(len(hops)))
@@ -184,26 +191,26 @@ def _split_at_hop(item: MiniQuestion, rng: Rng) -> tuple[tuple[Hop, ...], Hop, l
 def _continue_from(
     lookup: WikiLookup, before: Sequence[Hop], wrong: Hop, relations: Sequence[str], after: Sequence[Hop]
 ) -> tuple[Hop, ...]:
-    """A plan that goes on from the value of a wrong hop, as far as that has such facts."""
+    """Return the hops of a plan that continues from the value of a wrong hop, as far as the required facts exist."""
     start = lookup.entity_named(wrong.value) if relations and lookup.has_entity(wrong.value) else None
     return (*before, wrong, *(_chain(lookup, start, relations) if start else ()), *after)
 
 
 def _chain(lookup: WikiLookup, entity: Entity, relations: Sequence[str]) -> list[Hop]:
-    """The facts that lead on from an entity, up to the first that it does not have."""
-    found: list[Hop] = []
-    following: Entity | None = entity
+    """Follow relations from an entity, and return the hops up to the first missing fact."""
+    hops: list[Hop] = []
+    current: Entity | None = entity
     for relation in relations:
-        if following is None or (following.kind, relation) not in facts_of(lookup.world, following):
+        if current is None or (current.kind, relation) not in facts_of(lookup.world, current):
             break
-        key = (following.kind, relation)
-        found.append(hop(lookup.world, key, following.index))
-        following = lookup.follow(following, key)
-    return found
+        key = (current.kind, relation)
+        hops.append(hop(lookup.world, key, current.index))
+        current = lookup.follow(current, key)
+    return hops
 
 
 def _other_values(item: MiniQuestion, lookup: WikiLookup, rng: Rng, fact: Hop, n: int) -> list[str]:
-    """`n` different values that a fact might have."""
+    """Sample `n` different values of the type of a fact's value."""
     relation = RELATION[lookup.entity_named(fact.title).kind, fact.relation]
     if relation.value == "year":
         low, high = relation.years
@@ -212,11 +219,13 @@ def _other_values(item: MiniQuestion, lookup: WikiLookup, rng: Rng, fact: Hop, n
 
 
 def _corrupt(name: str, other: str, rng: Rng) -> str:
-    """A name as a weak policy copies it: one of its words gives way to another name's, or ends as that one does. A single
-    word, which may be a year, takes the other's second half."""
-    mine, theirs = name.split(), other.split()
-    at = int(rng.integers(len(mine)))
-    word, foreign = mine[at], theirs[min(at, len(theirs) - 1)]
-    if len(mine) == 1 or rng.random() < 0.6:
-        foreign = word[: (len(word) + 1) // 2] + foreign[len(foreign) // 2 :]
-    return " ".join([*mine[:at], foreign, *mine[at + 1 :]])
+    """Miscopy a name as weak policies do: replace one of its words, or the second half of the word, by that of another name.
+
+    In a name of one word, which may be a year, only the second half is replaced.
+    """
+    words, other_words = name.split(), other.split()
+    at = int(rng.integers(len(words)))
+    word, replacement = words[at], other_words[min(at, len(other_words) - 1)]
+    if len(words) == 1 or rng.random() < 0.6:
+        replacement = word[: (len(word) + 1) // 2] + replacement[len(replacement) // 2 :]
+    return " ".join([*words[:at], replacement, *words[at + 1 :]])

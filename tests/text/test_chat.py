@@ -31,15 +31,15 @@ def test_a_lone_surrogate_is_encoded_as_a_question_mark(tokenizer):
 
 
 @pytest.mark.parametrize(
-    "asked", [{}, {"padding": "max_length", "max_length": 100}, {"truncation": True, "max_length": 4}]
+    "earlier", [{}, {"padding": "max_length", "max_length": 100}, {"truncation": True, "max_length": 4}]
 )
 @pytest.mark.parametrize("before", [False, True])
 @pytest.mark.parametrize("split", [False, True])
-def test_encoding_ignores_truncation_and_padding_of_earlier_calls(asked, before, split):
+def test_encoding_ignores_truncation_and_padding_of_earlier_calls(earlier, before, split):
     used, fresh = (load_tokenizer("assets/miniwiki-tokenizer") for _ in range(2))
     text = "<|im_start|>Who lived in a town, and when?\n"
     used.split_special_tokens = before
-    used(["a b c d e f g h"], **asked)
+    used(["a b c d e f g h"], **earlier)
     used.split_special_tokens = fresh.split_special_tokens = split
     ids = text_ids(used, text).tolist()
     assert ids == fresh.encode(text, add_special_tokens=False)
