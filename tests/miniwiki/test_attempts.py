@@ -1,4 +1,4 @@
-"""Attempts at questions: right ones are the plan itself, faulty ones go wrong as their kind says."""
+"""Tests of attempts at questions: correct ones are the plan, faulty ones have the fault of their kind."""
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ LOOKUP = WikiLookup(WIKI)
 ITEMS = [item for kind in KINDS for item in WIKI.questions(kind, 12, 0)]
 
 
-def test_without_faults_an_attempt_is_the_plan():
+def test_an_attempt_without_faults_is_the_plan():
     rng = np.random.default_rng(0)
     for item in ITEMS:
         one = make_attempt(item, LOOKUP, rng, faulty=0.0)
@@ -26,18 +26,18 @@ def test_without_faults_an_attempt_is_the_plan():
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_each_fault_changes_most_plans_and_keeps_something_to_search(name):
+def test_each_fault_changes_most_plans_and_leaves_at_least_one_hop(name):
     rng = np.random.default_rng(0)
     changed = 0
     for item in ITEMS:
-        hops, unfound = FAULTS[name](item, LOOKUP, rng)
+        hops, failed = FAULTS[name](item, LOOKUP, rng)
         assert hops
-        assert all(0 <= place < len(hops) for place in unfound)
-        changed += hops != item.plan.hops or bool(unfound)
+        assert all(0 <= place < len(hops) for place in failed)
+        changed += hops != item.plan.hops or bool(failed)
     assert changed > len(ITEMS) / 2
 
 
-def test_what_follows_a_mistake_follows_from_it():
+def test_hops_after_a_wrong_value_start_from_it():
     rng = np.random.default_rng(1)
     followed = 0
     for item in WIKI.questions("three_hop", 30, 1):
@@ -52,7 +52,7 @@ def test_what_follows_a_mistake_follows_from_it():
     assert followed
 
 
-def test_the_same_draws_give_the_same_attempts():
+def test_the_same_random_state_gives_the_same_attempts():
     first, second = (
         [make_attempt(item, LOOKUP, rng, 0.6) for item in ITEMS]
         for rng in (np.random.default_rng(7), np.random.default_rng(7))
@@ -62,11 +62,11 @@ def test_the_same_draws_give_the_same_attempts():
     assert len(ITEMS) / 4 < right < 3 * len(ITEMS) / 4
 
 
-def test_a_wrong_answer_is_wrong():
+def test_wrong_answers_do_not_match_the_gold_answer():
     rng = np.random.default_rng(0)
     wrong = [
         cover_exact_match(wrong_answer(item, LOOKUP, rng), item.question.answers)
         for item in ITEMS
         for _ in range(5)
     ]
-    assert np.mean(wrong) < 0.03  # halves of two years may be the right one
+    assert np.mean(wrong) < 0.03  # replacing half of a year may give the correct year
